@@ -138,14 +138,6 @@ def check_a_run_goes_on_with_another_number_of_ranks(world):
         leave(world, "handed on", train(world, "", **settings))
 
 
-def check_three_ranks_without_virtual_ones_train_to_the_same_bits_again(world):
-    """With --deterministic: a ring adds in the order of what was fused."""
-    if LAUNCH == "3-gloo":
-        plain = {"virtual_ranks": 0, "num_steps": 8}
-        first, again = (train(world, f"plain-{n}", **plain) for n in range(2))
-        assert all(np.array_equal(*pair) for pair in zip(first.weights(), again.weights()))
-
-
 def check_sums_of_an_evaluation_are_rounded_once(world):
     begin(world)
     values = np.random.default_rng(2).normal(size=30) * 10.0 ** np.arange(-15, 15)

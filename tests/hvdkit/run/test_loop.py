@@ -3,6 +3,7 @@
 import fcntl
 import json
 import re
+import shutil
 
 import pytest
 from PIL import Image
@@ -85,6 +86,17 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny,
     assert "resuming from" in ended.output
     check_records(folder, ended, backend="horovodrun")
     assert sha256(folder) == sha256(whole)
+
+
+@pytest.mark.slow  # a minute; a smaller model gives the same bits without --deterministic too
+def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
+    """A ring adds in the order of what was fused; the last run reads a copy of the demo elsewhere."""
+    folder = tmp_path / "run"
+    run(3, [*tiny, "--deterministic"])
+    shutil.copytree(tiny_data, tmp_path / "staged")
+    again = [f"--flagfile={folder}/config.cfg", f"--data_dir={tmp_path}/staged"]
+    run(3, [*again, f"--run_dir={tmp_path}/again"])
+    assert sha256(folder) == sha256(tmp_path / "again")
 
 
 def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(whole, tiny):
