@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvdkit.run.actions import Save, Sync, evaluation_due
+from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from hvdkit.settings import Settings
 
 
@@ -44,3 +44,10 @@ def test_evaluations_and_checkpoints_come_as_asked_and_at_the_end(score, save, s
     start = SimpleNamespace(step=0, source="new")
     run = SimpleNamespace(context=context, saver=None, sync=None, telemetry=None, start=start)
     assert due(Save(run)) == saved  # one with each evaluation
+
+
+def test_what_looks_at_weights_waits_until_the_step_was_judged():
+    """A checkpoint, an evaluation or a copy of a step that is then taken back would be wrong."""
+    assert Save.settles and Evaluate.settles and Log.settles
+    # They hold of any weights, and a GPU need not wait for them.
+    assert not Sync.settles and not CheckDrift.settles
