@@ -208,9 +208,7 @@ def test_the_lock_and_its_groups_have_the_versions_of_requirements():
 # Names of packages where those of their modules are others.
 _OF = {"pil": "pillow", "yaml": "pyyaml", "absl": "absl-py", "pynvml": "nvidia-ml-py"}
 _OF |= {"google": "protobuf", "mpl_toolkits": "matplotlib", "sklearn": "scikit-learn"}
-# What benchmarks compare with, or serve data with.
-_ELSEWHERE = {"torch", "torchvision", "webdataset", "moto", "s3fs", "werkzeug"}
-_ELSEWHERE |= {"wandb", "mlflow"}  # a user's own
+_OF_USERS = {"wandb", "mlflow"}
 
 
 def imported(folder: str) -> dict[str, str]:
@@ -226,15 +224,15 @@ def imported(folder: str) -> dict[str, str]:
     return {n: f for n, f in found.items() if n[0] not in own | sys.stdlib_module_names | {""}}
 
 
-@pytest.mark.parametrize("folder", ["template", "launch", "docker", "tests", "benchmarks"])
+@pytest.mark.parametrize("folder", ["template", "launch", "docker"])
 def test_what_is_imported_is_declared(folder: str):
     everything = pins("requirements.txt") | pins("requirements-dev.txt")
     found = imported(folder)
     for (module, in_tests), file in found.items():
-        declared = everything if in_tests or folder == "benchmarks" else pins("requirements.txt")
+        declared = everything if in_tests else pins("requirements.txt")
         name = _OF.get(module.lower(), module.replace("_", "-"))
-        assert name in declared or module in _ELSEWHERE, f"{file} imports {module}"
-    assert len(found) > 1 or folder in ("docker", "launch")
+        assert name in declared or module in _OF_USERS, f"{file} imports {module}"
+    assert len(found) > 1 or folder != "template"
 
 
 @pytest.mark.parametrize(

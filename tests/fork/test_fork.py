@@ -138,10 +138,9 @@ def test_no_license_and_no_ci_mean_no_such_file(source, tmp_path):
 
 def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
     fork = forks["blank"]
-    linter = "zizmor --offline --strict-collection --no-progress --quiet"
-    shell(f"{linter} --pedantic .github", fork)
-    path = fork / ".github/workflows/ci.yml"
-    workflow = yaml.safe_load(path.read_text())
+    linter = "zizmor --offline --strict-collection --no-progress --quiet --pedantic"
+    shell(f"{linter} .github", fork)
+    workflow = yaml.safe_load((fork / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] <= 120 for job in workflow["jobs"].values())
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
@@ -149,12 +148,6 @@ def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
     assert {"lint", "test", "image"} <= set(re.findall(r"make (\w+)", commands))
     for target in re.findall(r"make (\w+)", commands):
         shell(f"make --dry-run {target}", fork)
-    broken = fork.parent / "broken"  # the linter is not just content with everything
-    for old, new in (("contents: read", "contents: write"), ("runs-on", "run-on")):
-        (broken / ".github/workflows").mkdir(parents=True, exist_ok=True)
-        (broken / ".github/workflows/ci.yml").write_text(path.read_text().replace(old, new))
-        with pytest.raises(AssertionError, match="exit code"):
-            shell(f"{linter} .github", broken)
 
 
 @pytest.mark.parametrize("task", [pytest.param(t, marks=pytest.mark.slow) for t in TASKS])

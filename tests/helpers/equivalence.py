@@ -27,31 +27,6 @@ SETTINGS = {
     "float32 sgd dropout": _SGD | {"dropout": 0.2},
     "float64 sgd local batch norm": _F64 | _SGD | {"bn_sync": "mean"},
 }
-# On 1 rank only: each leaves out one flag of "float64 sgd".
-WITHOUT = {
-    f"float64 sgd without {flag}": _F64 | _SGD | {flag: 0.0}
-    for flag in ("momentum", "weight_decay", "clip_norm")
-}
-# A setting and the one that differs from it by a flag: on 1 rank their weights must differ.
-CONTRASTS = {
-    **dict.fromkeys(WITHOUT, "float64 sgd"),
-    "float64 sgd accumulation": "float64 sgd",
-    "float64 adam": "float64 sgd",
-    "float64 adam accumulation": "float64 adam",
-    "float64 adam dropout": "float64 adam",
-    "float32 sgd": "float64 sgd",
-    "float32 sgd accumulation": "float32 sgd",
-    "float32 adam": "float32 sgd",
-    "float32 sgd dropout": "float32 sgd",
-}
-ROUNDING = 1e-9  # more than that is no rounding of float64; float32 differs by more than that
-
-
-def same(folder: Path) -> list[str]:
-    """Of those CONTRASTS that FOLDER holds weights of, the ones that do not differ."""
-    pairs = [[folder / f"{name}.npz" for name in pair] for pair in CONTRASTS.items()]
-    there = [pair for pair in pairs if all(file.exists() for file in pair)]
-    return [f"{a.stem}: {b.stem}" for a, b in there if largest_difference(a, b) <= ROUNDING]
 
 
 def largest_difference(a: Path, b: Path) -> float:
@@ -83,7 +58,7 @@ def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     usual = dataclasses.replace(Settings(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()
     for name in names:
-        own = {"run_dir": str(Path(out_dir, name))} | (SETTINGS | WITHOUT)[name]
+        own = {"run_dir": str(Path(out_dir, name))} | SETTINGS[name]
         ended = fit_config(dataclasses.replace(usual, **own), world, Task)
         if world.is_chief:
             assert ended.summary["skipped_steps"] == 0

@@ -280,32 +280,14 @@ def compose(sbom: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], list[s
     run([*words([]), "down", "--volumes"], 100)
 
 
-_UP = ["up", "--exit-code-from", "node1"]
 _TRAIN = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
 _TRAIN += ["--flagfile=configs/demo.cfg", *_TINY]
-_DIVERGES = ["--optimizer=sgd", "--base_lr=1e30", "--num_steps=9", "--run_dir=/runs/3"]
 
 
-@pytest.mark.parametrize(
-    "code, flags, said",
-    [(0, [], "step 3/3"), (2, ["--no_such_flag=1"], "no_such_flag"), (3, _DIVERGES, "diverged")],
-)
-def test_compose_trains_on_two_nodes(compose, code: int, *, flags: list[str], said: str):
-    ended = run([*compose([*_TRAIN, *flags]), *_UP], 500)
-    assert ended.code == code and said in ended.output, ended.output[-5000:]
-    assert code == 2 or "2 ranks on 2 host(s) (node1, node2)" in ended.output
-
-
-def test_a_stop_reaches_both_nodes_and_arrives_as_75(compose):
-    words = compose([*_TRAIN, "--num_steps=100000", "--run_dir=/runs/stopped"])
-    with subprocess.Popen([*words, *_UP], stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert any("step 1/" in line for line in running.stdout)
-            run([*words, "kill", "-s", "TERM", "node1"], 60)
-            assert "saved at step" in running.stdout.read()
-            assert running.wait(60) == 75
-        finally:
-            running.kill()
+def test_compose_trains_on_two_nodes(compose):
+    ended = run([*compose(_TRAIN), "up", "--exit-code-from", "node1"], 500)
+    assert ended.code == 0 and "step 3/3" in ended.output, ended.output[-5000:]
+    assert "2 ranks on 2 host(s) (node1, node2)" in ended.output
 
 
 _LAUNCH = (

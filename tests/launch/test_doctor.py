@@ -171,29 +171,6 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
     assert "allreduce" not in ended.output, "Horovod would hang"
 
 
-@pytest.mark.timeout(120)
-def test_json_arrives_unchanged_and_a_silent_rank_is_missing(tmp_path: Path):
-    script = """
-import json, os, sys; sys.path.insert(0, sys.argv[1])
-from preflight.ranks import Mpi
-ranks = Mpi()
-own = {"rank": ranks.rank, "text": "\\udcff\\u00e9" * 100_000 * ranks.rank, "none": None}
-every = ranks.gather(own, 60)
-assert ranks.broadcast(every[2] if ranks.rank == 0 else None)["text"] == "\\udcff\\u00e9" * 200_000
-if ranks.rank == 0:
-    print(json.dumps([[e["rank"], len(e["text"]), e["none"]] for e in every]))
-if ranks.rank != 1:
-    late = ranks.gather("here", 2)
-ranks.broadcast(None)
-if ranks.rank == 0: print(json.dumps(late))
-"""
-    words = ["mpirun", "-np", "3", sys.executable, "-c", script, ROOT / "launch"]
-    ended = run(words, timeout=100)
-    first, second = ended.output.splitlines()
-    assert ended.code == 0 and first == "[[0, 0, null], [1, 200000, null], [2, 400000, null]]"
-    assert second == '["here", null, "here"]'
-
-
 def test_a_door_answers_who_has_its_token_and_nobody_else():
     door = ranks.open_door()
     own, place = ranks.open_door(), ("127.0.0.1", door["port"])
@@ -240,7 +217,6 @@ BOTH = "node2 (rank 2, 3)"
         ("alike", {"GPU driver": "470"}, f"note {BOTH}: GPU driver is 470, elsewhere 550"),
         ("faults", [["it burns", "water", "fatal"]], f"fatal {BOTH}: it burns"),
         ("gpus", {"seen": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver shows 2"),
-        ("gpus", {"seen": 0, "shown": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver"),
         ("gpus", {"nccl": False}, f"note {BOTH}: Horovod is built without NCCL"),
         (
             "gpus",

@@ -234,14 +234,6 @@ def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_p
     assert len(starts(job)) == 2
 
 
-@pytest.mark.slow  # 40 s; each kind of exit code: test_supervise.py
-def test_a_rank_that_ends_in_its_start_requeues_nothing(slurm: Slurm, tmp_path: Path):
-    job = stand_in(slurm, tmp_path, "--fail=0:SIGABRT", "--mute")
-    assert job.end(80) == ("FAILED", "134:0", "0"), job.log()
-    assert len(starts(job)) == 3, job.log()
-    assert "rank 1 on node2 ended first: Aborted" in job.log(), job.log()
-
-
 @pytest.mark.slow  # Slurm takes a while to miss it
 @pytest.mark.parametrize("daemon_alone", [False, True])
 def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path, *, daemon_alone: bool):

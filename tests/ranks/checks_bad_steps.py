@@ -142,16 +142,6 @@ def check_without_a_checkpoint_before_it_the_run_ends(world):
     assert not ended.checkpoints
 
 
-def check_a_dry_run_ends_where_a_run_goes_back(world):
-    """From a checkpoint without its evaluation, which it makes up for and so saves: to go back."""
-    first = trained(world, Small, num_steps=4)
-    lacks = {"resume": str(first.folder / "checkpoints" / "step-00000002"), "eval_every": 2}
-    lacks["accept_changed_data"] = True
-    settings = lacks | {"code": DIVERGED, "num_steps": 12, "max_bad_steps": 2, "dry_run": True}
-    ended = trained(world, bad(of_batch(2, 3)), "diverged at step 4", **settings)
-    assert "Going back" not in ended.printed
-
-
 def check_virtual_ranks_are_named(world):
     settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}
     wrong = of_batch(3, place=3)  # of shares of 3 samples the second

@@ -16,7 +16,6 @@ from PIL import Image
 from small_runs import fit_config
 
 from hvdkit import settings as settings_lib
-from hvdkit.commands import browse
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import export
 from hvdkit.commands.predict import predict
@@ -149,12 +148,7 @@ def bad_files(folder: Path) -> None:
     Image.fromarray(deep.astype(np.int32)).save(folder / "in" / "wide.tiff")
     (folder / "in" / "away.png").symlink_to("nowhere.png")
     os.mkfifo(folder / "pipe.png")
-    # At these Pillow raises what does not name the file: a ValueError, a NotImplementedError.
-    (folder / "in" / "head.ppm").write_bytes(b"P6")
-    Image.new("RGB", (8, 8)).save(folder / "in" / "kind.dds")
-    with (folder / "in" / "kind.dds").open("r+b") as file:
-        file.seek(80)
-        file.write(bytes(4))  # the flags that say how pixels are stored
+    (folder / "in" / "head.ppm").write_bytes(b"P6")  # Pillow's ValueError does not name the file
     odd = os.fsencode(folder / "in") + b"/odd\xff"
     shutil.copy(os.fsencode(folder / "in" / "001.png"), odd + b".png")
     shutil.copy(os.fsencode(folder / "in" / "text.png"), odd + b".txt")
@@ -169,10 +163,10 @@ def check_bad_files_are_named_and_the_others_predicted(world):
     pictures = [folder / "in", folder / "pipe.png"]
     said = call(predict, world, out=folder / "out", pictures=pictures, code=BUG)
     names = ["pipe.png", "text.png", "torn.png", "deep.png", "wide.tiff", "away.png"]
-    for name in (*names, r"odd\udcff.txt", "head.ppm", "kind.dds"):
+    for name in (*names, r"odd\udcff.txt", "head.ppm"):
         (line,) = [line for line in said.splitlines() if name in line]
         assert "skipped: " in line
-    assert "9 of 13 files were skipped" in said
+    assert "8 of 12 files were skipped" in said
     names = [row[0] for row in table(folder / "out" / "predictions.csv")[1]]
     assert names == ["000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
 
@@ -213,10 +207,4 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
     where = {"out": FOLDER / "out", "pictures": [FOLDER / "in-3"]}
     with mock.patch.object(load_run.tasks, "load", Broken):
         said = call(predict, world, **where, code=WRONG_USE)
-        config = settings_lib.parse(["browse", *WORDS[DIGITS]])
-        try:
-            browse.samples(config.for_ranks(1), 3)
-        except ValueError as error:
-            said += str(error)
-    assert said.count("failed: checks_commands.py, line ") == 2, said
-    assert said.count("KeyError: 'missing'") == 2, said
+    assert "failed: checks_commands.py, line " in said and "KeyError: 'missing'" in said, said

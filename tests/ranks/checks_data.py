@@ -128,7 +128,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
 
 
-def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
+def slow_check_an_order_by_shards_goes_on_where_a_resume_begins(world):
     root = pictures(world)
     assert not trained(world, root, "--shuffle_shards=2", code=WRONG_USE, shuffle_shards=2).model
 
@@ -147,7 +147,7 @@ def check_an_order_by_shards_goes_on_where_a_resume_begins(world):
     assert max(np.abs(one - other).max() for one, other in zip(*ended[:2])) > 1e-3
 
 
-def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
+def slow_check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
     root = pictures(world)
     for split in ("train", "val"):
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
@@ -175,7 +175,7 @@ def check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world
         assert all((one == its).all() for one, its in zip(ended[0], other))
 
 
-def check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
+def slow_check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
     root = pictures(world)
     file = root / "data" / "train" / "cat" / "2.png"
 
@@ -195,7 +195,7 @@ def check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(world):
     trained(world, root, num_steps=6, accept_changed_data=True)
 
 
-def check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
+def slow_check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
     """And says in its card that it mixes."""
     root = pictures(world)
     how = {"mixup": 0.5, "cutmix": 1.0, "label_smoothing": 0.1, "accumulation_steps": 2}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from small_runs import fit_config, folder
+from small_runs import Small, fit, fit_config, folder
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
@@ -17,21 +17,14 @@ from ranks import TINY_FLAGS
 from tasks.segmentation import Task
 
 
-def made(world, spoil: Callable[[Path], None] = lambda data: None) -> Path:
-    """A folder with scenes in its folder data, which rank 0 has made and spoilt."""
+def made(world) -> Path:
+    """A folder with scenes in its folder data, which rank 0 has made."""
     root = folder(world)
     if world.is_chief:
         settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
         scenes.ensure_demo(root / "data", settings)
-        spoil(root / "data")
     world.gather_objects(None, "errors.data")
     return root
-
-
-def refused(world, spoil: Callable[[Path], None], *flags: str) -> str:
-    root = made(world, spoil)
-    flags = [flag.format(root=root) for flag in flags]
-    return fit_config(config(root, *flags), world, Task, code=WRONG_USE).message
 
 
 def config(root: Path, *flags: str) -> Settings:
@@ -40,54 +33,35 @@ def config(root: Path, *flags: str) -> Settings:
     return settings_lib.parse([*words, *flags])
 
 
-def names(root: Path, split: str) -> list[str]:
-    return (root / "splits" / f"{split}.txt").read_text().split()
-
-
-def first(root: Path, folder: str, split: str = "train") -> Path:
-    return root / folder / f"{names(root, split)[0]}.png"
-
-
-def one_sample(root: Path) -> None:
-    (root / "splits" / "train.txt").write_text(names(root, "train")[0] + "\n")
-
-
-# How rank 0 spoils the scenes, flags, and words of the sentence; {val}: a sample.
-FAULTS = [
-    (
-        lambda root: first(root, "images", "val").write_bytes(b"not a picture"),
-        ["--num_steps=1"],
-        ["{val}.png"],
-    ),
-    (one_sample, [], ["1 training sample", "{size} ranks"]),
-    (
-        lambda root: (root.parent / "file").write_text("in the way"),
-        ["--run_dir={root}/file/run"],
-        ["file"],
-    ),
-]
+def changed(world, change: Callable[[], object]) -> None:
+    """Rank 0 changes the data; the others wait."""
+    if world.is_chief:
+        change()
+    world.gather_objects(None, "errors.changed")
 
 
 def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world):
-    for spoil, flags, words in FAULTS:
-        samples = {}
+    root = made(world)
+    splits = root / "data" / "splits"
+    first = {name: (splits / f"{name}.txt").read_text().split()[0] for name in ("train", "val")}
 
-        def spoilt(root: Path, spoil=spoil, samples=samples) -> None:
-            samples["val"] = names(root, "val")[0]
-            spoil(root)
+    def refused(word: str, *flags: str) -> None:
+        ended = fit_config(config(root, *flags), world, Task, word, code=WRONG_USE)
+        assert len(set(world.gather_objects(ended.message, "errors.message"))) == 1
 
-        message = refused(world, spoilt, *flags)
-        samples = world.broadcast_object(samples, "errors.samples") | {"size": world.size}
-        assert all(word.format(**samples) in message for word in words), (words, message)
-        assert len(set(world.gather_objects(message, "errors.message"))) == 1
+    changed(world, lambda: (root / "file").write_text("in the way"))
+    refused("file", f"--run_dir={root}/file/run")
+    picture = root / "data" / "images" / f"{first['val']}.png"
+    changed(world, lambda: picture.write_bytes(b"not a picture"))
+    refused(picture.name, "--num_steps=1")
+    changed(world, lambda: (splits / "train.txt").write_text(first["train"]))
+    refused(f"1 training samples are fewer than the {world.size} ranks")
 
 
 def check_data_that_are_away_are_waited_for(world):
     root = made(world)
     fit_config(config(root, "--num_steps=1"), world, Task)
-    if world.is_chief:
-        (root / "data").rename(root / "away")
-    world.gather_objects(None, "errors.away")
+    changed(world, lambda: (root / "data").rename(root / "away"))
     fit_config(config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW)
 
 
@@ -101,9 +75,17 @@ def check_ranks_that_see_different_data_are_named(world):
     flags = []
     if world.rank == 1:
         other = shutil.copytree(root / "data", root / "other")
-        (other / "splits" / "train.txt").write_text("\n".join(names(other, "train")[1:]))
+        listed = other / "splits" / "train.txt"
+        listed.write_text("\n".join(listed.read_text().split()[1:]))
         flags = [f"--data_dir={other}"]
     fit_config(config(root, *flags), world, Task, "data files on rank 1", code=BUG)
+
+
+def check_ranks_with_different_settings_are_named_and_leave_nothing(world):
+    """As where hosts hold different versions of a flagfile; of a mode that has another folder."""
+    words = ("--dry_run (True; False)", "give every rank the same flags")
+    ended = fit(world, Small, *words, code=WRONG_USE, dry_run=world.is_chief)
+    assert not ended.folder.exists()
 
 
 def check_rank_0_alone_lists(world):

@@ -31,9 +31,6 @@ SETTINGS = {n: v for n, v in USUAL.items() if n != "task"} | {
     "clip_norm": 0.5,
 }
 
-# A restored checkpoint is evaluated on 1 rank for every kind, on 2 ranks for these.
-RESTORED_ON_ALL = ("subclassed", "embedding mixed", "spectral norm", "dropout, subclassed")
-
 
 def task_of(kind: Kind, first: dict[str, np.ndarray]) -> type:
     """The task of a kind; `first` gets the variables as they are before step 1."""
@@ -95,7 +92,6 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     run.checkpoints.restore(
         run.checkpoints.find("auto", config.num_steps), run.state.variables, config
     )
-    world.broadcast_variables(list(run.state.variables.values()))
     reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
     feed = EvaluationFeed(run.val_source, reader, size, rank=world.rank, size=world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
@@ -112,7 +108,7 @@ def train(world, name: str, kind: Kind) -> None:
     ended = fit(world, task, code=None, **settings)
     kept = {"message": ended.message, "code": ended.code, "printed": ended.printed}
     kept |= {f"first/{n}": value for n, value in first.items()}
-    if ended.code == DONE and (world.size == 1 or name in RESTORED_ON_ALL):
+    if ended.code == DONE and world.size == 1:
         figures, variables = evaluated_anew(world, task, settings)
         kept |= {f"anew/{n}": value for n, value in figures.items()}
         same(ended.weights(), variables.values())

@@ -47,17 +47,20 @@ def judge(world, found: dict[str, str], good: str) -> None:
 
 
 def check_what_is_seen_before_the_first_step_is_said(world):
+    said = (
+        "inputs are ",
+        "samples from all over the data have the same targets",
+        "the last layer has 3 units and the data have 2 classes",
+        "classes Cat, cat differ by case",
+        "the last layer gives bfloat16",
+    )
     x = numbers(1, 60)._arrays["x"]
-    cases = {
-        "inputs are ": {"change": {"x": x * 200}},
-        "samples from all over the data have the same targets": {
-            "change": {"y": np.zeros(60, np.int32)}
-        },
-        "the last layer has 3 units and the data have 2 classes": {"names": ("cat", "dog")},
-        "classes Cat, cat differ by case": {"names": ("Cat", "cat", "dog")},
-        "the last layer gives bfloat16": {"head": {"dtype": "mixed_bfloat16"}},
+    all_wrong = {
+        "change": {"x": x * 200, "y": np.zeros(60, np.int32)},
+        "names": ("Cat", "cat"),
+        "head": {"dtype": "mixed_bfloat16"},
     }
-    found = {said: notes(world, type("Bad", (Changed,), how)) for said, how in cases.items()}
+    found = dict.fromkeys(said, notes(world, type("Bad", (Changed,), all_wrong)))
     good = notes(world, type("Good", (Changed,), {"names": ("a", "b", "c")}))
     judge(world, found, good)
 
@@ -65,18 +68,14 @@ def check_what_is_seen_before_the_first_step_is_said(world):
 def check_what_the_first_steps_show_is_said(world):
     wide = keras.initializers.RandomNormal(stddev=300.0, seed=1)
     dead = {"units": 5, "activation": "relu", "bias_initializer": keras.initializers.Constant(-99)}
-    cases = {
-        "the loss begins at ": ({"head": {"kernel_initializer": wide}}, {}),
-        "did not change in 20 steps: the gradient is 0": (
-            {"layers": (keras.layers.Dense, dead)},
-            {"num_steps": 20},
-        ),
-        "the loss did not fall in 100 steps": ({}, {"num_steps": 100, "base_lr": 1e-6}),
-    }
-    usual = {"global_batch_size": 60, "lr_policy": "constant", "num_steps": 1}
+    usual = {"global_batch_size": 60, "lr_policy": "constant"}
+    large = type("Large", (Changed,), {"head": {"kernel_initializer": wide}})
+    still = type("Still", (Changed,), {"layers": (keras.layers.Dense, dead)})
+    slow = notes(world, still, **usual, num_steps=100, base_lr=1e-6)
     found = {
-        said: notes(world, type("Bad", (Changed,), how), **usual | settings)
-        for said, (how, settings) in cases.items()
+        "the loss begins at ": notes(world, large, **usual, num_steps=1),
+        "did not change in 20 steps: the gradient is 0": slow,
+        "the loss did not fall in 100 steps": slow,
     }
     judge(world, found, notes(world, num_steps=120))
 
@@ -87,10 +86,10 @@ def check_a_dry_run_learns_one_batch_by_heart(world):
     slow = notes(world, dry_run=True, num_steps=60, base_lr=1e-6, virtual_ranks=4)
     if world.is_chief:
         assert "learning by heart: in 50 steps the loss of one batch went from " in good
-        assert said not in good and said in slow
+        assert said not in good and said in slow and "the median layer" not in good
 
 
-def check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
+def slow_check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
     class Weak(Small):
         """Layers that hardly count: one of three, or three of four."""
 
@@ -102,12 +101,11 @@ def check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
             return keras.Model(x, keras.layers.Dense(3, name="last")(y))
 
     how, found = {"dry_run": True, "num_steps": 60, "weight_decay": 1e-3}, []
-    for factors in ((1.0, 1e-9), (1e-9, 1e-9, 1e-9), (1.0, 1.0)):
+    for factors in ((1.0, 1e-9), (1e-9, 1e-9, 1e-9)):
         found.append(notes(world, type("Weak", (Weak,), {"factors": factors}), **how))
     if world.is_chief:
         assert "gradient of layer1/kernel is over 1e+05 times as small as" in found[0], found[0]
         assert "gradient of last/kernel is over 1e+05 times as large as" in found[1], found[1]
-        assert "the median layer" not in found[2]
 
 
 L, SCALE = keras.layers, keras.initializers.Constant(1e-6)

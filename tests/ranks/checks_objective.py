@@ -112,64 +112,16 @@ def slow_check_terms_are_divided_by_their_own_global_counts(world):
             same([scored["eval_loss"]], [sum(last.values())], near)
 
 
-class Padded(Terms):
-    """Words, of which Keras masks zeros; its loss object makes their losses zeros."""
-
-    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
-
-    def sources(self):
-        words = [np.random.default_rng(seed).integers(0, 5, [SAMPLES, 6]) for seed in (1, 2)]
-        return [Arrays(x=x, y=x % 2, weights=x) for x in words]
-
-    def evaluation_example(self, sample):
-        return {"inputs": sample["x"], "targets": sample["y"]}
-
-    def build_model(self):
-        keras.utils.set_random_seed(1)
-        made = [
-            keras.layers.Embedding(5, 3, mask_zero=True),
-            keras.layers.LSTM(4, return_sequences=True),
-        ]
-        return keras.Sequential([keras.Input((6,)), *made, keras.layers.Dense(2)])
-
-    def loss(self, outputs, targets):
-        losses = self.entropy(targets, outputs)
-        return losses, tf.ones_like(losses)
-
-    def sums(self, outputs, targets):
-        return {"samples": tf.shape(outputs)[0], "hits": 0}
-
-
-def check_padding_that_keras_masks_has_no_weight(world):
-    folder(world)
-    set_precision("float64")
-    task = Padded(None)
-    model, (x, _) = task.build_model(), task.sources()
-    model.compile(sgd(), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    words, labels = x._arrays["x"], x._arrays["y"]
-    losses = [model.train_on_batch(words, labels) for _ in range(STEPS)]
-    ended = fit(world, Padded, **EXACT)
-    same(ended.weights(), [v.numpy() for v in model.variables], 1e-5, 1e-8)
-    if world.is_chief:
-        same(ended.losses[:1], losses[:1], 1e-5, 1e-8)
-        scored = model.evaluate(*(task.sources()[1]._arrays[name] for name in "xy"), verbose=0)
-        same([ended.records[-1]["eval_loss"]], [scored], 1e-5, 1e-8)
-
-
 @tf.custom_gradient
 def shrunk(x):
     """The gradient of a batch has norm 1: its samples' gradients depend on each other."""
     return tf.identity(x), lambda up: tf.math.l2_normalize(up, epsilon=1e-9)
 
 
-def slow_check_terms_that_are_none_are_refused(world):
+def slow_check_terms_that_mix_samples_or_differ_between_ranks_are_refused(world):
     if world.size != 2:  # alike on any number of ranks
         return
     for change, words in (
-        (lambda terms: {}, ("at least one",)),
-        (lambda terms: {"a/b": terms["box"]}, ("['a/b']", "letters")),
-        (lambda terms: {"box": terms["box"][0]}, ("loss 'box'", "must return two tensors")),
-        (lambda terms: {"box": (*terms["box"], terms["box"][0])}, ("'box'", "a factor")),
         (
             lambda terms: {
                 "box": (terms["box"][0] * tf.reduce_mean(terms["box"][0]), *terms["box"][1:])
@@ -274,8 +226,12 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     fit(world, type("Counts", (Terms,), {"loss": counted}), virtual_ranks=5, **EXACT)
     for loss, settings, words in (
         (calls(in_a_tape), {"virtual_ranks": 5}, ("no gradient of its own", "leave out")),
-        (Contrastive.loss, {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
-        (Contrastive.loss, {"accumulation_steps": 5}, ("--accumulation_steps=5", "leave it out")),
+        (calls(across.gather), {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
+        (
+            calls(across.gather),
+            {"accumulation_steps": 5},
+            ("--accumulation_steps=5", "leave it out"),
+        ),
         (calls(lambda x: across.gather(x[:1])), {}, ("a row for each",)),
         (calls(twice), {"virtual_ranks": 5}, ("comes from gathered rows", "leave out")),
         (calls(lambda x: tf.map_fn(across.gather, x[None])), {}, ("branch or a loop",)),

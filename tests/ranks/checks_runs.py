@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 from unittest import mock
 
@@ -17,7 +18,7 @@ from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import loop
-from hvdkit.settings import Settings, fields, project
+from hvdkit.settings import project
 from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
 
 
@@ -74,34 +75,15 @@ def check_losses_that_the_model_adds_count_once(world):
             names = ("loss", "keras_loss", "grad_norm")
             logged = [[r[n] for n in names] for r in ended.records if "loss" in r]
             np.testing.assert_allclose(logged, figures, rtol=1e-10)
-    ended = fit(world, num_steps=1)
-    assert not world.is_chief or "keras_loss" not in ended.records[0]
 
 
 class Normalized(Small):
     """Batch norm and Keras's dropout: a forward pass moves statistics and a seed."""
 
-    activation = "tanh"
-
     def build_model(self):
-        body = keras.layers.Dense(5, activation=self.activation)
+        body = keras.layers.Dense(5, activation="tanh")
         norm, drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
         return classifier(body, norm, drop, dtype="float32")
-
-
-def huge(step: int, factor: float, base: type = Small) -> type:
-    """A task in which the first sample of a step, counted from 0, is so many times as large."""
-
-    huge = batch_ids(step)[0]
-
-    class Huge(base):
-        activation = None
-
-        def training_example(self, sample, key):
-            factors = tf.where(sample["id"] == huge, factor, 1.0)
-            return super().training_example(sample | {"x": sample["x"] * factors}, key)
-
-    return Huge
 
 
 def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
@@ -124,20 +106,6 @@ def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
         same(saved.values(), good.state(3).values())
     # What the model holds is what was saved: nothing moved in the step that was not applied.
     same([saved[n] for n in saved if n.startswith("model/")], ended.weights())
-
-
-def check_a_gradient_that_is_not_finite_leaves_no_trace(world):
-    beyond = huge(1, 1e5, Normalized)  # float16
-    ended = fit(world, beyond, num_steps=5, precision="float16", base_lr=0.01)
-    assert all(np.isfinite(w).all() for w in ended.weights())
-    if world.is_chief:
-        assert ended.summary["skipped_steps"] >= 1
-        one, two = (r for r in ended.records if r["step"] in (1, 2))
-        assert two["skipped"] == one["skipped"] + 1
-    # In float32 such steps end the run; statistics stay those of the step before.
-    settings = {"code": DIVERGED, "num_steps": 2, "max_bad_steps": 1}
-    ended = fit(world, huge(1, np.inf, Normalized), "diverged at step 2", **settings)
-    assert all(np.isfinite(w).all() for w in ended.weights())
 
 
 def slow_check_float16_that_only_skips_ends_as_diverged(world):
@@ -182,7 +150,7 @@ def check_state_that_drifts_apart_is_named_at_the_first_save(world):
 
 
 def check_moving_statistics_are_alike_after_a_run_unless_they_are_not_synced(world):
-    for mode, alike in (("none", world.size == 1), ("mean", True), ("moments", True)):
+    for mode, alike in (("none", world.size == 1), ("moments", True)):
         ended = fit(world, Normalized, bn_sync=mode)
         everyone = world.gather_objects(world_lib.weights_sha256(ended.model.variables), "hashes")
         assert (len({*everyone}) == 1) == alike, mode
@@ -242,7 +210,7 @@ class CalledTwice(ActivityLoss):
         return losses + 0 * tf.reduce_sum(again), weights
 
 
-def check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(world):
+def slow_check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(world):
     once, twice = (fit(world, t, precision="float64") for t in (ActivityLoss, CalledTwice))
     same(twice.weights(), once.weights(), 1e-12)
 
@@ -380,13 +348,36 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
         (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
         (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
-        (loop_of(own_result(lambda loss, result: {"loss": loss}), usual), {}, "'step'"),
         (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)
     if world.size > 1:
         means = loop_of(own_result(lambda loss, result: result, op=hvd.Average), usual)
         fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=means)
+
+
+def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is(world):
+    ended = fit(world)
+
+    def times() -> dict:
+        files = [path for path in ended.folder.parent.rglob("[!.]*") if path.is_file()]
+        return {path: path.stat().st_mtime_ns for path in files}
+
+    before, printed = times(), fit(world, dry_run=True, run_dir=ended.folder).printed
+    if world.is_chief:  # it removes what was kept for a while
+        assert times() == before
+        shares = re.findall(r"rank \d: (\d+) samples a step; the first step's: ([\d, ]+)", printed)
+        shown = [number for _, ids in shares for number in re.findall(r"\d+", ids)]
+        assert [int(count) for count, _ in shares] == [12 // world.size] * world.size
+        assert len(shown) == len({*shown}) == min(12, 8 * world.size)
+        for words in (
+            "--global_batch_size=12",
+            "gradients: ",
+            "learning rate (",
+            "evaluated: loss",
+        ):
+            assert words in printed, words
+        assert "a run would resume from" in printed and "dry run: it works; nothing was" in printed
 
 
 def check_a_run_that_train_ends_says_so_and_is_saved(world):
@@ -420,15 +411,3 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
         fit(world, Own)
     else:
         fit(world, Own, *words, code=WRONG_USE)
-
-
-def slow_check_epochs_become_steps_once_the_data_are_counted(world):
-    """60 samples, 12 a step."""
-    known = fields.of(Settings)
-    given = {"num_steps": "0.6epochs", "eval_every": "0.2epochs"}
-    epochs = {name: fields.value(known[name], text) for name, text in given.items()}
-    ended = fit(world, **epochs)
-    if world.is_chief:
-        assert ended.summary["step"] == 3 and ended.evaluated == [1, 2, 3]
-        assert "--num_steps=3\n" in (ended.folder / "config.cfg").read_text()
-        assert "3 steps of 12 (0.6 epochs)" in ended.printed and "epoch 0.6" in ended.printed

@@ -50,7 +50,6 @@ def check_a_save_that_fails_ends_nothing(world):
 
 
 def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(world):
-    clean = fit(world, num_steps=9)
     words = ("saves in a row were not written", " is in the way")
     ended = trained(world, blocked(2, 4, 5, 6, 7, 8, 9), *words, code=BUG, num_steps=9)
     # The third is known when the fourth begins at the latest, which may fail too before the end.
@@ -59,7 +58,6 @@ def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(worl
         assert ended.summary["step"] in (7, 8) and ended.summary["exit_reason"] == "saves failed"
     again = trained(world, Small, num_steps=9, run_dir=ended.folder)
     assert "at step 3" in again.printed or not world.is_chief, again.printed
-    same(clean.weights(), again.weights())
 
 
 def check_a_last_save_that_fails_is_no_success(world):
@@ -75,24 +73,19 @@ def check_an_ending_that_wants_no_checkpoint_gets_none(world):
     assert fit(world, acting(lambda *of: enough, 2)).checkpoints == []
 
 
-def flips(place: str) -> type:
-    """A task in whose run a bit flips after step 2, on rank 1, in a variable that has this name."""
-
-    def flip(run, step, result):
-        if run.world.rank == 1:
-            [one] = [v for n, v in run.state.variables.items() if place in n]
-            bits = raw(one).numpy().copy()
-            bits.reshape(-1).view(np.uint32)[3] ^= 1 << 20  # the last might be rounded away
-            raw(one).assign(bits)
-
-    return acting(flip, 2)
+def flip(run, step, result):
+    """A bit of the momentum, on rank 1."""
+    if run.world.rank == 1:
+        [one] = [v for n, v in run.state.variables.items() if "dense/kernel/momentum" in n]
+        bits = raw(one).numpy().copy()
+        bits.reshape(-1).view(np.uint32)[3] ^= 1 << 20  # the last might be rounded away
+        raw(one).assign(bits)
 
 
 def check_a_bit_that_flips_on_one_rank_is_found_and_named(world):
-    for place in ("model/0000/", "dense/kernel/momentum"):
-        words = ("at step 3", place, "on rank 1 (") if world.size > 1 else ()
-        with mock.patch.object(actions, "DRIFT_EVERY", 3):
-            fit(world, flips(place), *words, code=BUG if words else DONE, num_steps=4)
+    words = ("at step 3", "dense/kernel/momentum", "on rank 1 (") if world.size > 1 else ()
+    with mock.patch.object(actions, "DRIFT_EVERY", 3):
+        fit(world, acting(flip, 2), *words, code=BUG if words else DONE, num_steps=4)
 
 
 def check_nothing_reads_ahead_when_a_run_has_ended(world):

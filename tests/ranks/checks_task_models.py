@@ -1,31 +1,10 @@
 """Run on real ranks by test_small_runs.py: models that are wrong, told before the first step."""
 
-import h5py
 import keras
-import numpy as np
 import tensorflow as tf
 from checks_tasks import refused
-from keras.src.legacy.saving import legacy_h5_format
-from small_models import Net, Step
-from small_runs import CLASSES, FEATURES, Small, classifier, fit, folder, same, task_with
-
-from hvdkit.train import preprocessing
-
-
-class Steps(Net):
-    def train_step(self, data):
-        raise NotImplementedError
-
-
-class Losses(Net):
-    def compute_loss(self, *args, **kwargs):
-        raise NotImplementedError
-
-
-def frozen():
-    model = classifier()
-    model.trainable = False
-    return model
+from small_models import Step
+from small_runs import FEATURES, Small, classifier, fit, task_with
 
 
 def own_state(layer):
@@ -36,58 +15,16 @@ def noise(layer, x, training):
     return x + tf.random.normal(tf.shape(x)) if training else x
 
 
-# Models that are refused, and words of the sentence about them.
-MODELS = [
-    (lambda: keras.layers.Dense(3), "build_model must return a keras.Model"),
-    (lambda: Steps(keras.layers.Dense(CLASSES)), "defines its own train_step", "the task's loss"),
-    (
-        lambda: Losses(keras.layers.Dense(CLASSES)),
-        "defines its own compute_loss",
-        "the task's loss",
-    ),
-    (
-        lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(CLASSES)]),
-        *("the model", str(FEATURES)),
-    ),
-    (frozen, "train"),
-]
-# The same with --jit; without it they are kinds of models.
+# Without --jit they are kinds of models.
 WITH_JIT = [
     (lambda: classifier(Step(lambda s, x, t: x * s.own, own_state)), "does not hold", "add_weight"),
     (lambda: classifier(Step(noise)), "RandomStandardNormal", "SeedGenerator"),
 ]
 
 
-def check_models_that_cannot_be_trained_are_refused(world):
-    for make, *words in MODELS:
-        refused(world, task_with(make), *words)
+def check_models_that_xla_would_compile_wrong_are_refused(world):
     for make, *words in WITH_JIT:
         refused(world, task_with(make), *words, jit=True)
-
-
-def check_names_of_inputs(world):
-    def model():
-        image = keras.Input((FEATURES,), name="image")
-        return keras.Model({"image": image}, keras.layers.Dense(CLASSES)(image))
-
-    def example(self, sample, key):
-        return {"inputs": {"img": sample["x"]}, "targets": sample["y"]}
-
-    refused(world, task_with(model, training_example=example), "['image']", "['img']", "names")
-    refused(world, task_with(model), "dict", "['image']")
-
-
-def check_trainable_changed_too_late_is_told(world):
-    class Task(Small):
-        def build_model(self):
-            self.model = super().build_model()
-            return self.model
-
-        def loss(self, outputs, targets):
-            self.model.layers[1].trainable = False
-            return super().loss(outputs, targets)
-
-    refused(world, Task, "trainable", "build_model")
 
 
 def check_a_frozen_model_of_the_task_may_be_used(world):
@@ -110,35 +47,6 @@ def check_a_frozen_model_of_the_task_may_be_used(world):
 
     fit(world, Distilled)
     refused(world, Trained, "does not hold", "frozen model")
-
-
-def noisy(noise):
-    """A function of a task that makes an example with `noise(task, x)` added."""
-    return lambda self, sample, key=None: {
-        "inputs": sample["x"] + noise(self, sample["x"]),
-        "targets": sample["y"],
-    }
-
-
-def check_draws_without_a_key_are_told(world):
-    class OfState(Small):
-        def __init__(self, config):
-            super().__init__(config)
-            self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
-
-    def flip(self, x):
-        return tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
-
-    for noise, *words in (
-        (flip, "draws", "`key`"),
-        (lambda self, x: self.noise.normal([FEATURES]), "draws", "RngReadAndSkip"),
-        (lambda self, x: self.state.assign_add(1.0), "changes a variable", "AssignAddVariableOp"),
-    ):
-        methods, first = {"training_example": noisy(noise)}, f"training_example {words[0]}"
-        refused(world, type("Task", (OfState,), methods), first, *words[1:])
-    example = noisy(lambda self, x: tf.random.normal([FEATURES]))
-    draws = task_with(evaluation_example=example)
-    refused(world, draws, "evaluation_example draws", "leave them out")
 
 
 def slow_check_what_xla_cannot_compile_is_told(world):
@@ -172,44 +80,3 @@ def slow_check_what_xla_cannot_compile_is_told(world):
             return change(losses), weights
 
         refused(world, task_with(loss=loss), "--jit", *words, jit=True)
-
-
-def slow_check_a_backbone_is_read_by_rank_0_alone_and_goes_on(world):
-    """Its pictures' mode too. A resume does not read it again."""
-
-    class Pictures(Small):
-        def build_model(self):
-            model = classifier(
-                keras.layers.Reshape((FEATURES // 3, 1, 3)),
-                preprocessing.Preprocess(name="preprocess"),
-                keras.layers.Conv2D(4, 1, name="conv1_conv"),
-                keras.layers.BatchNormalization(name="conv1_bn", momentum=1 - 1e-9),
-                keras.layers.Flatten(),
-                name="logits",
-            )
-            model.backbone = "conv1_bn"
-            return model
-
-    def begins(model):
-        norm = model.get_layer("conv1_bn").get_weights()
-        return [model.get_layer("conv1_conv").get_weights()[0], norm[2], norm[3]]
-
-    file = folder(world) / "backbone.h5"
-    there = Pictures(None).build_model()
-    there.set_weights([np.full(w.shape, 0.5 + i) for i, w in enumerate(there.get_weights())])
-    if world.is_chief:
-        body = keras.Model(there.get_layer("conv1_conv").input, there.get_layer("conv1_bn").output)
-        with h5py.File(file, "w") as content:
-            legacy_h5_format.save_weights_to_hdf5_group(content, body)
-    # Others do not look at it: there is none.
-    path = file if world.is_chief else file.with_name("nothing")
-    how = {"precision": "bfloat16", "ema_decay": 0.5, "base_lr": 1e-30, "eval_every": 1}
-    how |= {"backbone_preprocessing": "caffe", "run_dir": str(folder(world) / "run")}
-    for steps, weights in ((2, path), (3, f"{file}.gone")):
-        run = fit(world, Pictures, num_steps=steps, backbone_weights=str(weights), **how)
-        assert int(run.model.get_layer("preprocess").mode) == 1
-        same(begins(run.model), begins(there), 1e-3)
-    if world.is_chief:
-        state = run.state(3)
-        name = next(n for n in state if n.startswith("ema/") and "conv1_conv/kernel" in n)
-        np.testing.assert_allclose(state[name], begins(there)[0], rtol=1e-6)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,27 @@ def check_one_ends_early_where_a_run_gets_no_better(world):
     said = run(world, "early", *EARLY)
     assert (summary("early")["step"], summary("early")["exit_reason"]) == (8, "early stop")
     assert "stopped early: no accuracy above" in said and "of step 2, in 3 eval" in said
+
+
+def suggested(world, name: str) -> tuple[float, str]:
+    """The rate that --find_lr suggests on its page, all that it leaves; and what it printed."""
+    said = run(world, name, "--find_lr", "--warmup_steps=0", "--num_steps=100")
+    rate = float(re.search(r"try --base_lr=(\S+):", said)[1])
+    page = (RUNS / f"{name}-find_lr.html").read_text()
+    assert f"suggested: {rate:.1e}" in page and not (RUNS / name).exists()
+    return rate, said
+
+
+def check_one_a_rate_is_suggested_of_rates_that_rise(world):
+    rate, said = suggested(world, "rate-of-one")
+    rates = [float(row) for row in re.findall(r"^\s*(\d\.\d\de[-+]\d\d)  ", said, re.M)]
+    assert rates[0] == 1e-7 and rates == sorted(rates) and len(rates) > 8
+    assert 1e-5 < rate < 5
+
+
+def check_two_ranks_suggest_the_same_rate(world):
+    rate, _ = suggested(world, "rate-of-two")
+    assert f"suggested: {rate:.1e}" in (RUNS / "rate-of-one-find_lr.html").read_text()
 
 
 def check_two_ranks_evaluate_the_same_averages(world):

@@ -1,9 +1,7 @@
 """Run on real ranks by test_small_runs.py: scores of whole pictures against plain NumPy."""
 
-import contextlib
 import dataclasses
 import functools
-import io
 from collections.abc import Callable, Sequence
 from unittest import mock
 
@@ -144,18 +142,6 @@ def check_pictures_of_all_sizes_are_traced_once_and_drawn_on_one_sheet(world):
     assert made._step.experimental_get_tracing_count() == 1
     if world.is_chief:
         assert found.pictures.shape == (4, 256, 3 * 256, 3)
-
-
-def slow_check_the_share_that_a_crop_sees_is_said_once(world):
-    made = evaluator(world, "crop")
-    made._printed = set()
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        made.try_out()
-        for _ in range(2):
-            made.run(lambda: False)
-    seen = sum(min(height, CROP) * min(width, CROP) for height, width in SIZES)
-    share = f"{seen / sum(height * width for height, width in SIZES):.2%}"
-    assert printed.getvalue().count(f"scores are of {share}") == (1 if world.is_chief else 0)
 
 
 def slow_check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):

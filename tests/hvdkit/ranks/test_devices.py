@@ -18,7 +18,7 @@ from ranks import ENVIRONMENT, last_lines, launch
 without_gpu = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU"
 )
-ALONE, FOURTH = World(0, 1, 0, 1), World(0, 4, 0, 4)
+ALONE = World(0, 1, 0, 1)
 TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\nGPU 1: NVIDIA H100 (UUID: GPU-2)\\n"
 
 
@@ -59,40 +59,6 @@ def test_on_a_host_with_gpus_a_run_on_cpus_must_be_asked_for(tiny, tmp_path):
     ended = launch(1, ["train.py", *tiny], env={"PATH": nvidia_smi(tmp_path, TWO)})
     (message,) = ended.errors()
     assert ended.code == 2 and "TensorFlow sees none of them" in message, last_lines(ended.output)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "nccl", "end"),
-    [
-        (["gpu"], True, "one GPU each, NCCL, set up over Gloo"),
-        (["gpu"], False, "one GPU each, Gloo"),
-        ([], True, "CPU thread(s) each, Gloo"),
-    ],
-)
-def test_a_run_reports_what_carries_gradients(monkeypatch, gpus, nccl, end):
-    """NCCL where this Horovod has it and there is a GPU to send from."""
-    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus)
-    monkeypatch.setattr(world_lib.hvd, "nccl_built", lambda: nccl)
-    monkeypatch.setattr(world_lib.hvd, "mpi_enabled", lambda: False)
-    assert world_lib.describe(ALONE).endswith(end)
-
-
-@pytest.mark.parametrize(
-    ("flag", "world", "threads"), [(0, ALONE, 8), (0, FOURTH, 2), (5, FOURTH, 5)]
-)
-def test_threads_are_a_flags_or_a_share_of_the_cores(monkeypatch, flag, world, threads):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(devices, "threads", lambda: 0)
-    monkeypatch.setattr(world_lib.hvd, "local_size", lambda: 4)
-    monkeypatch.setattr(world_lib.placement, "bind", lambda place: None)
-    monkeypatch.setattr(world_lib.placement, "report", lambda world, place: None)
-    chosen = []
-    monkeypatch.setattr(World, "barrier_max", lambda self, name, *numbers: [*numbers])
-    monkeypatch.setattr(devices, "choose", lambda *how: chosen.append(how))
-    monkeypatch.setattr(world_lib.proof, "prove", lambda *ranks, secret: b"")
-    world = world_lib.set_up(world, Settings(cpu_threads=flag, device="cpu"))
-    assert chosen == [("cpu", -1, threads)]
-    assert world.threads == (2 if world.size > 1 else 8)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

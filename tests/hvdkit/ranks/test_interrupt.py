@@ -130,6 +130,7 @@ def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
         assert terminal.shown.strip() == "^C"
 
 
+@pytest.mark.slow  # under hosts.sh: test_hosts.py
 def test_ctrl_c_under_horovodrun_saves_says_where_and_ends(tiny, tmp_path):
     """Steps and saves take milliseconds here: horovodrun gives ranks a few seconds."""
     words = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable, "train.py"]

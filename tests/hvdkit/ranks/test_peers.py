@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from hvdkit.ranks import peers
 from ranks import HELPERS, last_lines, launch
 
 WAITS = HELPERS / "waits.py"
@@ -81,28 +80,3 @@ def test_a_stopped_rank_is_not_reported_as_ended():
     short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
     (message,) = launch(3, [WAITS, "stop", 0, "sum"], "gloo", timeout=200, env=short).errors()
     assert f"rank 1 on {HOST} does not answer" in message
-
-
-@pytest.mark.parametrize("ended, speaker", [({3}, 0), (set(range(8)), 8)])
-def test_of_thousands_that_are_left_one_asks_all_and_speaks(monkeypatch, ended, speaker):
-    """2,048 ranks, eight a host; all that are left know at the same time that one has ended."""
-    asked, messages = [], []
-
-    def ask(self, rank: int) -> peers._Answer:
-        asked.append(rank)
-        return peers._Answer("gone", "", 0) if rank in ended else peers._Answer("", "asking", 0)
-
-    monkeypatch.setattr(peers.Peers, "_ask", ask)
-    monkeypatch.setattr(peers, "complain", messages.append)
-    monkeypatch.setattr(peers.time, "sleep", lambda seconds: None)
-    for rank in (speaker, 9, 16, 1000, 2047):
-        monkeypatch.setattr(peers, "hostname", lambda rank=rank: f"node{rank // 8}")
-        one = object.__new__(peers.Peers)
-        one._rank, one._places = rank, [peers._Place(f"node{r // 8}", []) for r in range(2048)]
-        asked.clear()
-        one._explain()
-        assert (
-            len(asked) == 2047 + len(ended) * (speaker > 0) if rank == speaker else len(asked) < 30
-        )
-    (message,) = messages
-    assert f"rank {min(ended)} on node0 ended before the others" in message

@@ -2,16 +2,13 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.ranks import agreement, messages
-from hvdkit.ranks import fingerprint as fingerprints
+from hvdkit.ranks import messages
 from hvdkit.ranks.world import World
-from hvdkit.settings import Settings
 from ranks import CHECKS, launch, run_checks
 
 FILE = CHECKS / "checks_world.py"
@@ -75,10 +72,3 @@ def test_what_is_sent_arrives_as_it_was(value):
 def test_a_value_of_another_type_is_refused_where_it_would_be_sent(value, call):
     with pytest.raises(TypeError, match="'the faults' cannot be sent to other ranks: "):
         getattr(World(0, 1, 0, 1), call)([value], "the faults")
-
-
-def test_ranks_that_are_alike_send_each_other_no_details():
-    """Of thousands each one's packages, device and host would be megabytes."""
-    world = SimpleNamespace(compare=lambda own, name: ([own] * 3, []), gather_objects=None)
-    found = agreement.fingerprint(world, Settings())
-    assert found == fingerprints.of_all([fingerprints.here()])

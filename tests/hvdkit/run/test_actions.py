@@ -1,13 +1,10 @@
 """At which steps what happens after a step happens."""
 
-import contextlib
 import dataclasses
 from types import SimpleNamespace
 
-import keras
 import pytest
 
-from hvdkit.ranks.world import World
 from hvdkit.run.actions import CheckDrift, Evaluate, Log, Save, Sync, evaluation_due
 from hvdkit.settings import Settings
 
@@ -54,23 +51,3 @@ def test_what_looks_at_weights_waits_until_the_step_was_judged():
     assert Save.settles and Evaluate.settles and Log.settles
     # They hold of any weights, and a GPU need not wait for them.
     assert not Sync.settles and not CheckDrift.settles
-
-
-def test_one_step_is_saved_once():
-    saved, waited = [], []
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    state = SimpleNamespace(variables={}, untrained=[])
-    context = SimpleNamespace(config=config(), model=model, state=state, world=World(0, 1, 0, 1))
-    saver = SimpleNamespace(
-        save=lambda step, *rest: saved.append(step), last=lambda step, *rest: waited.append(step)
-    )
-    telemetry = SimpleNamespace(not_training=contextlib.nullcontext)
-    parts = {"saver": saver, "sync": lambda: None, "telemetry": telemetry}
-    start = SimpleNamespace(step=4, source="own")
-    save = Save(SimpleNamespace(context=context, start=start, **parts))
-    for step in (4, 5, 5, 6):
-        save(step)
-    assert saved == [5, 6]
-    save.last(6)  # there already; whether it could be written is still to be learnt
-    save.last(7)
-    assert saved == [5, 6, 7] and waited == [6, 7]

@@ -28,12 +28,12 @@ def lines(folder):
     return json_lines(folder / "metrics.jsonl")
 
 
-def check_records(folder, ended, *, backend, ranks):
+def check_records(folder, ended, *, backend):
     steps = [x for x in lines(folder) if "loss" in x]
     assert [x["step"] for x in steps] == list(range(1, 9))
     assert {"loss", "lr", "samples_per_second", "data_wait", "grad_norm"} <= set(steps[0])
     assert 0 < lines(folder)[-1]["eval_miou"] < 1
-    assert summary(folder)["exit_reason"] == "done" and summary(folder)["ranks"] == ranks
+    assert summary(folder)["exit_reason"] == "done" and summary(folder)["ranks"] == 2
     assert re.fullmatch(r"[0-9a-f]{64}", summary(folder)["weights_sha256"])
     assert files.verify(folder / "checkpoints" / "step-00000008")
     assert len(list((folder / "checkpoints").iterdir())) <= 2  # --keep=1, and the best
@@ -44,7 +44,7 @@ def check_records(folder, ended, *, backend, ranks):
     # The chief alone speaks, a line a step, and TensorFlow's start-up lines stay away.
     own = re.findall(r"(?:^|>:)step (\d)/8 .* ETA", ended.output, re.M)
     assert own == [str(step) for step in range(9 - len(own), 9)]
-    if backend not in ("horovodrun", "mpi"):  # horovodrun itself imports TensorFlow
+    if backend == "mpirun":  # horovodrun itself imports TensorFlow
         assert len(own) == 8 and "oneDNN" not in ended.output and "absl" not in ended.output
 
 
@@ -55,47 +55,40 @@ STEADY = ("--deterministic", "--checkpoint_every=3", "--num_steps=8", "--keep=1"
 def whole(tiny_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     flags = [*TINY_FLAGS, *STEADY, f"--data_dir={tiny_data}", f"--run_dir={folder}"]
-    check_records(folder, run(2, flags, backend="mpirun"), backend="mpirun", ranks=2)
+    check_records(folder, run(2, flags, backend="mpirun"), backend="mpirun")
     return folder
 
 
-# At step 5 rank 1 gets SIGTERM; or, with a file MARK, it makes that once step 3 is saved, and waits.
-STOPPED = """
-import os, pathlib, signal, sys, time, hvdkit, train
-log, mark = hvdkit.run.actions.Log.__call__, os.environ.get("MARK")
-def stop(self, step, result):
+# At step 5, once step 3 is saved, rank 1 makes a file MARK, and waits.
+KILLED = """
+import os, pathlib, sys, time, hvdkit, train
+log = hvdkit.run.actions.Log.__call__
+def wait(self, step, result):
     log(self, step, result)
     if step != 5 or self._run.world.rank != 1: return
-    if not mark: return os.kill(os.getpid(), signal.SIGTERM)
     third = pathlib.Path(self._run.config.run_dir, "checkpoints/step-00000003")
     while not third.exists(): time.sleep(0.01)
-    pathlib.Path(mark).touch()
+    pathlib.Path(os.environ["MARK"]).touch()
     time.sleep(1000)
-hvdkit.run.actions.Log.__call__ = stop
-words = ["train.py", "--flagfile=configs/demo.cfg", *sys.argv[1:]]
-code = hvdkit.main(train.train, train.Settings, words)
-print(f"exit-code-{code}")
+hvdkit.run.actions.Log.__call__ = wait
+hvdkit.main(train.train, train.Settings, ["train.py", "--flagfile=configs/demo.cfg", *sys.argv[1:]])
 """
 
 
-def test_a_killed_and_then_stopped_run_ends_with_the_weights_of_an_uninterrupted_one(
-    whole, tiny, tmp_path
-):
-    """SIGTERM to one rank: all agree on a step, save, exit 75. Each time it goes on."""
+def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny, tmp_path):
+    """One that is stopped: checks_evaluation.py."""
     folder, mark = tmp_path / "run", tmp_path / "mark"
-    command = ["-c", STOPPED, *tiny, *STEADY]
+    command = ["-c", KILLED, *tiny, *STEADY]
     # Under mpirun: horovodrun's ranks are sent SIGTERM when it is killed, and end some seconds later.
     ended = launch(2, command, "mpirun", env={"MARK": str(mark)}, kill_when=mark.exists)
     assert ended.code == -9, last_lines(ended.output)
-    ended = launch(2, command)
-    assert "resuming from" in ended.output
-    assert re.findall(r"exit-code-(\d+)", ended.output) == ["75", "75"], ended.output
-    assert summary(folder)["exit_reason"] == "preempted" and summary(folder)["step"] < 8
     ended = run(2, [*tiny, *STEADY], backend="horovodrun")
-    check_records(folder, ended, backend="horovodrun", ranks=2)
+    assert "resuming from" in ended.output
+    check_records(folder, ended, backend="horovodrun")
     assert sha256(folder) == sha256(whole)
 
 
+@pytest.mark.slow  # a minute; a smaller model gives the same bits without --deterministic too
 def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
     """A ring adds in the order of what was fused; the last run reads a copy of the demo elsewhere."""
     folder = tmp_path / "run"

@@ -1,8 +1,7 @@
-"""--dry_run and --find_lr: what they show is so, and they leave nothing else."""
+"""--dry_run and --find_lr; on ranks: checks_runs.py, checks_warm_start.py."""
 
 import fcntl
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,45 +11,23 @@ from hvdkit.ranks.world import World
 from hvdkit.run import dry_run, find_lr
 from hvdkit.settings import Settings
 from hvdkit.stop import Stop
-from ranks import last_lines, launch, launch_well
-
-FLAGS = ["--flagfile=configs/blank.cfg", "--dry_run", "--global_batch_size=10"]
 
 
-def test_it_shows_and_tries_everything_and_leaves_nothing(tmp_path):
-    ended = launch_well(3, ["train.py", *FLAGS, f"--run_dir={tmp_path}/new/run"], "gloo")
-    shares = re.findall(
-        r"rank (\d): (\d+) samples a step; the first step's: ([\d, ]+)", ended.output
-    )
-    assert [int(count) for _, count, _ in shares] == [3, 3, 4]
-    shown = [n for _, _, ids in shares for n in re.findall(r"\d+", ids)]
-    assert len(shown) == len({*shown}) == 10
-    for words in ("--global_batch_size=10", "gradients: ", "learning rate (", "evaluated: loss"):
-        assert words in ended.output, words
-    assert "dry run: it works; nothing was kept" in ended.output
-    assert not list(tmp_path.iterdir())
+def throwaway(run_dir):
+    settings = Settings(run_dir=str(run_dir), dry_run=True)
+    return dry_run.throwaway(settings, World(0, 1, 0, 1))
 
 
-def test_a_used_folder_stays_as_it_is(tmp_path):
-    run = tmp_path / "run"
-    launch_well(1, ["train.py", FLAGS[0], "--num_steps=3", f"--run_dir={run}"])
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+def test_what_killed_dry_runs_left_is_removed_and_a_live_one_stays(tmp_path):
     killed, goes_on = tmp_path / ".dry-run-1", tmp_path / ".dry-run-2"
     for folder in (killed, goes_on):
         (folder / "run").mkdir(parents=True)
         (folder / ".lock").touch()
     with (goes_on / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        ended = launch_well(1, ["train.py", *FLAGS, f"--run_dir={run}"])
-    assert "a run would resume from" in ended.output
-    assert len(re.search(r"rank 0: 10 samples .*: ([\d, ]+), \.\.\.", ended.output)[1].split()) == 8
-    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    assert after == before and {*tmp_path.iterdir()} == {run, goes_on}
-
-
-def throwaway(run_dir):
-    settings = Settings(run_dir=str(run_dir), dry_run=True)
-    return dry_run.throwaway(settings, World(0, 1, 0, 1))
+        with throwaway(tmp_path / "run"):
+            pass
+    assert [*tmp_path.iterdir()] == [goes_on]
 
 
 @pytest.mark.parametrize("name", ["file", "file/run"])
@@ -66,51 +43,6 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     with throwaway(tmp_path / "run" / "..") as tried:
         assert Path(tried.run_dir).name == tmp_path.name
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
-
-
-STOPPED = """
-import os, signal, sys
-import hvdkit, train
-score = hvdkit.run.actions.Evaluate.__call__
-def stopped(self, step, result=None):
-    os.kill(os.getpid(), signal.SIGTERM)
-    while not self._stop_signal.asked: pass
-    return score(self, step, result)
-hvdkit.run.actions.Evaluate.__call__ = stopped
-sys.exit(hvdkit.main(train.train, train.Settings, sys.argv))
-"""
-
-
-def test_where_it_is_stopped_it_does_not_claim_to_have_saved(tmp_path):
-    ended = launch(1, ["-c", STOPPED, *FLAGS, f"--run_dir={tmp_path}/run"])
-    assert ended.code == 75, last_lines(ended.output)
-    (error,) = ended.errors()
-    assert "stop signal received" in error and "saved" not in error
-    assert not list(tmp_path.iterdir())
-
-
-FIND = [FLAGS[0], "--find_lr", "--warmup_steps=0", "--num_steps=100"]
-
-
-@pytest.fixture(scope="module")
-def suggested(tmp_path_factory):
-    found = {}
-    for ranks, how in ((1, "alone"), (2, "gloo")):
-        folder = tmp_path_factory.mktemp("find_lr")
-        ended = launch_well(ranks, ["train.py", *FIND, f"--run_dir={folder}/run"], how)
-        assert [path.name for path in folder.iterdir()] == ["run-find_lr.html"]
-        page = (folder / "run-find_lr.html").read_text()
-        found[ranks] = float(re.search(r"try --base_lr=(\S+):", ended.output)[1])
-        assert f"suggested: {found[ranks]:.1e}" in page
-        found[f"{ranks} output"] = ended.output
-    return found
-
-
-def test_any_number_of_ranks_suggests_the_same_of_rates_that_rise_by_one_factor(suggested):
-    assert suggested[1] == suggested[2] and 1e-5 < suggested[1] < 5
-    rows = re.findall(r"^\s*(\d\.\d\de[-+]\d\d)  ", suggested["1 output"], re.M)
-    rates = [float(row) for row in rows]
-    assert rates[0] == 1e-7 and rates == sorted(rates) and len(rates) > 8
 
 
 def test_a_noisy_loss_gives_a_rate_near_the_best_or_none():

@@ -36,17 +36,3 @@ def test_bad_flags_under_horovodrun(tiny):
 def test_the_reason_is_found_in_what_tensorflow_says(message):
     error = tf.errors.InvalidArgumentError(None, None, message)
     assert reason_of(error) == "indices = 7 is not in [0, 1)"
-
-
-def test_ranks_with_different_settings_are_named_and_leave_nothing(tiny, tmp_path):
-    """As where hosts hold different versions of a flagfile; of a mode that has another folder."""
-    code = (
-        "import os, sys; sys.path.insert(0, '.'); import hvdkit, train;"
-        f"flags = ['train.py', '--flagfile=configs/demo.cfg', *{tiny!r}];"
-        "flags += ['--dry_run'] if os.environ['OMPI_COMM_WORLD_RANK'] == '0' else [];"
-        "sys.exit(hvdkit.main(train.train, train.Settings, flags))"
-    )
-    ended = launch(2, ["-c", code], "mpirun")
-    assert ended.code == 2, last_lines(ended.output)
-    (error,) = ended.errors()
-    assert "--dry_run (True; False)" in error and not list(tmp_path.iterdir())

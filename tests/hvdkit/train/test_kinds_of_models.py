@@ -13,8 +13,8 @@ from ranks import CHECKS, run_checks
 
 CHECKS = CHECKS / "checks_kinds_of_models.py"
 EVERY_CHANGE = {
-    "subclassed", "shared layers", "layers made in call", "outputs a dict", "frozen model inside",
-    "losses added by the model", "state equal on all ranks", "dropout, subclassed",
+    "subclassed", "layers made in call", "outputs a dict", "frozen model inside",
+    "state equal on all ranks", "dropout, subclassed",
     "state of the batch", "recurrent with state", "weight as tf.Variable", "layer out of sight",
     "draws without a generator",
 }  # fmt: skip

@@ -70,6 +70,19 @@ def test_what_is_no_logits_is_refused(units, activation, words):
         traced(np.ones((4, 2), np.float32))
 
 
+def test_padding_that_keras_masks_has_no_weight():
+    """The mean is that of Keras's own loss."""
+    layers = [keras.layers.Embedding(5, 3, mask_zero=True)]
+    layers += [keras.layers.LSTM(4, return_sequences=True), keras.layers.Dense(3)]
+    words = np.random.default_rng(1).integers(0, 5, [8, 6])
+    outputs = keras.Sequential([keras.Input((6,)), *layers])(words)
+    losses, weights = objective.loss(SimpleNamespace(loss=cross_entropy), outputs, words % 3)[""]
+    np.testing.assert_array_equal(weights, words > 0)
+    mean = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+    wanted = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(words % 3, outputs)
+    np.testing.assert_allclose(mean, wanted, rtol=1e-6)
+
+
 X = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]])
 MORE = {"x": X, "name": "text", "count": tf.constant(3)}
 

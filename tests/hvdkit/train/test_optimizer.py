@@ -214,7 +214,6 @@ KINDS = [
     (LAYERS.MultiHeadAttention(2, 3), (4, 5), ["kernel"] * 4, ["bias"] * 4),
     (LAYERS.Embedding(7, 2), (5,), [], ["embeddings"]),
     (LAYERS.LayerNormalization(), (3,), [], ["gamma", "beta"]),
-    (LAYERS.PReLU(), (4, 3), [], ["alpha"]),
     (LAYERS.SpectralNormalization(LAYERS.Dense(2)), (3,), ["kernel"], ["bias"]),
     # Keras calls a weight without a name variable, variable_1, ...
     (Own(), (3,), [], ["w", "variable"]),
@@ -276,7 +275,6 @@ ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
     [
         (lambda: ADAM(SCHEDULE), {}, "schedule"),
         (lambda: ADAM(gradient_accumulation_steps=2), {}, "--accumulation_steps"),
-        (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
         (lambda: ADAM(use_ema=True), {}, "--ema_decay"),
         (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
         (

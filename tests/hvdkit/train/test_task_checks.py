@@ -1,0 +1,178 @@
+"""A task's mistakes, each told in one sentence by what tries it; on ranks: checks_tasks.py."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from refusals import refused
+from small_models import Net
+from small_runs import CLASSES, FEATURES, Small, classifier
+
+from hvdkit.settings import Settings
+from hvdkit.train import objective, task_checks
+
+
+class Base(Small):
+    def __init__(self, config):
+        super().__init__(config)
+        self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
+
+
+def tried(methods: dict) -> dict[str, tf.Tensor]:
+    """Calls the task's functions as a run does before its first step; its sums, symbolic."""
+    task = type("Task", (Base,), methods)(Settings())
+    train, val = task.sources()
+    reader, model = task_checks.reader(task, train, True), task.build_model()
+    task_checks.build(model, task_checks.read_example(reader, train, True))
+    reader = task_checks.reader(task, val, False)
+    example = task_checks.read_example(reader, val, False)
+    outputs, targets = task_checks.outputs(task, model, example["inputs"]), example["targets"]
+    objective.loss(task, outputs, targets, samples=1)
+    specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in (outputs, targets)]
+    sums = tf.function(lambda *batch: task_checks.sums(task, *batch), autograph=False)
+    found = sums.get_concrete_function(*specs).structured_outputs
+    task_checks.metrics(task, {"hits": np.int64(1), "samples": np.int64(1)})
+    return found
+
+
+def mean(task, outputs, targets):
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
+
+
+def column(task, outputs, targets):
+    losses, weights = Small.loss(task, outputs, targets)
+    return losses, weights[:, None]
+
+
+def squares(task, outputs, targets):  # [n, 1] and [n] make [n, n]
+    losses = tf.square(outputs - tf.cast(targets, outputs.dtype))
+    return losses, tf.ones_like(losses)
+
+
+def terms(made):
+    return {"loss": lambda task, outputs, targets: made(*Small.loss(task, outputs, targets))}
+
+
+def sums(name, made):
+    more = lambda task, out, y: Small.sums(task, out, y) | {name: made(out)}  # noqa: E731
+    return {"sums": more}
+
+
+def branches(task, sample, key):
+    if sample["y"] > 1:
+        return {"inputs": -sample["x"], "targets": sample["y"]}
+    return Small.training_example(task, sample, key)
+
+
+def tuple_for_dict(task):
+    train, val = Small.sources(task)
+    read = train.read
+    train.read = lambda index: tuple(read(index).values())
+    return train, val
+
+
+def example(**parts):
+    """A training_example with these parts of (task, x, y) in the place of its own."""
+    usual = {"inputs": lambda task, x, y: x, "targets": lambda task, x, y: y}
+    made = lambda task, s, key=None: {  # noqa: E731
+        name: part(task, s["x"], s["y"]) for name, part in (usual | parts).items()
+    }
+    return {"training_example": made}
+
+
+def noisy(noise):
+    return example(inputs=lambda task, x, y: x + noise(task, x))
+
+
+def flip(task, x):
+    return tf.cond(tf.random.uniform([]) < 0.5, lambda: x, lambda: -x)
+
+
+NORMAL = noisy(lambda task, x: tf.random.normal([FEATURES]))["training_example"]
+
+
+def model(make):
+    return {"build_model": lambda task: make()}
+
+
+class Steps(Net):
+    def train_step(self, data):
+        raise NotImplementedError
+
+
+def frozen():
+    made = classifier()
+    made.trainable = False
+    return made
+
+
+def with_names():
+    image = keras.Input((FEATURES,), name="image")
+    return keras.Model({"image": image}, keras.layers.Dense(CLASSES)(image))
+
+
+OF_IMAGE = example(inputs=lambda task, x, y: {"img": x})
+# What a task does otherwise, and words of the sentence about it.
+MISTAKES = [
+    ({"evaluation_example": lambda task, s: (s["x"], s["y"])}, "evaluation_example", "tuple"),
+    ({"training_example": branches}, "training_example failed", "test_task_checks.py, line"),
+    ({"sources": tuple_for_dict}, "read() must return a dict of tensors, not tuple"),
+    (
+        example(targets=lambda task, x, y: tf.sparse.from_dense(x)),
+        *("training_example", "a SparseTensor"),
+    ),
+    (
+        example(targets=lambda task, x, y: tf.ensure_shape(x[: y + 1], [None])),
+        *("training_example", "shape (None,)"),
+    ),
+    (noisy(flip), "training_example draws", "`key`"),
+    (noisy(lambda task, x: task.noise.normal([FEATURES])), "draws", "RngReadAndSkip"),
+    (
+        noisy(lambda task, x: task.state.assign_add(1.0)),
+        *("training_example changes a variable", "AssignAddVariableOp"),
+    ),
+    ({"evaluation_example": NORMAL}, "evaluation_example draws", "leave them out"),
+    (model(lambda: keras.layers.Dense(3)), "build_model must return a keras.Model"),
+    (
+        model(lambda: Steps(keras.layers.Dense(CLASSES))),
+        *("defines its own train_step", "the task's loss"),
+    ),
+    (
+        model(lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(3)])),
+        *("the model", str(FEATURES)),
+    ),
+    (model(frozen), "no variable to train"),
+    (model(with_names) | OF_IMAGE, "['image']", "['img']", "names"),
+    (model(with_names), "no dict", "['image']"),
+    ({"loss": lambda *of: (mean(*of), tf.constant(1.0))}, "a loss for each example"),
+    ({"loss": column}, "losses", "weights", "the same shape"),
+    (terms(lambda losses, weights: {}), "at least one"),
+    (terms(lambda *pair: {"a/b": pair}), "['a/b']", "letters"),
+    (terms(lambda losses, weights: {"box": losses}), "loss 'box'", "must return two tensors"),
+    (terms(lambda *pair: {"box": (*pair, pair[0])}), "'box'", "a factor"),
+    ({"loss": squares} | model(lambda: classifier(units=1)), "one example more", "[n, 1]"),
+    (
+        {"loss": lambda task, outputs, targets: (outputs["logits"], targets)},
+        *("the task's loss failed", "test_task_checks.py, line", "TypeError"),
+    ),
+    (sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
+    (sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
+    (sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "must not depend on it"),
+    ({"main_metric": "loss"}, "highest", '-sums["loss"] / sums["weight"]'),
+    (
+        {"metrics": lambda task, sums: Small.metrics(task, sums) | {"loss": 1.0}},
+        *("return 'loss'", "another name"),
+    ),
+]
+
+
+def test_sums_are_of_types_that_hold_totals():
+    """A count in float32 stops growing at 2 ** 24."""
+    found = tried(sums("more", lambda outputs: tf.reduce_sum(outputs)))
+    types = {"hits": tf.int64, "samples": tf.int64, "more": tf.float64}
+    assert {name: value.dtype for name, value in found.items()} == types
+
+
+@pytest.mark.parametrize(("methods", "words"), [(made, words) for made, *words in MISTAKES])
+def test_a_mistake_is_told_in_one_sentence(methods, words):
+    refused(lambda: tried(methods), *words)
