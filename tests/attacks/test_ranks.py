@@ -1,7 +1,6 @@
 """Nobody, the user of that name, on the host of a run: joins, speaks to each port, reads secrets."""
 
 import contextlib
-import hmac
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from projects import tracked
 
 from hvdkit.ranks import proof
 from hvdkit.settings.project import ENGINE
-from hvdkit.testing import _HORUN, kill_session, launch
+from hvdkit.testing import _HORUN, kill_session
 from ranks import ROOT
 
 HERE = Path(__file__).parent
@@ -120,21 +118,6 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
     assert ("error: rank 1 does not hold this launch's secret" in output) == secret, output
     assert output.count(proof.OPEN) == (not secret), output
     assert joined == (not secret)
-
-
-@pytest.mark.slow
-def test_the_cost_of_the_proof(record_property):
-    """On real ranks, and what each of 1,024 computes where the exchanges cost nothing."""
-    out = [launch(n, [HERE / "victim.py", "cost"], "mpirun").output for n in (1, 8)]
-    nonce, carrier = bytes(16), mock.Mock()
-    key = hmac.digest(b"secret", nonce * 1024, "sha256")
-    signed = [np.frombuffer(proof.sign(key, rank), np.uint8) for rank in range(1024)]
-    carrier.gather.side_effect = [[np.frombuffer(nonce, np.uint8)] * 1024, signed]
-    start = time.perf_counter()
-    assert proof.prove(carrier, 0, 1024, secret=b"secret") == key
-    seconds = time.perf_counter() - start
-    record_property("proof of who is a rank", "".join(out) + f"1,024 ranks: {seconds * 1e3:.1f} ms")
-    assert seconds < 0.5
 
 
 def test_no_code_of_ours_runs_what_it_reads():

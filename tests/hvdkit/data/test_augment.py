@@ -1,7 +1,6 @@
 """Augmentation: drawn from the key alone, image and label stay on each other; by which settings."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from PIL import Image, ImageFilter
 from hvdkit.data import augment, image_ops
 from hvdkit.data.scenes import MARKER
 from hvdkit.settings import Settings
-from tasks import classification, segmentation
+from tasks import segmentation
 
 # No colour changes, so that pixels can be recognized.
 PLAIN = augment.Augmentation(size=(32, 40), brightness=0, contrast=0, saturation=0)
@@ -42,7 +41,7 @@ def test_image_and_label_stay_on_each_other():
     columns = np.tile(np.arange(50, dtype=np.uint8), (60, 1))
     rows = np.tile(np.arange(60, dtype=np.uint8)[:, None], (1, 50))
     image = np.dstack([columns, rows, rows])
-    steps = set()
+    steps = []
     for channel, coordinate in ((0, columns), (1, rows)):
         last = coordinate.max()
         for drawn, label in pairs(image, coordinate[..., None], PLAIN, 60):
@@ -53,8 +52,8 @@ def test_image_and_label_stay_on_each_other():
             near_edge = on_both_edges | np.asarray(outside, bool)  # a source pixel is two at most
             assert np.abs(place - label)[inner & ~near_edge].max() <= 1  # both are rounded
             if channel == 0:
-                steps.add(int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum())))
-    assert steps == {-1, 1}  # some were mirrored and some were not
+                steps.append(int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum())))
+    assert set(steps) == {-1, 1} and 20 < steps.count(-1) < 40  # half of them were mirrored
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (20, 30), (20, 90), (1, 1)])
@@ -129,19 +128,6 @@ def test_fine_stripes_come_out_grey_where_much_is_scaled_down():
     for drawn, picked in pairs(image, label, how, 8):
         assert np.abs(drawn[2:-2, 2:-2] - 127.5).max() < 20
         assert set(np.unique(picked)) <= {0, 1}
-
-
-def test_mirrors_half_of_the_samples_or_none():
-    image, label = noise(32, 40)
-    for mirror, low, high in ((True, 0.35, 0.65), (False, 0, 0)):
-        how = dataclasses.replace(PLAIN, scale=(1, 1), mirror=mirror)
-        turned = []
-        for drawn, picked in pairs(image, label, how, 100):
-            turned.append(not np.array_equal(picked, label[..., 0]))
-            step = -1 if turned[-1] else 1
-            np.testing.assert_array_equal(picked[:, ::step], label[..., 0])
-            np.testing.assert_array_equal(drawn[:, ::step], image)
-        assert low <= np.mean(turned) <= high
 
 
 def test_jitter_is_its_formula():
@@ -279,27 +265,11 @@ def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
 
 
 def test_flags_have_the_last_word(tiny_data):
+    how = segmentation.Task(Settings(colour_range="0.5,0,0.1")).how
+    assert (how.brightness, how.contrast, how.saturation) == (0.5, 0, 0.1)
     assert scale_and_mirror(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
     assert scale_and_mirror(tiny_data, synthetic_data=True) == USUAL
     assert scale_and_mirror(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
-
-
-def test_dropout_smoothing_and_classes_are_those_of_the_flags(tiny_data):
-    """Logits 0 and ln 3: probabilities 1/4 and 3/4; smoothed, the target of class 1 is 1/8, 7/8."""
-    settings = {"model": "tiny", "num_classes": 2, "dropout": 0.3, "label_smoothing": 0.25}
-    task, _ = opened(tiny_data, **settings)
-    model = task.build_model()
-    assert model.get_layer("dropout").rate == 0.3 and model.output_shape[-1] == 2
-    logits = tf.reshape(tf.constant([0.0, np.log(3.0)], tf.float32), (1, 1, 1, 2))
-    losses, _ = task.loss(logits, {"label": tf.ones([1, 1, 1, 1], tf.uint8)})
-    expected = -(np.log(1 / 4) / 8 + np.log(3 / 4) * 7 / 8)
-    np.testing.assert_allclose(losses[0, 0, 0], expected, rtol=1e-6)
-    # An evaluation is in evaluation mode.
-    inputs = {"image": tf.random.stateless_uniform([2, 32, 32, 3], [1, 2], maxval=255.0)}
-    inputs["key"] = tf.zeros([2, 2], tf.int32)
-    outputs = task.predict(model, inputs)
-    np.testing.assert_array_equal(outputs, model(inputs, training=False))
-    assert np.any(outputs != model(inputs, training=True))
 
 
 def test_the_mean_is_over_the_classes_that_occur(tiny_data):
@@ -310,20 +280,3 @@ def test_the_mean_is_over_the_classes_that_occur(tiny_data):
     np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)
     assert np.isnan(figures["iou_2"])
     assert task.metrics({"confusion": np.zeros((3, 3), int)})["miou"] == 0.0
-
-
-@pytest.mark.parametrize("task", [segmentation.Task, classification.Task])
-def test_colours_are_changed_as_a_flag_says(task):
-    """Unchanged: each pixel of a crop at its own scale is one of the picture, or padding."""
-    picture = np.random.default_rng(0).integers(0, 100, (32, 32, 3), np.uint8)
-    sample = {"image": tf.constant(picture), "label": tf.zeros([32, 32, 1], tf.uint8)}
-    if task is classification.Task:
-        sample["label"] = tf.constant(0)
-    inside = {(0, 0, 0), (128, 128, 128), *map(tuple, picture.reshape(-1, 3).tolist())}
-    for flag in ("0,0,0", "0.5,0,0"):
-        how = {"image_size": 32, "scale_range": "1,1", "colour_range": flag, "mirror": "off"}
-        made = task(Settings(**how))
-        image = made.training_example(sample, tf.constant([3, 5]))["inputs"]["image"].numpy()
-        found = {*map(tuple, image.reshape(-1, 3).tolist())}
-        assert (found <= inside) == (flag == "0,0,0"), flag
-        assert json.loads(json.dumps(made.augmentation()))

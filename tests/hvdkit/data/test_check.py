@@ -34,13 +34,6 @@ def run(capsys):
     return call
 
 
-def pairs(folder: Path, *classes: int) -> None:
-    """In both splits, pictures whose labels are of one class each."""
-    labels = {str(n): np.full((4, 6), n, np.uint8) for n in classes}
-    of_all = {name: (np.zeros((4, 6, 3), np.uint8), label) for name, label in labels.items()}
-    readers.write_pairs(folder, of_all, "train", "val")
-
-
 @pytest.mark.parametrize(
     ("layout", "write", "highest"),
     [
@@ -136,10 +129,6 @@ def test_wrong_flags(tmp_path: Path, run, capsys):
     assert f"--data_dir={tmp_path} does not show its layout" in capsys.readouterr().err
     code, printed = run(f"--data_dir={tmp_path}", "--data_format=cifar10")
     assert code == 1 and "data_batch_1.bin is missing" in printed
-    pairs(tmp_path, 0, 1)
-    # More than label pictures can hold.
-    assert check.main(["check", f"--data_dir={tmp_path}", "--num_classes=300"]) == 2
-    assert "--num_classes=300: 255 in a label picture means ignored" in capsys.readouterr().err
 
 
 def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, run):

@@ -247,28 +247,6 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]
 
 
-def test_a_shard_of_another_pack_is_found_when_it_is_read(tmp_path: Path):
-    folders = []
-    for number in range(2):
-        for name in ("a", "b"):
-            pixels = readers.noise(ord(name) + 9 * number)
-            readers.save(tmp_path / f"raw{number}" / "train" / name / "a.png", pixels)
-        source = ClassFolders(tmp_path / f"raw{number}", "train")
-        folders.append(pack.pack(source, tmp_path / f"out{number}", "train", shards=2))
-    one, other = folders
-    assert len({Records(folder.parent, "train").fingerprint() for folder in folders}) == 2
-    shards = sorted(one.glob("*.tfrecord"))
-    whole, second = (path.read_bytes() for path in shards)
-    foreign = (other / shards[0].name).read_bytes()
-    assert len(foreign) == len(whole) == len(second)
-    for content in (foreign, second):
-        shards[0].write_bytes(content)
-        source = Records(one.parent, "train")
-        readers.explained(source, 0, shards[0], "does not match its checksum", "again")
-    shards[1].unlink()
-    refused(lambda: Records(one.parent, "train"), shards[1], "is missing")
-
-
 def test_a_set_with_256_classes(tmp_path: Path):
     """Only in a label picture does 255 mean ignored."""
     images = np.stack([readers.noise(number) for number in range(3)])

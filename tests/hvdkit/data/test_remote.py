@@ -188,23 +188,3 @@ def test_without_fsspec_it_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ValueError, match=r"s3://some/set.* pip install fsspec s3fs"):
         Records("s3://some/set", "train")
-
-
-@pytest.mark.slow
-def test_from_a_server_of_s3(root, server, monkeypatch):
-    moto = pytest.importorskip("moto.server", reason="pip install moto[server] s3fs")
-    fsspec = pytest.importorskip("s3fs", reason="pip install moto[server] s3fs")
-    s3 = moto.ThreadedMotoServer("127.0.0.1", 0)
-    s3.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*s3.get_host_and_port()))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        with pytest.raises(ValueError, match=r"s3://bucket/set/train/pack.json cannot be read"):
-            Records("s3://bucket/set", "train")
-        monkeypatch.setenv(name, "some")
-    with pytest.raises(ValueError, match="is missing"):
-        Records("s3://bucket/set", "train")
-    files = fsspec.S3FileSystem(skip_instance_cache=True)
-    files.mkdir("bucket")
-    files.put(str(root), "bucket/set", recursive=True)
-    assert everything(Records("s3://bucket/set", "train")) == everything(Records(root, "train"))
-    s3.stop()

@@ -33,15 +33,6 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return np.corrcoef(a, b)[0, 1] * np.sqrt(len(a))
 
 
-def near(a: np.ndarray, b: np.ndarray) -> float:
-    """Share of ids that lie within 1 % of n of their old place; 2 % for random orders."""
-    places = np.argsort(a) - np.argsort(b)
-    reach = len(a) // 100
-    chance = (2 * reach + 1) / len(a) - reach * (reach + 1) / len(a) ** 2
-    share_of_ids = (np.abs(places) <= reach).mean()
-    return (share_of_ids - chance) / np.sqrt(chance / len(a))
-
-
 def pairs_in_batches(a: np.ndarray, b: np.ndarray, batch: int = 32) -> float:
     n = len(a)
     batches = np.argsort(a) // batch * n + np.argsort(b) // batch
@@ -57,13 +48,12 @@ sizes = pytest.mark.parametrize("n", SIZES)
 
 
 @sizes
-@pytest.mark.parametrize("statistic", [correlation, near, pairs_in_batches])
-def test_two_orders_are_unrelated(n, statistic):
+def test_samples_share_a_batch_again_by_chance_only(n):
     few = n > 10**6
     epochs = [order(n, 1, epoch) for epoch in range(3 if few else 8)]
     seeds = [order(n, seed, 0) for seed in ([1, 257, 2**32 + 1] if few else SEEDS)]
     for orders in (epochs, seeds):
-        far_off = [statistic(a, b) for a, b in itertools.combinations(orders, 2)]
+        far_off = [pairs_in_batches(a, b) for a, b in itertools.combinations(orders, 2)]
         assert np.max(np.abs(far_off)) < SIGMAS, far_off
 
 

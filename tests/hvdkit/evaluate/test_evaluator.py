@@ -7,8 +7,7 @@ import tensorflow as tf
 
 from hvdkit.data.pipeline import EvaluationFeed, reader
 from hvdkit.data.source import Arrays
-from hvdkit.evaluate.evaluator import make_step, stopped_improving
-from hvdkit.settings import Settings
+from hvdkit.evaluate.evaluator import make_step
 
 
 class Plain:
@@ -59,10 +58,3 @@ def test_every_sample_once_the_last_batch_may_be_short(ranks, batches):
     assert found == batches
     assert [[one.ids(i) for i in range(len(b))] for one, b in zip(feeds, batches)] == batches
     assert {one.rounds for one in feeds} == {len(batches[0])}
-
-
-@pytest.mark.parametrize(("every", "evals", "stops_at"), [(10, 3, 50), (10, 0, None), (0, 3, None)])
-def test_early_stopping_counts_evaluations_since_the_best(every, evals, stops_at):
-    config = Settings(eval_every=every, early_stop_evals=evals)
-    steps = [step for step in range(10, 71) if stopped_improving(config, step, 20)]
-    assert (steps[0] if steps else None) == stops_at

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
@@ -116,19 +115,6 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     assert line == {"step": 4, "global_norm": 5.0, "layers": layers}
     ((step, values),) = shown
     assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) == 6
-
-
-def test_pictures_of_an_evaluation_stand_below_each_other_and_large_enough(tmp_path):
-    pictures = np.zeros((2, 30, 40, 3), np.uint8)
-    pictures[1] = 200
-    with opened(tmp_path) as made:
-        figures = {"loss": 1.5, "miou": 0.25}
-        made.evaluation(4, figures, main_metric="miou", pictures=pictures)
-    sheet = np.asarray(Image.open(tmp_path / "predictions.png"))
-    assert sheet.shape == (2 * 30 * 16, 640, 3)  # 16 times as wide as 40
-    assert sheet[:480].max() == 0 and sheet[480:].min() == 200
-    (line,) = json_lines(tmp_path / "metrics.jsonl")
-    assert (line["step"], line["eval_loss"], line["eval_miou"]) == (4, 1.5, 0.25)
 
 
 def test_trackers_get_a_few_figures_of_thousands_of_ranks():

@@ -13,22 +13,10 @@ import pytest
 from refusals import refused
 
 from hvdkit import settings as settings_lib
-from ranks import CHECKS, ROOT, names_of_checks, run_checks
+from ranks import CHECKS, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_flags.py"
 NAMES = [field.name for field in dataclasses.fields(settings_lib.Settings)]
-# What the settings themselves make something else of.
-READ_AS_ANOTHER_NAME = {
-    "dry_run": "mode",  # of modes.py, which reads the three by name
-    "batch_per_rank": "global_batch_size",
-    "class_weights": "class_weight_list",
-    "colour_range": "colour_limits",
-    "eval_scales": "eval_scale_list",
-    "lr_boundaries": "boundary_steps",
-    "rand_augment": "random_operations",
-    "scale_range": "scale_limits",
-    "trackers": "tracker_names",
-}
 
 
 @functools.cache
@@ -66,16 +54,6 @@ def test_every_flag_has_values_and_facts():
     changes = [v for _, v in flag_values.CHANGES + flag_values.CHANGES_ON_RANKS]
     keeps = itertools.chain(*flag_values.KEEPS, *flag_values.KEEPS_ON_ONE_RANK)
     assert set(NAMES) - flag_values.fields_of([*itertools.chain(*changes), *keeps]) == left_out
-
-
-def test_every_flag_is_read_by_code():
-    """As an attribute, and not by the settings alone."""
-    files = [*(ROOT / "hvdkit/src").rglob("*.py"), *(ROOT / "template/tasks").glob("*.py")]
-    trees = [ast.parse(p.read_text()) for p in files if p.parent.name != "settings"]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    read = {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    assert set(NAMES) - read == READ_AS_ANOTHER_NAME.keys()
-    assert read >= set(READ_AS_ANOTHER_NAME.values())
 
 
 def test_each_contradiction_is_refused_in_one_sentence(usual):

@@ -86,11 +86,6 @@ def test_epochs_become_steps():
     assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
 
 
-def test_lists_of_numbers():
-    assert parse("--scale_range=0.5,2").scale_limits == (0.5, 2.0)
-    assert Settings(num_steps=100, lr_boundaries="0.3,0.6").boundary_steps == [30, 60]
-
-
 def test_batch_per_rank_becomes_the_global_batch_size(project):
     given = parse("--batch_per_rank=6", "--accumulation_steps=3")
     config = given.for_ranks(4)

@@ -101,15 +101,6 @@ def test_where_only_a_part_is_cut_the_image_is_not_decoded():
         list(dataset.map(lambda data: read(data)["image"]))
 
 
-def test_an_image_is_cut_without_its_file_and_mirrored():
-    sample = {"image": tf.constant(SMOOTH)}
-    assert image_ops.size(sample).numpy().tolist() == list(SHAPE)
-    np.testing.assert_array_equal(image_ops.cut(sample, [5, 7, 20, 30]), SMOOTH[5:25, 7:37])
-    for turn, step in ((False, 1), (True, -1)):
-        found = image_ops.mirrored(tf.constant(SMOOTH), tf.constant(turn))
-        np.testing.assert_array_equal(found, SMOOTH[:, ::step])
-
-
 def test_a_file_that_is_not_the_images_is_refused():
     """Else a source that changes pictures would be trained on them as they were."""
     data = tf.constant(FILES["PNG"])

@@ -226,15 +226,6 @@ def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: st
     assert [source.explain(n) for n in range(3) if n != index] == [None] * 2
 
 
-def test_pictures_and_labels_that_do_not_fit_are_explained(voc: Path, city: Path):
-    path = voc / "SegmentationClass/2007_000002.png"
-    readers.save(path, np.full((12, 16), 21, np.uint8), bytes(768))
-    readers.explained(Voc(voc, "train"), 0, path, "label value 21", "0 to 20")
-    path = city / "gtFine/val/lindau/lindau_000000_000019_gtFine_labelIds.png"
-    readers.save(path, np.zeros((12, 15), np.uint8))
-    readers.explained(Cityscapes(city, "val"), 0, path, "12 16 and not 12 15")
-
-
 # Bytes of a record before its pixels; the last of them is the label.
 KINDS = [("cifar10", "cifar-10-batches-bin", 10, 1), ("cifar100", "cifar-100-binary", 100, 2)]
 
