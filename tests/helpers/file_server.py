@@ -3,7 +3,6 @@
 import contextlib
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -12,11 +11,11 @@ from pathlib import Path
 
 
 class FileServer:
-    """`asked`: requests for the first byte, by name of file; `latency`: seconds each waits;
-    `status`: what each is answered, 0: the file."""
+    """`asked`: requests for the first byte, by name of file; `status`: what each is answered, 0:
+    the file."""
 
-    def __init__(self, root: Path, latency: float = 0.0) -> None:
-        self.root, self.latency, self.asked, self.port = root, latency, Counter(), 0
+    def __init__(self, root: Path) -> None:
+        self.root, self.asked, self.port = root, Counter(), 0
         self._leaves, self.status = False, 0
 
     @property
@@ -51,7 +50,6 @@ class FileServer:
             thread.join()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        time.sleep(self.latency)
         path = self.root / request.path.lstrip("/")
         if self._leaves and self.asked.total() >= 15:
             self._leaves = False

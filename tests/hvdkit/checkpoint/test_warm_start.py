@@ -44,33 +44,6 @@ def same(one, other) -> None:
         np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (a, b)))
 
 
-def steps(model: keras.Model, optimizer: keras.optimizers.Optimizer, count: int) -> list:
-    """Plain steps with gradients 1, 2, 3, ...; the first weight after each of them."""
-    track = []
-    for number in range(count):
-        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
-        optimizer.apply(gradients, model.trainable_variables)
-        track.append(float(model.trainable_variables[0].numpy()[0, 0]))
-    return track
-
-
-def test_averages_are_there_inside_and_gone_after():
-    model = network(start=1.0)
-    plain, optimizer = averaging(model), averaging(model, use_ema=True, ema_momentum=0.9)
-    for none in (plain, optimizer):  # no step yet: an average of nothing would be zeros
-        with averaged_weights(model, none):
-            assert model.trainable_variables[0].numpy()[0, 0] == 1.0
-    track = steps(model, optimizer, 4)
-    average = track[0]
-    for weight in track[1:]:
-        average = 0.9 * average + 0.1 * weight
-    own = [v.numpy() for v in model.variables]
-    with pytest.raises(KeyError), averaged_weights(model, optimizer):
-        np.testing.assert_allclose(model.trainable_variables[0].numpy()[0, 0], average, rtol=1e-6)
-        raise KeyError
-    same(model.variables, own)
-
-
 @pytest.fixture
 def run_dir(tmp_path):
     """Checkpoints of steps 1, 2, 3 with scores 0.5, 0.9, none; weights start at the step."""
@@ -137,7 +110,9 @@ def averaged_run(folder, count, **average):
     """A run's folder, after so many steps; its weights, and those that it evaluates."""
     model = network(start=1.0)
     optimizer = averaging(model, **average)
-    steps(model, optimizer, count)
+    for number in range(count):
+        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
     save(folder / "checkpoints", model, step=count, optimizer=optimizer)
     own = [v.numpy() for v in model.variables]
     with averaged_weights(model, optimizer):

@@ -147,24 +147,6 @@ def test_jitter_is_its_formula():
             assert np.abs(found.numpy() - expected.astype(np.float64)).max() <= 0.5 + 1e-3
 
 
-@pytest.mark.parametrize("shape", [(32, 40), (33, 43), (50, 20), (7, 9)])
-def test_evaluation_takes_the_centre(shape: tuple[int, int]):
-    image, label = noise(*shape)
-    sample = {"image": image, "label": label}
-    drawn, picked = (part.numpy() for part in augment.evaluation_pair(sample, PLAIN))
-    assert drawn.shape == (32, 40, 3) and picked.shape == (32, 40, 1)
-    top, left = max(shape[0] - 32, 0) // 2, max(shape[1] - 40, 0) // 2
-    image, label = (part[top:, left:][:32, :40] for part in (image, label))
-    inside = picked[..., 0] != 255
-    assert inside.sum() == min(shape[0], 32) * min(shape[1], 40)
-    np.testing.assert_array_equal(picked[inside], label.reshape(-1, 1))
-    np.testing.assert_array_equal(drawn[inside], image.reshape(-1, 3))
-    assert (drawn[~inside] == 128).all()
-    rows, columns = np.nonzero(inside)
-    for places, size in ((rows, 32), (columns, 40)):
-        assert abs(places.min() - (size - 1 - places.max())) <= 1
-
-
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
 
 

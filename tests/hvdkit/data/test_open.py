@@ -64,12 +64,6 @@ def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
     refused(lambda: open_one(config, "train", "folders"), *words)
 
 
-def test_the_tasks_own_default(tiny_data: Path):
-    source = open_one(settings(tiny_data, "", 255), "train", "folders")
-    assert type(source).__name__ == "ImageLabelFolder" and len(source) == 26
-    assert len(open_one(settings(tiny_data, "", 10), "val", "digits")) == 359
-
-
 def test_splits_of_any_name(tmp_path: Path):
     readers.write_voc(tmp_path)
 

@@ -201,7 +201,7 @@ def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
         assert np.array_equal(np.concatenate(parts), whole[step * batch : (step + 1) * batch])
 
 
-@pytest.mark.parametrize("n", [12_345, 65_536, 10**7])
+@pytest.mark.parametrize("n", [12_345, 1_281_167])
 @pytest.mark.parametrize("shuffle", [None, 12], ids=["plain", "by shards"])
 def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
     parts, few, kept = in_shards(n, 120, 12), n > 10**6, []

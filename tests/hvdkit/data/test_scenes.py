@@ -64,16 +64,6 @@ def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path):
     assert contents(tmp_path) == {"mine.txt": b"mine"}
 
 
-def test_an_interrupted_making_leaves_nothing(tmp_path: Path, monkeypatch):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(scenes.logs, "progress", interrupt)  # after the first scene
-    with pytest.raises(KeyboardInterrupt):
-        scenes.ensure_demo(tmp_path / "demo", SMALL)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_who_loses_the_race_takes_the_set_that_is_there(tmp_path: Path, monkeypatch):
     """It appears after this one has looked: the rename must not go over it."""
     root, write = tmp_path / "demo", scenes._write_split

@@ -106,12 +106,6 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
     assert (folder / "report.html").stat().st_size < 600_000
 
 
-def test_another_folder_is_refused_in_one_line(tmp_path):
-    ended = call("report", tmp_path)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1 and "no run's folder" in ended.stderr
-
-
 def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys):
     """A page that cannot be written does not end the run."""
     other, page = tmp_path / "other", tmp_path / "compared.html"

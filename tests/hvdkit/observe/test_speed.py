@@ -92,7 +92,6 @@ def test_attention_and_functions_are_counted_and_loops_are_not():
     [
         ("NVIDIA A100-SXM4-80GB", "float32", (156e12, "TF32")),
         ("NVIDIA H100 80GB HBM3", "float16", (989.5e12, "float16")),
-        ("NVIDIA H200", "bfloat16", (989.5e12, "bfloat16")),
         ("Tesla V100-SXM2-16GB", "float32", (15.7e12, "float32")),
         ("Tesla V100-SXM2-16GB", "bfloat16", None),
         ("NVIDIA A10G", "float16", None),

@@ -1,7 +1,6 @@
 """Flagfiles: where they are found, mistakes in them, and config.cfg, which is written as one."""
 
 import dataclasses
-import itertools
 import os
 
 import pytest
@@ -129,7 +128,7 @@ def test_what_is_written_reads_back_the_same_from_anywhere(project, text):
 
     names = ("task", "model", "data_dir", "run_dir", "resume", "init_from")
     folders = [project, project / "configs", project.parent / "elsewhere", project.parent]
-    for first, second in itertools.product(folders, folders):
+    for first, second in zip(folders, reversed(folders)):
         os.chdir(first)
         config = parse(*(f"--{name}={text}" for name in names))
         assert config.task == text

@@ -127,13 +127,6 @@ def test_missing_parts_of_voc_are_named(voc: Path):
     (lists / "train.txt").write_text("2007_000000\n")
     (voc / "SegmentationClass" / "2007_000000.png").unlink()
     refused(lambda: Voc(voc, "train"), voc / "SegmentationClass", "2007_000000", "line 1")
-    for part, words in (
-        ("JPEGImages", "has no file"),
-        ("SegmentationClass", "has no file"),
-        ("ImageSets/Segmentation", "is missing"),
-    ):
-        with readers.without(voc / part):
-            refused(lambda: Voc(voc, "val"), voc / part, words)
 
 
 def test_labels_become_train_ids(city: Path):
@@ -263,12 +256,10 @@ def test_fingerprint_tells_contents(tmp_path: Path):
     [
         (10, "data_batch_4.bin", lambda b: b[:-1], "data_batch_4.bin or the val split was cut"),
         (10, "test_batch.bin", lambda b: b[:-3073], "or the val split was cut"),
-        (10, "*.bin", lambda b: b"", "data_batch_1.bin or the val split was cut"),
         (10, "*.bin", lambda b: b[:3072], "data_batch_1.bin or the val split was cut"),
         (10, "data_batch_4.bin", None, "is missing: unpack the archive again"),
         (10, "batches.meta.txt", None, "is missing: unpack the archive again"),
         (10, "data_batch_4.bin", lambda b: b"\x0a" + b[1:], "record 0: its label is above 9"),
-        (100, "train.bin", lambda b: b[:-3074], "or the val split was cut"),
         (100, "train.bin", lambda b: b[:1] + b"\x64" + b[2:], "record 0: its label is above 99"),
     ],
 )
