@@ -127,15 +127,8 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
             path.unlink() if damage is None else path.write_bytes(damage)
             refused(open_it, path, words, "again")
             path.write_bytes(whole)
-    whole = meta.read_text()
-    for changed in (
-        whole.replace('"records": 4', '"records": 3', 1),
-        whole.replace('"checksum": "', '"checksum": "0', 1),
-        whole.replace('"map"', '"class"', 1),
-    ):
-        assert changed != whole
-        meta.write_text(changed)
-        refused(open_it, meta, "its checksum differs", "pack again")
+    meta.write_text(meta.read_text().replace('"map"', '"class"', 1))
+    refused(open_it, meta, "its checksum differs", "pack again")
 
 
 def test_a_set_is_written_whole_or_not_at_all(demo: Path, tmp_path: Path, capsys):
