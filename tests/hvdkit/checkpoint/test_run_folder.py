@@ -91,20 +91,6 @@ def test_starting_anew_in_a_used_folder_then_going_on(used):
     assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8], "it stays as it is"
 
 
-def test_going_back_to_a_checkpoint(used):
-    asked = used / "checkpoints" / "step-00000004"
-    found, note = train(used, 2, 8, every=2, keep=9, resume=str(asked), stop_at=6)
-    assert found[:3] == (asked, 4, True) and "2 checkpoints (of steps 6 to 8)" in note
-    assert steps(used / "checkpoints") == [2, 4, 6]
-    assert steps(used / "aside-1" / "checkpoints") == [6, 8]
-    assert Checkpoints(used / "checkpoints", 9, ALONE).best() == (0.16, 6), "not of step 8"
-    expected = [(1, s) for s in (1, 2, 2, 3, 4, 4)] + [(2, s) for s in (5, 6, 6)]
-    assert [(x["seed"], x["step"]) for x in json_lines(used / "metrics.jsonl")] == expected
-    assert len(json_lines(used / "aside-1" / "metrics.jsonl")) == 12
-    for name in ("summary.json", "report.html", "predictions.png"):
-        assert not (used / name).exists() and (used / "aside-1" / name).exists()
-
-
 def test_an_ordinary_resume_shows_no_step_twice(tmp_path):
     train(tmp_path, 1, 9, every=4, stop_at=7)  # killed: three steps were logged and not saved
     (tmp_path / "summary.json").write_text("of an earlier attempt")
