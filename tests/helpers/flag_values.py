@@ -80,11 +80,8 @@ VALUES: dict[str, list[str]] = {
     "benchmark": ["", "--benchmark"],
 }
 
-# Of files: test_open.py, test_files.py, checks_data.py, test_backbone.py; of kinds of runs that keep
-# nothing: test_modes.py; and each run here has a folder of its own.
-LEFT_OUT = ("data_dir", "data_format", "train_split", "val_split", "max_pixels", "max_bad_samples")
-LEFT_OUT += ("accept_changed_data", "run_dir", "dry_run", "find_lr", "backbone_weights")
-LEFT_OUT += ("backbone_preprocessing", "shuffle_shards", "cache_dir", "cache_gb")
+# Not here: flags of files (test_open.py, test_files.py, checks_data.py, test_backbone.py), of runs
+# that keep nothing (test_modes.py), and of a task's model, data and evaluation (test_task.py).
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
 ALONE = """
@@ -135,12 +132,6 @@ KEEPS_ON_ONE_RANK = [
     ("--deterministic", "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear"),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
-# These choose a task's model, data and evaluation; Varied has its own. test_task.py has them.
-OF_TASKS = (
-    *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
-    *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
-    *("rand_augment", "mixup", "cutmix"),
-)
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
 REFUSED = {
@@ -220,10 +211,6 @@ REFUSED_BY_RUN = {
 
 def words(values: Iterable[str]) -> list[str]:
     return [word for value in values for word in value.split()]
-
-
-def fields_of(values: Iterable[str]) -> set[str]:
-    return {word.lstrip("-").split("=")[0] for word in words(values)}
 
 
 def rows(

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import itertools
 import traceback
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from hvdkit import settings as settings_lib
 from ranks import CHECKS, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_flags.py"
-NAMES = [field.name for field in dataclasses.fields(settings_lib.Settings)]
 
 
 @functools.cache
@@ -45,15 +43,6 @@ def usual(tmp_path_factory):
 def test_flags(ranks, rows, name):
     failure = outcomes(ranks, rows)[name]
     assert failure is None, failure
-
-
-def test_every_flag_has_values_and_facts():
-    tried = flag_values.fields_of(itertools.chain(*flag_values.VALUES.values()))
-    left_out = {*flag_values.OF_TASKS, *flag_values.LEFT_OUT}
-    assert set(NAMES) - tried == left_out
-    changes = [v for _, v in flag_values.CHANGES + flag_values.CHANGES_ON_RANKS]
-    keeps = itertools.chain(*flag_values.KEEPS, *flag_values.KEEPS_ON_ONE_RANK)
-    assert set(NAMES) - flag_values.fields_of([*itertools.chain(*changes), *keeps]) == left_out
 
 
 def test_each_contradiction_is_refused_in_one_sentence(usual):
