@@ -2,7 +2,7 @@
 
 A value is what is typed: no word, one or more. In braces stands what checks_flags.py fills in:
   {carrier}  what this launch reduces over: gloo or mpi
-  {run}      folder of a run with moving averages; {plain}: without; {keras}: a model file
+  {run}      folder of a run with moving averages; {keras}: a model file
   {first}    folder of this row's first part, which a stop signal ended
   {threads}  those of this process, which cannot change in it
 """
@@ -193,19 +193,11 @@ REFUSED_BY_RUN = {
     "--reduce_backend=nccl": "--reduce_backend=nccl",
     "--reduce_backend={other_carrier}": "start the run with horovodrun",
     "--task=segmentation --model=nothing": "--model=nothing",
-    "--task=segmentation --model=tiny --eval_window=9": "--eval_window=9",
     "--task=classification": "--num_classes=3",
     "--task=segmentation --model=tiny --mixup=0.2": "does not read it",
     "--task=segmentation --model=tiny --rand_augment=2,9": "does not read it",
     "--task=segmentation --data_dir={run}": "{run}",
-    "--resume={run}/nothing": "{run}/nothing",
     "--resume={run} --optimizer=adam": "{run}",
-    "--init_from={run}/nothing": "{run}/nothing",
-    "--init_from={keras} --init_ema": "leave out --init_ema",
-    "--init_from={plain} --init_ema": "no average",
-    "--backbone_weights={keras} --backbone_preprocessing=caffe": (
-        "hvdkit.train.preprocessing.Preprocess"
-    ),
 }
 
 

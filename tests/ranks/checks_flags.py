@@ -66,12 +66,11 @@ class Sweep:
         carriers = ("mpi", "gloo") if hvd.mpi_enabled() else ("gloo", "mpi")
         self.names = dict(zip(("carrier", "other_carrier"), carriers))
         self.names["threads"] = str(tf_config.get_intra_op_parallelism_threads())
-        self.names |= {n: str(self.folder / n) for n in ("run", "plain", "keras", "first")}
+        self.names |= {n: str(self.folder / n) for n in ("run", "keras", "first")}
         self.names["keras"] += ".keras"
         if world.is_chief:
             (self.folder / "usual.cfg").write_text(flag_values.USUAL)
         world.gather_objects(None, "flags.usual")
-        self.run([f"--run_dir={self.names['plain']} --num_steps=1"])
         made = self.run([f"--run_dir={self.names['run']} --ema_decay=0.5 --seed=3"])
         if world.is_chief:
             made.model.save(self.names["keras"])
