@@ -193,8 +193,3 @@ def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
         (sample,) = readers.read_all(source)
         np.testing.assert_array_equal(sample["label"][..., 0], shown)
         assert np.abs(sample["image"].astype(int) - np.asarray(turned)).max() <= 12
-
-
-def test_a_label_that_fits_the_stored_picture_alone_is_refused(tmp_path):
-    source = write(tmp_path, picture(6), np.zeros((24, 40), np.uint8))
-    readers.explained(source, 0, "a.png", "turned by EXIF", "40 24 and not 24 40")
