@@ -12,7 +12,7 @@ from PIL import Image, ImageFilter
 from hvdkit.data import augment, image_ops
 from hvdkit.data.scenes import MARKER
 from hvdkit.settings import Settings
-from tasks import segmentation
+from tasks import classification, segmentation
 
 # No colour changes, so that pixels can be recognized.
 PLAIN = augment.Augmentation(size=(32, 40), brightness=0, contrast=0, saturation=0)
@@ -238,6 +238,14 @@ def test_flags_have_the_last_word(tiny_data):
     assert scale_and_mirror(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
     assert scale_and_mirror(tiny_data, synthetic_data=True) == USUAL
     assert scale_and_mirror(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
+
+
+def test_pictures_of_a_class_have_other_colours_where_a_flag_says():
+    sample, found = {"image": tf.constant(NOISE), "label": tf.constant(0)}, []
+    for flag in ("", "0.5,0,0"):
+        task = classification.Task(Settings(image_size=32, colour_range=flag))
+        found.append(task.training_example(sample, tf.constant([3, 5]))["inputs"]["image"])
+    assert np.any(found[0] != found[1])
 
 
 def test_the_mean_is_over_the_classes_that_occur(tiny_data):
