@@ -1,7 +1,6 @@
 """Checkpoints that something damaged: restored right, or passed over by name."""
 
 import contextlib
-import functools
 import io
 import os
 import random
@@ -55,25 +54,16 @@ def newest(folder, draw, name=None):
     return folder / "step-00000004" / (name or draw.choice(["state.npz", "manifest.json"]))
 
 
-def on_bytes(change):
-    @functools.wraps(change)
-    def mutate(folder, draw):
-        file = newest(folder, draw)
-        content = bytearray(file.read_bytes())
-        change(content, draw)
-        file.write_bytes(content)
-
-    return mutate
-
-
-@on_bytes
-def flip_a_bit(content, draw):
+def flip_a_bit(folder, draw):
+    file = newest(folder, draw)
+    content = bytearray(file.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
 
 
-@on_bytes
-def cut_off(content, draw):
-    del content[draw.randrange(len(content)) :]
+def cut_off(folder, draw):
+    file = newest(folder, draw)
+    os.truncate(file, draw.randrange(file.stat().st_size))
 
 
 def remove(folder, draw):
