@@ -266,23 +266,12 @@ def test_what_is_written_are_the_values_at_the_step(kept):
         assert np.all(values == step)
 
 
-def test_failures_in_a_row_are_counted_until_one_is_written(kept, capsys):
+def test_a_folder_that_is_away_is_not_made_anew(kept, capsys):
     with Saver(kept) as saver:
         saver.save(1, {"w": tf.Variable(1.0)}, Settings())  # as where the disk is away
         saver.wait()
         assert saver.failed == 1 and "is its disk mounted?" in capsys.readouterr().out
     assert not kept.folder.exists()
-    kept.folder.mkdir()
-    with Saver(kept) as saver:
-        for step, failed in [(1, 1), (2, 2), (3, 0), (4, 1)]:
-            if failed:
-                (kept.folder / f"step-{step:08d}").touch()  # a file in its way
-            saver.save(step, {"w": tf.Variable(1.0)}, Settings())
-            saver.wait()
-            assert saver.failed == failed and (saver.error is None) == (failed == 0)
-            saver.add_score(step, 0.5)
-    assert capsys.readouterr().out.count("was not written") == 3, "a score's lack is not told"
-    assert kept.best() == (0.5, 3)
 
 
 def test_a_last_save_that_comes_late_has_its_score(kept, capsys):

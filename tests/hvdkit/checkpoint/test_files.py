@@ -1,14 +1,11 @@
 """Checkpoints that something damaged: restored right, or passed over by name."""
 
 import contextlib
-import functools
 import io
 import os
 import random
 import re
 import shutil
-import time
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -22,14 +19,14 @@ from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 
 
-def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys, record_property):
+def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys):
     """One of them each, of a folder with checkpoints 1 to 4: what comes back is what was saved."""
     kept = replace(kept, keep=4)
     for step in range(1, 5):
         save(kept, step, float(step), score=step / 10)
     pristine = kept.folder.with_name("pristine")
     shutil.copytree(kept.folder, pristine)
-    draw, kinds, start = random.Random(9), Counter(), time.process_time()
+    draw, passed_over, tried = random.Random(9), 0, set()
     for _ in range(200):
         shutil.rmtree(kept.folder)
         shutil.copytree(pristine, kept.folder)
@@ -41,57 +38,32 @@ def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys, re
         into = variables(-1.0)
         kept.restore(found, into, Settings())
         assert float(into["w/kernel"][1, 2]) == found.step, (mutate.__name__, found)
-        passed_over = found.step < 4
-        if passed_over:
+        if found.step < 4:
             name = "step-00000004" if victim is None else victim
             assert name in said and found.step == 3, (mutate.__name__, name, said)
         best = kept.best()
         assert best is None or best.score == best.step / 10
         with contextlib.suppress(Stop):  # by name it is refused, or restored right
             assert restored(kept, str(kept.folder / "step-00000004")) == 4.0
-        kinds[mutate.__name__, "passed over" if passed_over else "restored"] += 1
-    seconds = time.process_time() - start
-    lines = [f"{kind}: {outcome} {count}" for (kind, outcome), count in sorted(kinds.items())]
-    record_property(f"200 mutations in {seconds:.0f} s", "\n".join(lines))
-    passed_over = sum(count for (_, outcome), count in kinds.items() if outcome == "passed over")
-    assert passed_over > 100 and seconds < 30
-    assert {kind for kind, _ in kinds} == {mutate.__name__ for mutate in MUTATIONS}
+        passed_over += found.step < 4
+        tried.add(mutate)
+    assert passed_over > 100 and tried == {*MUTATIONS}
 
 
 def newest(folder, draw, name=None):
     return folder / "step-00000004" / (name or draw.choice(["state.npz", "manifest.json"]))
 
 
-def on_bytes(change):
-    @functools.wraps(change)
-    def mutate(folder, draw):
-        file = newest(folder, draw)
-        content = bytearray(file.read_bytes())
-        change(content, draw)
-        file.write_bytes(content)
-
-    return mutate
-
-
-@on_bytes
-def flip_a_bit(content, draw):
+def flip_a_bit(folder, draw):
+    file = newest(folder, draw)
+    content = bytearray(file.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    file.write_bytes(content)
 
 
-@on_bytes
-def cut_off(content, draw):
-    del content[draw.randrange(len(content)) :]
-
-
-@on_bytes
-def append(content, draw):
-    content += draw.randbytes(1 + draw.randrange(9))
-
-
-@on_bytes
-def overwrite_a_part(content, draw):
-    at = draw.randrange(len(content))
-    content[at : at + 8] = draw.randbytes(8)
+def cut_off(folder, draw):
+    file = newest(folder, draw)
+    os.truncate(file, draw.randrange(file.stat().st_size))
 
 
 def remove(folder, draw):
@@ -152,7 +124,7 @@ def terabytes(folder, draw):
 
 
 MUTATIONS = [
-    *(flip_a_bit, flip_a_bit, cut_off, append, overwrite_a_part, remove, rename_the_folder),
+    *(flip_a_bit, flip_a_bit, cut_off, remove, rename_the_folder),
     *(swap_a_file_with_another_steps, copy_a_step_under_another_name, a_link_to_nowhere),
     *(a_link_to_elsewhere, terabytes, a_folder_instead_of_a_file, a_file_instead_of_the_folder),
     a_pipe_instead_of_a_file,
@@ -177,8 +149,6 @@ WHOLE = npz(w=np.zeros(9))
 UNREADABLE = {
     "empty": b"",
     "cut off": WHOLE[:-30],
-    "zeros": bytes(100),
-    "a beginning": WHOLE[:4],
     "objects": npz(w=np.array([{}], object)),
     "another key": WHOLE.replace(b"descr", b"xxxxx"),
     "16 terabytes": huge_header(),

@@ -19,11 +19,11 @@ from hvdkit.train.state import State, averaged_weights
 from ranks import CHECKS, names_of_checks, run_checks
 
 
-def network(classes: int = 3, start: float = 0.0) -> keras.Model:
+def network(start: float = 0.0) -> keras.Model:
     """Named layers and batch norm; every weight counts up from `start`."""
     x = keras.Input((4,))
     y = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(5, name="body")(x))
-    return counted(keras.Model(x, keras.layers.Dense(classes, name="head")(y)), start)
+    return counted(keras.Model(x, keras.layers.Dense(3, name="head")(y)), start)
 
 
 def save(folder, model: keras.Model, *, step: int = 1, optimizer=None) -> checkpoints.Checkpoints:
@@ -42,33 +42,6 @@ def averaging(model: keras.Model, **average) -> keras.optimizers.Optimizer:
 def same(one, other) -> None:
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (a, b)))
-
-
-def steps(model: keras.Model, optimizer: keras.optimizers.Optimizer, count: int) -> list:
-    """Plain steps with gradients 1, 2, 3, ...; the first weight after each of them."""
-    track = []
-    for number in range(count):
-        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
-        optimizer.apply(gradients, model.trainable_variables)
-        track.append(float(model.trainable_variables[0].numpy()[0, 0]))
-    return track
-
-
-def test_averages_are_there_inside_and_gone_after():
-    model = network(start=1.0)
-    plain, optimizer = averaging(model), averaging(model, use_ema=True, ema_momentum=0.9)
-    for none in (plain, optimizer):  # no step yet: an average of nothing would be zeros
-        with averaged_weights(model, none):
-            assert model.trainable_variables[0].numpy()[0, 0] == 1.0
-    track = steps(model, optimizer, 4)
-    average = track[0]
-    for weight in track[1:]:
-        average = 0.9 * average + 0.1 * weight
-    own = [v.numpy() for v in model.variables]
-    with pytest.raises(KeyError), averaged_weights(model, optimizer):
-        np.testing.assert_allclose(model.trainable_variables[0].numpy()[0, 0], average, rtol=1e-6)
-        raise KeyError
-    same(model.variables, own)
 
 
 @pytest.fixture
@@ -137,7 +110,9 @@ def averaged_run(folder, count, **average):
     """A run's folder, after so many steps; its weights, and those that it evaluates."""
     model = network(start=1.0)
     optimizer = averaging(model, **average)
-    steps(model, optimizer, count)
+    for number in range(count):
+        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
+        optimizer.apply(gradients, model.trainable_variables)
     save(folder / "checkpoints", model, step=count, optimizer=optimizer)
     own = [v.numpy() for v in model.variables]
     with averaged_weights(model, optimizer):
@@ -181,13 +156,8 @@ def test_what_holds_no_such_weights_is_named_in_one_line(write, averages, match,
     assert "\n" not in str(error.value)
 
 
-def test_what_does_not_fit_is_named_or_skipped_on_request(run_dir):
-    model = network(classes=7, start=70.0)
-    words = ("2 of the model's 8", "head/kernel ([5, 3] there, [5, 7] here)", "head/bias ([3]")
-    refused(lambda: warm_start.load(model, run_dir, False), *words)
-    assert set(first_weights(model)) == {70.0}, "nothing is set unless all is"
-    assert list(warm_start.load(model, run_dir, True)) == ["head/kernel", "head/bias"]
-    assert set(first_weights(model)) == {2.0, 70.0}
+def test_a_run_of_which_nothing_fits_is_refused(run_dir):
+    """What fits in part is refused or taken on request: checks_warm_start.py."""
     x = keras.Input((4,))
     with pytest.raises(ValueError, match=r"2 of the model's 2 .* other/kernel \(missing there\)"):
         warm_start.load(keras.Model(x, keras.layers.Dense(3, name="other")(x)), run_dir, True)

@@ -1,7 +1,6 @@
 """Augmentation: drawn from the key alone, image and label stay on each other; by which settings."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def test_image_and_label_stay_on_each_other():
     columns = np.tile(np.arange(50, dtype=np.uint8), (60, 1))
     rows = np.tile(np.arange(60, dtype=np.uint8)[:, None], (1, 50))
     image = np.dstack([columns, rows, rows])
-    steps = set()
+    steps = []
     for channel, coordinate in ((0, columns), (1, rows)):
         last = coordinate.max()
         for drawn, label in pairs(image, coordinate[..., None], PLAIN, 60):
@@ -53,8 +52,8 @@ def test_image_and_label_stay_on_each_other():
             near_edge = on_both_edges | np.asarray(outside, bool)  # a source pixel is two at most
             assert np.abs(place - label)[inner & ~near_edge].max() <= 1  # both are rounded
             if channel == 0:
-                steps.add(int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum())))
-    assert steps == {-1, 1}  # some were mirrored and some were not
+                steps.append(int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum())))
+    assert set(steps) == {-1, 1} and 20 < steps.count(-1) < 40  # half of them were mirrored
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (20, 30), (20, 90), (1, 1)])
@@ -102,15 +101,6 @@ def test_beside_a_small_image_are_fill_colour_and_ignore_label():
         np.testing.assert_array_equal(drawn[picked != 99], image.reshape(-1, 3))
 
 
-def test_crops_reach_every_place():
-    how = dataclasses.replace(PLAIN, size=(8, 8), scale=(1, 1), mirror=False)
-    label = np.arange(8 * 10, dtype=np.uint8).reshape(8, 10)[..., None]
-    image = np.repeat(label, 3, axis=-1)
-    seen = [picked[0, 0] for _, picked in pairs(image, label, how, 200)]
-    assert set(seen) == {0, 1, 2}
-    assert min(seen.count(column) for column in (0, 1, 2)) > 40
-
-
 def test_scales_cover_their_range():
     label = np.tile(np.arange(200, dtype=np.uint8), (200, 1))[..., None]
     how = dataclasses.replace(PLAIN, size=(64, 64), scale=(0.5, 2.0), mirror=False)
@@ -131,19 +121,6 @@ def test_fine_stripes_come_out_grey_where_much_is_scaled_down():
         assert set(np.unique(picked)) <= {0, 1}
 
 
-def test_mirrors_half_of_the_samples_or_none():
-    image, label = noise(32, 40)
-    for mirror, low, high in ((True, 0.35, 0.65), (False, 0, 0)):
-        how = dataclasses.replace(PLAIN, scale=(1, 1), mirror=mirror)
-        turned = []
-        for drawn, picked in pairs(image, label, how, 100):
-            turned.append(not np.array_equal(picked, label[..., 0]))
-            step = -1 if turned[-1] else 1
-            np.testing.assert_array_equal(picked[:, ::step], label[..., 0])
-            np.testing.assert_array_equal(drawn[:, ::step], image)
-        assert low <= np.mean(turned) <= high
-
-
 def test_jitter_is_its_formula():
     image, _ = noise(16, 16)
     none = {"brightness": 0, "contrast": 0, "saturation": 0}
@@ -159,24 +136,6 @@ def test_jitter_is_its_formula():
             expected = grey.mean() + (1 + how.contrast * more) * expected
             expected = np.clip(expected + 255 * how.brightness * brighter, 0, 255)
             assert np.abs(found.numpy() - expected.astype(np.float64)).max() <= 0.5 + 1e-3
-
-
-@pytest.mark.parametrize("shape", [(32, 40), (33, 43), (50, 20), (7, 9)])
-def test_evaluation_takes_the_centre(shape: tuple[int, int]):
-    image, label = noise(*shape)
-    sample = {"image": image, "label": label}
-    drawn, picked = (part.numpy() for part in augment.evaluation_pair(sample, PLAIN))
-    assert drawn.shape == (32, 40, 3) and picked.shape == (32, 40, 1)
-    top, left = max(shape[0] - 32, 0) // 2, max(shape[1] - 40, 0) // 2
-    image, label = (part[top:, left:][:32, :40] for part in (image, label))
-    inside = picked[..., 0] != 255
-    assert inside.sum() == min(shape[0], 32) * min(shape[1], 40)
-    np.testing.assert_array_equal(picked[inside], label.reshape(-1, 1))
-    np.testing.assert_array_equal(drawn[inside], image.reshape(-1, 3))
-    assert (drawn[~inside] == 128).all()
-    rows, columns = np.nonzero(inside)
-    for places, size in ((rows, 32), (columns, 40)):
-        assert abs(places.min() - (size - 1 - places.max())) <= 1
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
@@ -261,45 +220,32 @@ def scale_and_mirror(root: Path, **settings) -> tuple[tuple[float, float], bool]
 
 
 def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
+    """Also to a run, to the bit: test_loop.py."""
     copy, plain = tmp_path / "staged", tmp_path / "plain"
     shutil.copytree(tiny_data, copy)
     # Where the demo is made, under its usual name, it is no other set.
     monkeypatch.setattr(segmentation, "DEMO", tiny_data)
-    tasks, prints = zip(opened(tiny_data), opened(copy))
+    prints = [opened(folder)[1] for folder in (tiny_data, copy)]
     assert scale_and_mirror(tiny_data) == scale_and_mirror(copy) == DEMO and prints[0] == prints[1]
-    one, other = (
-        task.training_example(task.sources()[0].read(tf.constant(3, tf.int64)), tf.constant([1, 2]))
-        for task in tasks
-    )
-    np.testing.assert_array_equal(one["inputs"]["image"], other["inputs"]["image"])
-
     shutil.copytree(copy, plain, ignore=shutil.ignore_patterns(MARKER))
     assert scale_and_mirror(plain) == USUAL
     assert opened(plain)[1] != prints[0]  # a rank that lacks the marker does not go unnoticed
 
 
 def test_flags_have_the_last_word(tiny_data):
+    how = segmentation.Task(Settings(colour_range="0.5,0,0.1")).how
+    assert (how.brightness, how.contrast, how.saturation) == (0.5, 0, 0.1)
     assert scale_and_mirror(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
     assert scale_and_mirror(tiny_data, synthetic_data=True) == USUAL
     assert scale_and_mirror(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
 
 
-def test_dropout_smoothing_and_classes_are_those_of_the_flags(tiny_data):
-    """Logits 0 and ln 3: probabilities 1/4 and 3/4; smoothed, the target of class 1 is 1/8, 7/8."""
-    settings = {"model": "tiny", "num_classes": 2, "dropout": 0.3, "label_smoothing": 0.25}
-    task, _ = opened(tiny_data, **settings)
-    model = task.build_model()
-    assert model.get_layer("dropout").rate == 0.3 and model.output_shape[-1] == 2
-    logits = tf.reshape(tf.constant([0.0, np.log(3.0)], tf.float32), (1, 1, 1, 2))
-    losses, _ = task.loss(logits, {"label": tf.ones([1, 1, 1, 1], tf.uint8)})
-    expected = -(np.log(1 / 4) / 8 + np.log(3 / 4) * 7 / 8)
-    np.testing.assert_allclose(losses[0, 0, 0], expected, rtol=1e-6)
-    # An evaluation is in evaluation mode.
-    inputs = {"image": tf.random.stateless_uniform([2, 32, 32, 3], [1, 2], maxval=255.0)}
-    inputs["key"] = tf.zeros([2, 2], tf.int32)
-    outputs = task.predict(model, inputs)
-    np.testing.assert_array_equal(outputs, model(inputs, training=False))
-    assert np.any(outputs != model(inputs, training=True))
+def test_pictures_of_a_class_have_other_colours_where_a_flag_says():
+    sample, found = {"image": tf.constant(NOISE), "label": tf.constant(0)}, []
+    for flag in ("", "0.5,0,0"):
+        task = classification.Task(Settings(image_size=32, colour_range=flag))
+        found.append(task.training_example(sample, tf.constant([3, 5]))["inputs"]["image"])
+    assert np.any(found[0] != found[1])
 
 
 def test_the_mean_is_over_the_classes_that_occur(tiny_data):
@@ -310,20 +256,3 @@ def test_the_mean_is_over_the_classes_that_occur(tiny_data):
     np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)
     assert np.isnan(figures["iou_2"])
     assert task.metrics({"confusion": np.zeros((3, 3), int)})["miou"] == 0.0
-
-
-@pytest.mark.parametrize("task", [segmentation.Task, classification.Task])
-def test_colours_are_changed_as_a_flag_says(task):
-    """Unchanged: each pixel of a crop at its own scale is one of the picture, or padding."""
-    picture = np.random.default_rng(0).integers(0, 100, (32, 32, 3), np.uint8)
-    sample = {"image": tf.constant(picture), "label": tf.zeros([32, 32, 1], tf.uint8)}
-    if task is classification.Task:
-        sample["label"] = tf.constant(0)
-    inside = {(0, 0, 0), (128, 128, 128), *map(tuple, picture.reshape(-1, 3).tolist())}
-    for flag in ("0,0,0", "0.5,0,0"):
-        how = {"image_size": 32, "scale_range": "1,1", "colour_range": flag, "mirror": "off"}
-        made = task(Settings(**how))
-        image = made.training_example(sample, tf.constant([3, 5]))["inputs"]["image"].numpy()
-        found = {*map(tuple, image.reshape(-1, 3).tolist())}
-        assert (found <= inside) == (flag == "0,0,0"), flag
-        assert json.loads(json.dumps(made.augmentation()))

@@ -70,15 +70,6 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
     assert sorted(p.name for p in out.iterdir()) == ["train", "val"]  # and nothing half done
 
 
-def test_ids_stay_over_any_number_of_shards(demo: Path, tmp_path: Path):
-    source = ImageLabelFolder(demo, "train", 11)
-    for shards in (4, 50):
-        folder = packed(demo, tmp_path / os.fsdecode(b"caf\xe9%d" % shards), shards)  # no text
-        assert len(list(folder.glob("*.tfrecord"))) == min(shards, 11)
-        packs = Records(folder.parent, "train")
-        assert readers.same(source, packs) and packs.is_demo  # how it is augmented
-
-
 def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path, capsys):
     readers.write_classes(tmp_path / "raw")
     flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
@@ -101,6 +92,7 @@ def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path,
 def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
     folder = packed(demo, tmp_path)
     source = Records(tmp_path, "train")
+    assert source.is_demo  # how it is augmented
     path = folder / "train-00001-of-00003.tfrecord"  # samples 3, 4, 5, 6
     whole = path.read_bytes()
     for place in (12, 100, len(whole) // 4):  # of the data
@@ -135,15 +127,8 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
             path.unlink() if damage is None else path.write_bytes(damage)
             refused(open_it, path, words, "again")
             path.write_bytes(whole)
-    whole = meta.read_text()
-    for changed in (
-        whole.replace('"records": 4', '"records": 3', 1),
-        whole.replace('"checksum": "', '"checksum": "0', 1),
-        whole.replace('"map"', '"class"', 1),
-    ):
-        assert changed != whole
-        meta.write_text(changed)
-        refused(open_it, meta, "its checksum differs", "pack again")
+    meta.write_text(meta.read_text().replace('"map"', '"class"', 1))
+    refused(open_it, meta, "its checksum differs", "pack again")
 
 
 def test_a_set_is_written_whole_or_not_at_all(demo: Path, tmp_path: Path, capsys):
@@ -245,28 +230,6 @@ def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
     with pytest.raises(ValueError, match="sample 7 differs from what was packed of it"):
         pack.pack(source, tmp_path, "train", shards=2)
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]
-
-
-def test_a_shard_of_another_pack_is_found_when_it_is_read(tmp_path: Path):
-    folders = []
-    for number in range(2):
-        for name in ("a", "b"):
-            pixels = readers.noise(ord(name) + 9 * number)
-            readers.save(tmp_path / f"raw{number}" / "train" / name / "a.png", pixels)
-        source = ClassFolders(tmp_path / f"raw{number}", "train")
-        folders.append(pack.pack(source, tmp_path / f"out{number}", "train", shards=2))
-    one, other = folders
-    assert len({Records(folder.parent, "train").fingerprint() for folder in folders}) == 2
-    shards = sorted(one.glob("*.tfrecord"))
-    whole, second = (path.read_bytes() for path in shards)
-    foreign = (other / shards[0].name).read_bytes()
-    assert len(foreign) == len(whole) == len(second)
-    for content in (foreign, second):
-        shards[0].write_bytes(content)
-        source = Records(one.parent, "train")
-        readers.explained(source, 0, shards[0], "does not match its checksum", "again")
-    shards[1].unlink()
-    refused(lambda: Records(one.parent, "train"), shards[1], "is missing")
 
 
 def test_a_set_with_256_classes(tmp_path: Path):

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from hvdkit.data import scenes, shipped
 
@@ -14,14 +13,6 @@ SMALL = scenes.Settings(train=12, val=6)
 def contents(root: Path) -> dict[str, bytes]:
     files = (path for path in sorted(root.rglob("*")) if path.is_file())
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
-
-
-def touching(mask: np.ndarray) -> np.ndarray:
-    """The mask and its 8 neighbours, by shifts (the code uses a filter)."""
-    padded = np.pad(mask, 1)
-    height, width = mask.shape
-    shifts = [padded[r : r + height, c : c + width] for r in range(3) for c in range(3)]
-    return np.logical_or.reduce(shifts)
 
 
 @pytest.fixture(scope="module")
@@ -65,54 +56,12 @@ def test_splits_share_no_scan_and_no_column_of_a_photograph():
     assert not pixels["train"] & pixels["val"]
 
 
-def test_a_scene_names_the_crop_that_it_shows():
-    photos = [np.asarray(photo) for photo in shipped.photographs()]
-    for index in range(20):
-        drawn = scenes.scene(scenes.Settings(digits=(1, 1)), "val", index)
-        which, left, top, side = drawn.photo
-        crop = Image.fromarray(photos[which][top : top + side, left : left + side])
-        crop = np.asarray(crop.resize((64, 64), Image.Resampling.BILINEAR)).astype(int)
-        far = ~touching(touching(drawn.label != 0))
-        differences = [np.abs(crop[:, ::step] - drawn.image)[far].mean() for step in (1, -1)]
-        assert min(differences) < 1
-
-
-def test_a_ring_of_one_ignored_pixel_parts_a_digit_from_all_else():
-    for index in range(60):
-        label = scenes.scene(scenes.Settings(digits=(1, 1)), "train", index).label
-        digit = (label > 0) & (label != scenes.IGNORE)
-        ring = touching(digit) & ~digit
-        assert digit.any()
-        np.testing.assert_array_equal(label == scenes.IGNORE, ring, err_msg=f"scene {index}")
-        label = scenes.scene(SMALL, "train", index).label
-        for class_id in set(np.unique(label)) - {0, scenes.IGNORE}:
-            around = label[touching(label == class_id)]
-            assert set(np.unique(around)) <= {class_id, scenes.IGNORE}
-
-
-def test_a_finished_set_is_left_alone(demo: Path, monkeypatch):
-    stamps = {path: path.stat().st_mtime_ns for path in demo.rglob("*")}
-    monkeypatch.setattr(scenes, "scene", None)  # none is drawn
-    scenes.ensure_demo(demo)
-    assert {path: path.stat().st_mtime_ns for path in demo.rglob("*")} == stamps
-
-
 def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path):
     (tmp_path / "mine.txt").write_text("mine")
     for root in (tmp_path, tmp_path / "mine.txt"):
         with pytest.raises(ValueError, match=f"{root} cannot become a demo set"):
             scenes.ensure_demo(root, SMALL)
     assert contents(tmp_path) == {"mine.txt": b"mine"}
-
-
-def test_an_interrupted_making_leaves_nothing(tmp_path: Path, monkeypatch):
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(scenes.logs, "progress", interrupt)  # after the first scene
-    with pytest.raises(KeyboardInterrupt):
-        scenes.ensure_demo(tmp_path / "demo", SMALL)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_who_loses_the_race_takes_the_set_that_is_there(tmp_path: Path, monkeypatch):

@@ -1,12 +1,12 @@
 """report.html and compare.py: of a real run, of made-up ones, and of what is no run."""
 
+import html
 import json
 import re
 import shutil
 import subprocess
 import sys
 import warnings
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -23,36 +23,14 @@ FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--ev
 FLAGS += ["--checkpoint_every=3", "--trackers="]
 
 
-class Page(HTMLParser):
-    """What a page holds; every tag must be closed in its turn."""
+class Page:
+    """The texts of a page, what it links to, and the names of its figures."""
 
-    EMPTY = ("meta", "link", "img", "path", "use", "rect", "image", "br")
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text, self.links, self.figures = [], [], []
-        self.feed(text)
-        self.close()
-        assert not self.open, self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
-        self.figures += [value for name, value in attrs if name == "aria-label"]
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        if tag not in self.EMPTY:
-            self.open.pop()
-
-    def handle_endtag(self, tag):
-        if tag not in self.EMPTY:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
+    def __init__(self, page: str) -> None:
+        texts = re.sub(r"<[^>]*>", "\n", re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL))
+        self.text = html.unescape(texts).split("\n")
+        self.links = re.findall(r' (?:src|href|xlink:href)="([^"]*)"', page)
+        self.figures = re.findall(r' aria-label="([^"]*)"', page)
 
 
 def page_of(folder: Path) -> Page:
@@ -126,12 +104,6 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
         assert text in shown, text
     assert "IoU of each class" in found.figures
     assert (folder / "report.html").stat().st_size < 600_000
-
-
-def test_another_folder_is_refused_in_one_line(tmp_path):
-    ended = call("report", tmp_path)
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1 and "no run's folder" in ended.stderr
 
 
 def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys):

@@ -40,16 +40,13 @@ def test_what_readme_and_docs_promise_of_every_run():
     [
         ("--base_lr=-0.1", ["base_lr=-0.1", "a number, greater than 0"]),
         ("--num_steps=ten", ["num_steps=ten", "a whole number, at least 1, less than 100000000"]),
-        ("--seed=4294967297", ["--seed=4294967297", "less than 2147483648"]),
         ("--num_steps=0epochs", ["num_steps=0epochs", "or epochs such as 2epochs"]),
         ("--epochs=-1", ["epochs=-1", "as --epochs=30 or 0.5"]),
         ("--epochs=2epochs", ["epochs=2epochs", "as --epochs=30 or 0.5"]),
         ("--seed=1epoch", ["--seed=1epoch", "less than 2147483648"]),
         ("--num_steps", ["--num_steps needs a value"]),
         ("--lr_policy=polly", ["lr_policy=polly", "one of poly, cosine"]),
-        ("--benchmark=maybe", ["benchmark=maybe", "true or false"]),
         ("--nobenchmark=true", ["--nobenchmark takes no value"]),
-        ("--run_dir=a\nb", [r"run_dir=a\nb", "one line"]),
         ("--run_dir= a", ["run_dir= a", "spaces"]),
         ("train", ["'train'", "--name=value"]),
         ("--", ["'--'", "--name=value"]),
@@ -57,8 +54,6 @@ def test_what_readme_and_docs_promise_of_every_run():
         ("--undefok=seeds", ["--undefok", "--help"]),
         ("--learning_rate=1", ["no flag --learning_rate", "--base_lr?"]),
         ("--batchsize=1", ["--global_batch_size or --batch_per_rank?"]),
-        ("--num_epochs=1", ["--epochs?"]),
-        ("--base-lr=1", ["--base_lr?"]),
         ("--momentun=1", ["--momentum?"]),
         ("--nobenchmrk=1", ["--nobenchmark"]),
         *((f"--scale_range={v}", [f"'{v}'"]) for v in ("0.5", "0.05,1", "1,11", "nan,1")),
@@ -84,11 +79,6 @@ def test_epochs_become_steps():
     steps = config.for_samples(100)  # 32 a step
     assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)
     assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
-
-
-def test_lists_of_numbers():
-    assert parse("--scale_range=0.5,2").scale_limits == (0.5, 2.0)
-    assert Settings(num_steps=100, lr_boundaries="0.3,0.6").boundary_steps == [30, 60]
 
 
 def test_batch_per_rank_becomes_the_global_batch_size(project):

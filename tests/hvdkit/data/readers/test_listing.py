@@ -8,7 +8,7 @@ import readers
 import tensorflow as tf
 from refusals import refused
 
-from hvdkit.data import shared_listing, source
+from hvdkit.data import shared_listing
 from hvdkit.data.readers.cityscapes import Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.listing import Names, packed
@@ -94,18 +94,3 @@ def test_what_rank_0_did_not_look_for(root: Path):
     with shared_listing.given(found, look=False):
         other = ClassFolders(root / "classes", "val")
     assert readers.same(other, ClassFolders(root / "classes", "val"))
-
-
-def test_a_folder_named_as_a_picture(root: Path):
-    (root / "folders" / "images" / "c.jpg").mkdir()
-    assert len(open_all(root)) == 4  # nothing names it
-    (root / "folders" / "splits" / "train.txt").write_text("a\nc\n")
-    words = (root / "folders" / "images" / "c.jpg", "is a folder")
-    refused(lambda: open_all(root), *words)
-
-
-def test_of_many_files_a_thousand_are_looked_at():
-    assert len(source.sampled(1)) == 1 and len(source.sampled(1_000)) == 1_000
-    for count in (1_001, 1_281_167, 20_000_000):
-        sampled = source.sampled(count)
-        assert 500 <= len(sampled) <= 1_000 and sampled[-1] >= count * 0.99
