@@ -30,7 +30,7 @@ class Page:
         texts = re.sub(r"<[^>]*>", "\n", re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL))
         self.text = html.unescape(texts).split("\n")
         self.links = re.findall(r' (?:src|href|xlink:href)="([^"]*)"', page)
-        self.figures = re.findall(r' aria-label="([^"]*)"', page)
+        self.figures = [*map(html.unescape, re.findall(r' aria-label="([^"]*)"', page))]
 
 
 def page_of(folder: Path) -> Page:
