@@ -19,10 +19,14 @@ from hvdkit.data import scenes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Launchers' tests, which mostly wait, come beside the longest file, which fills a core."""
+    """Launchers' tests, which mostly wait, come beside the longest file, which fills a core.
+
+    The second longest comes first: at the end, one of two processes would do it alone.
+    """
     folder = Path(__file__).parent / "launch"
     waiting = [item for item in items if item.path.parent == folder]
     others = [item for item in items if item.path.parent != folder]
+    others.sort(key=lambda item: item.path.name != "test_virtual.py")
     longest = [n for n, item in enumerate(others) if item.path.name == "test_small_runs.py"]
     at = longest[-1] + 1 if longest else len(others)
     items[:] = others[:at] + waiting + others[at:]

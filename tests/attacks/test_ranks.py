@@ -47,7 +47,7 @@ def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
         kill_session(process.pid)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     """On one host or two: the run goes on, no secret is shown, and no port gives an answer."""
     require("setpriv", "ps", "cc")

@@ -51,20 +51,20 @@ def start(tmp_path, monkeypatch):
 def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_path):
     base, folder = tmp_path / "base.cfg", tmp_path / "all"
     base.write_text("--flagfile=configs/blank.cfg\n--num_steps=12\n--eval_every=4\n")
-    words = ["-m", "hvdkit", "sweep", base, f"--folder={folder}", "--trials=4", "--jobs=2"]
+    words = ["-m", "hvdkit", "sweep", base, f"--folder={folder}", "--trials=3", "--jobs=2"]
     words += ["--base_lr=1e-3:1e-1:log", "--global_batch_size=8:32", "--optimizer=adam,sgd"]
     killed = launch(1, words, timeout=300, kill_when=(folder / "best.cfg").exists)
     before = {path: path.read_text() for path in folder.glob("trial-*/config.cfg")}
     ended = launch(1, words, timeout=300)
     assert (killed.code, ended.code) == (-9, 0), ended.output
-    assert ended.output.count("/4: ") < 4
+    assert ended.output.count("/3: ") < 3
     assert all(path.read_text() == text for path, text in before.items())
     best = int(re.search(r", trial (\d+)", (folder / "best.cfg").read_text())[1])
     assert launch(1, ["train.py", f"--flagfile={folder}/best.cfg"]).code == 0
     runs = [records.read(folder / name) for name in (f"trial-{best:04}", "best")]
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
     page = (folder / "sweep.html").read_text()
-    assert len(re.findall("<td>(complete|pruned)</td>", page)) == 4
+    assert len(re.findall("<td>(complete|pruned)</td>", page)) == 3
     assert all(
         f'aria-label="{name}"' in page for name in ("Settings and score", "Best accuracy so far")
     )

@@ -49,7 +49,7 @@ def usual(tmp_path_factory):
 @pytest.mark.parametrize(
     "ranks, rows, name",
     [
-        *[(2, 3, name) for name in names_of_checks(FILE)],
+        *[(2, 2, name) for name in names_of_checks(FILE)],
         *[pytest.param(1, 4, name, marks=pytest.mark.slow) for name in names_of_checks(FILE)],
         pytest.param(1, 40, "check_rows_of_flags", marks=pytest.mark.slow),
     ],

@@ -20,7 +20,7 @@ from ranks import CHECKS, PROJECT, names_of_checks, run_checks
 FILE = CHECKS / "checks_virtual.py"
 # In this order: what 2 ranks began is ended by 3.
 LAUNCHES = {"1-alone": (1, "alone"), "2-mpirun": (2, "mpirun"), "3-gloo": (3, "gloo")}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "bfloat16", "jit")]
+SLOW = ("float16", "bfloat16", "jit", "gathers")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,9 @@ def test_on_ranks(place, name, launches):
 
 
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize("run", ["sgd", "adam", "gathers", *SLOW])
+@pytest.mark.parametrize(
+    "run", ["sgd", "adam", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(run, launches):
     alone, two, three = launches[1].values()
     assert alone[run] == two[run] == three.get(run, alone[run])
