@@ -206,9 +206,7 @@ def test_the_lock_and_its_groups_have_the_versions_of_requirements():
 
 
 # Names of packages where those of their modules are others.
-_OF = {"pil": "pillow", "yaml": "pyyaml", "absl": "absl-py", "pynvml": "nvidia-ml-py"}
-_OF |= {"google": "protobuf", "mpl_toolkits": "matplotlib", "sklearn": "scikit-learn"}
-_OF_USERS = {"wandb", "mlflow"}
+_OF = {"pil": "pillow", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn"}
 
 
 def imported(folder: str) -> dict[str, str]:
@@ -231,7 +229,7 @@ def test_what_is_imported_is_declared(folder: str):
     for (module, in_tests), file in found.items():
         declared = everything if in_tests else pins("requirements.txt")
         name = _OF.get(module.lower(), module.replace("_", "-"))
-        assert name in declared or module in _OF_USERS, f"{file} imports {module}"
+        assert name in declared, f"{file} imports {module}"
     assert len(found) > 1 or folder != "template"
 
 

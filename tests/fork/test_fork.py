@@ -140,7 +140,11 @@ def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
     fork = forks["blank"]
     linter = "zizmor --offline --strict-collection --no-progress --quiet --pedantic"
     shell(f"{linter} .github", fork)
-    workflow = yaml.safe_load((fork / ".github/workflows/ci.yml").read_text())
+    path, broken = fork / ".github/workflows/ci.yml", fork.parent / "broken.yml"
+    broken.write_text(path.read_text().replace("contents: read", "contents: write"))
+    with pytest.raises(AssertionError, match="exit code"):
+        shell(f"{linter} {broken}", fork)
+    workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] <= 120 for job in workflow["jobs"].values())
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]

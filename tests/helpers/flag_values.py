@@ -135,7 +135,7 @@ KEEPS_ON_ONE_RANK = [
     ("--deterministic", "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear"),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
 ]
-# These choose a task's model, data and evaluation; Varied has its own. test_task.py has them.
+# These choose a task's model, data and evaluation; Varied has its own.
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
     *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),

@@ -284,10 +284,13 @@ _TRAIN = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
 _TRAIN += ["--flagfile=configs/demo.cfg", *_TINY]
 
 
-def test_compose_trains_on_two_nodes(compose):
-    ended = run([*compose(_TRAIN), "up", "--exit-code-from", "node1"], 500)
-    assert ended.code == 0 and "step 3/3" in ended.output, ended.output[-5000:]
-    assert "2 ranks on 2 host(s) (node1, node2)" in ended.output
+@pytest.mark.parametrize(
+    ("code", "flags", "said"), [(0, [], "step 3/3"), (2, ["--no_such_flag=1"], "no_such_flag")]
+)
+def test_compose_trains_on_two_nodes(compose, code: int, flags: list[str], *, said: str):
+    ended = run([*compose([*_TRAIN, *flags]), "up", "--exit-code-from", "node1"], 500)
+    assert ended.code == code and said in ended.output, ended.output[-5000:]
+    assert code or "2 ranks on 2 host(s) (node1, node2)" in ended.output
 
 
 _LAUNCH = (

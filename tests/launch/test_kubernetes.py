@@ -117,6 +117,9 @@ def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
 @pytest.mark.parametrize("variants", [(), *((name,) for name in _VARIANTS), _VARIANTS])
 def test_the_manifest_is_sound(variants: tuple[str, ...]):
     assert faults(load(*variants)) == []
+    wrong = load(*variants)
+    wrong["spec"]["slotsPerWorker"] = "8"
+    assert any("slotsPerWorker" in fault for fault in faults(wrong))
 
 
 def test_every_variant_is_used():

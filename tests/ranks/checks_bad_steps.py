@@ -77,6 +77,7 @@ def check_a_step_ends_on_a_gpu_as_on_a_cpu(world):
         ):
             ended.append(trained(world, task, num_steps=5))
     same(*(one.weights() for one in ended), 1e-12, 1e-15)
+    assert all(np.isfinite(w).all() for w in ended[0].weights())
     if world.is_chief:
         same(*([x or 0 for x in one.losses] for one in ended), 1e-12)  # None: no number
         assert [one.summary["skipped_steps"] for one in ended] == [1, 1]

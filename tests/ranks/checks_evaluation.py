@@ -10,6 +10,7 @@ import tensorflow as tf
 from checks_runs import batch_ids
 from scipy.special import log_softmax
 from small_runs import CLASSES, Small, classifier, fit, folder, numbers, same
+from tensorflow.python.data.ops import iterator_ops
 
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.observe.telemetry import Telemetry
@@ -25,10 +26,13 @@ def check_a_failing_evaluation_loses_no_training(world):
 
     gc.collect()
     gc.disable()
-    ended = fit(world, Torn, "sample 13 is torn", code=WRONG_USE, eval_every=2, num_steps=6)
-    # A pipeline that reads on is collected by any thread: by one that it waits for, both hang.
-    reading = [each for each in gc.get_objects() if type(each).__name__ == "OwnedIterator"]
-    gc.enable()
+    try:
+        ended = fit(world, Torn, "sample 13 is torn", code=WRONG_USE, eval_every=2, num_steps=6)
+        # A pipeline that reads on is collected by any thread: by one that it waits for, both hang.
+        kind = iterator_ops.OwnedIterator
+        reading = [each for each in gc.get_objects() if isinstance(each, kind)]
+    finally:
+        gc.enable()
 
     class Fails(Small):
         def sums(self, outputs, targets):  # the last batch is of 4 samples

@@ -32,7 +32,7 @@ def notes(world, task=Small, **settings) -> str:
 
 
 # Notes of the launch, of a busy machine, of batch norm and dropout by rank.
-OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ", "the number of ranks")
+OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ", "weights depend on the number of")
 
 
 def judge(world, found: dict[str, str], good: str) -> None:

@@ -122,7 +122,7 @@ def test_the_small_form_of_gpu_runs():
 
 @pytest.mark.slow
 def test_thousands_of_ranks_cost_rank_0_little():
-    """As many exchanges as 2 until the first step; a log line once took 200 ms at 1,024."""
+    """As many exchanges as 2 ranks until the first step; a log line once took 200 ms at 1,024."""
     mocked = scale.run(8192, True, [*scale.SHORT, "--global_batch_size=8192"])[-1]
     two = scale.run(2, True, scale.SHORT)[-1]  # real ones have MPI, which needs fewer
     # Of few ranks the table of places is one more.

@@ -309,6 +309,9 @@ def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, cap
     monkeypatch.setattr(os, "execvp", lambda _, given: words.extend(given))
     command = ["hvdkit start", str(tmp_path / "set"), "--yes", "--quick", "--train"]
     assert start.main([*command, "--label=a"]) == 2 and "without one" in capfd.readouterr().err
+    other = [*command[:1], str(tmp_path / "set" / "x.odt"), "--label=a"]
+    (tmp_path / "set" / "x.odt").touch()
+    assert start.main(other) == 2 and "no table or arrays" in capfd.readouterr().err
     assert start.main(command) == 0
     assert words[-2:] == ["train", "ARGS=--flagfile=configs/set.cfg"]
     assert f"--data_dir={tmp_path}/set\n" in (fork / "configs" / "set.cfg").read_text()

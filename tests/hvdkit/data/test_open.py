@@ -1,4 +1,4 @@
-"""--data_format: which reader a run gets, what is refused, and that the configs are readable."""
+"""--data_format: what is refused, and readers of a fork's own."""
 
 import dataclasses
 import subprocess

@@ -1,4 +1,4 @@
-"""Padding, scales, drawn pictures; tests/ranks/checks_whole_pictures.py compares scores."""
+"""Scales, and what is refused; tests/ranks/checks_whole_pictures.py compares scores."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The ranks' world: what starting it changes, and how often ranks wait for each other."""
+"""The ranks' world: what starting it changes, and what ranks send each other."""
 
 import math
 from pathlib import Path

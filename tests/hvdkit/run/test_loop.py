@@ -76,7 +76,7 @@ hvdkit.main(train.train, train.Settings, ["train.py", "--flagfile=configs/demo.c
 
 
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny, tmp_path):
-    """One that is stopped: checks_evaluation.py."""
+    """One that is stopped, by a stand-in for the signal: checks_evaluation.py."""
     folder, mark = tmp_path / "run", tmp_path / "mark"
     command = ["-c", KILLED, *tiny, *STEADY]
     # Under mpirun: horovodrun's ranks are sent SIGTERM when it is killed, and end some seconds later.

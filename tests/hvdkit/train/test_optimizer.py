@@ -275,6 +275,7 @@ ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
     [
         (lambda: ADAM(SCHEDULE), {}, "schedule"),
         (lambda: ADAM(gradient_accumulation_steps=2), {}, "--accumulation_steps"),
+        (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
         (lambda: ADAM(use_ema=True), {}, "--ema_decay"),
         (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
         (

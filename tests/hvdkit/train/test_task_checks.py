@@ -100,6 +100,11 @@ class Steps(Net):
         raise NotImplementedError
 
 
+class OwnLoss(Net):
+    def compute_loss(self, *of, **how):
+        raise NotImplementedError
+
+
 def frozen():
     made = classifier()
     made.trainable = False
@@ -137,6 +142,7 @@ MISTAKES = [
         model(lambda: Steps(keras.layers.Dense(CLASSES))),
         *("defines its own train_step", "the task's loss"),
     ),
+    (model(lambda: OwnLoss(keras.layers.Dense(CLASSES))), "its own compute_loss"),
     (
         model(lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(3)])),
         *("the model", str(FEATURES)),

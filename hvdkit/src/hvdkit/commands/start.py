@@ -97,27 +97,31 @@ def _recognized(
 ) -> tuple[list[arrangement.Item], start_tables.Table]:
     """The samples of a folder, a table or arrays, and columns where they are rows of features."""
     kinds, kind = (*tables.SUFFIXES, *start_arrays.SUFFIXES), root.suffix.lower()
+    found: list[arrangement.Item] = []
     try:
         if root.is_dir():  # tables and arrays beside what is recognized are notes
             found = arrangement.recognized(root)
-            if beside := start_arrays.files(root):
-                print(logs.printable(f"  not read: {logs.join(beside)}"))
-            _needs_no(label, root)
-            return found, {}
-        if kind not in kinds:
+        elif kind not in kinds:
             raise ValueError(f"{root} is no folder, and no table or arrays ({', '.join(kinds)})")
     except ValueError:
         table = None if layout else start_tables.of(root)
         if table and (beside := start_arrays.files(root)):
             raise ValueError(f"{root} holds {table.name} and {beside[0].name}: give one") from None
-        if not table:
-            _needs_no(label, root)
-        arrays = ([], {}) if layout or table else start_arrays.understood(root, links)
-        if not (table or arrays[0]):
+        if table:
+            return start_tables.understood(table, label)
+        if layout or not start_arrays.files(root):
             raise
-        return start_tables.understood(table, label) if table else arrays
-    if kind in start_arrays.SUFFIXES:
         _needs_no(label, root)
+        if not (arrays := start_arrays.understood(root, links))[0]:
+            raise
+        return arrays
+    if found or kind in start_arrays.SUFFIXES:
+        _needs_no(label, root)
+    if found:
+        if beside := start_arrays.files(root):
+            print(logs.printable(f"  not read: {logs.join(beside)}"))
+        return found, {}
+    if kind in start_arrays.SUFFIXES:
         return start_arrays.understood(root, links)
     return start_tables.understood(root, label)
 

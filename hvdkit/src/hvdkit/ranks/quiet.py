@@ -22,7 +22,8 @@ _NOISE = re.compile(
 
 def _import_tensorflow() -> None:
     # Keras imports these where they are installed, a third of these seconds, for wrappers and
-    # galleries that no run uses. None means "not installed" while it looks.
+    # galleries that no run uses (keras.visualization will say that Matplotlib is not installed).
+    # None means "not installed" while it looks.
     hidden = [name for name in ("sklearn", "matplotlib") if name not in sys.modules]
     sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
     # What is made here stays: to look through it for what might go takes a fifth of them.
