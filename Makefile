@@ -43,7 +43,7 @@ test: setup ## all tests, two files at a time; what fails runs once more, alone;
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || \
 		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 $(ARGS); }
 
-slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests
+slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; half an hour
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 fuzz: setup ## 200,000 inputs to all parsers of foreign bytes; 15 minutes
