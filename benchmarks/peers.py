@@ -201,8 +201,8 @@ def template(clock: Clock, kind: str, run_dir: str) -> None:
 
 
 def watch_feed(tick, *, same_batch: bool = False) -> None:
-    """train.py's feed calls `tick` when a step begins; `same_batch`: it gives its first batch at
-    every step, on the device: no input."""
+    """Each step of train.py that begins calls `tick`; with `same_batch` it gets the first batch
+    again, which stays on the device: no input."""
     import tensorflow as tf
 
     from hvdkit.run import loop

@@ -52,7 +52,7 @@ def _understood(root: Path, links: Path, label: str) -> Data:
             arrangement.link(items, links)
             folder, layout = links, "folders" if items[0].mask else "class_folders"
     else:
-        _needs_no(label, root)
+        _refuse_label(label, root)
     faults: list[str] = []
     how = {"classes": 0, "tell": faults.append, "names": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
@@ -86,7 +86,8 @@ def _check_masks(root: Path, of: np.ndarray) -> None:
         )
 
 
-def _needs_no(label: str, root: Path) -> None:
+def _refuse_label(label: str, root: Path) -> None:
+    """Raises ValueError for a --label, as no table is read."""
     if label:
         what = f"--label={label} is a column of a table, and {root} is read without one"
         raise ValueError(f"{what}: leave it out, or give the table")
@@ -111,12 +112,12 @@ def _recognized(
             return start_tables.understood(table, label)
         if layout or not start_arrays.files(root):
             raise
-        _needs_no(label, root)
+        _refuse_label(label, root)
         if not (arrays := start_arrays.understood(root, links))[0]:
             raise
         return arrays
     if found or kind in start_arrays.SUFFIXES:
-        _needs_no(label, root)
+        _refuse_label(label, root)
     if found:
         if beside := start_arrays.files(root):
             print(logs.printable(f"  not read: {logs.join(beside)}"))

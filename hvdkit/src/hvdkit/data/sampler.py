@@ -25,7 +25,7 @@ class Shards(NamedTuple):
 
     @property
     def windows(self) -> list[slice]:
-        """Of an epoch's order of shards: windows of nearly as many each."""
+        """Where an epoch's order of shards is cut: each window has nearly as many as the others."""
         count = -(-len(self.sizes) // self.at_once)
         return [slice(*share(len(self.sizes), number, count)) for number in range(count)]
 

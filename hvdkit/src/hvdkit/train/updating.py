@@ -2,7 +2,7 @@
 
 `judged(gradients, rate, sound)` gives the norm, whether it is finite and all else sound, and the
 function that updates. Where the step must not update, all goes back that its forward pass changed.
-Both functions return the norm, and whether all is finite.
+`by_branch` and `by_choice` return the norm, and whether all is finite.
 """
 
 from collections.abc import Callable, Sequence
