@@ -37,6 +37,8 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
 
+from hvdkit.data import scenes
+
 SLOWEST = 900  # seconds to the next new step: the longest fault, and what TCP waits after it
 CLOCK = """
 #include <sys/syscall.h>
@@ -92,7 +94,9 @@ class Job:
             (self._store / name).mkdir(parents=True)
             size = "64m" if name == "runs" else "1g"
             host.sh(f"mount -t tmpfs -o size={size} none {self._store / name}")
-        self.hosts[4].sh(f"cp -r {ROOT}/template/datasets/demo/. {self._store}/data")
+        demo = ROOT / "template/datasets/demo"
+        scenes.ensure_demo(demo)
+        self.hosts[4].sh(f"cp -r {demo}/. {self._store}/data")
         for host in self.workers:
             for name in self._mounts:
                 self.mount(host, name)
