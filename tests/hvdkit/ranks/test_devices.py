@@ -6,19 +6,13 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 from hosts import executable
-from refusals import refused
 
 from hvdkit.ranks import devices, fingerprint
-from hvdkit.ranks import world as world_lib
-from hvdkit.ranks.world import World
-from hvdkit.settings import Settings
-from hvdkit.stop import Stop
 from ranks import ENVIRONMENT, last_lines, launch
 
 without_gpu = pytest.mark.skipif(
     bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU"
 )
-ALONE = World(0, 1, 0, 1)
 TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\nGPU 1: NVIDIA H100 (UUID: GPU-2)\\n"
 
 
@@ -59,14 +53,6 @@ def test_on_a_host_with_gpus_a_run_on_cpus_must_be_asked_for(tiny, tmp_path):
     ended = launch(1, ["train.py", *tiny], env={"PATH": nvidia_smi(tmp_path, TWO)})
     (message,) = ended.errors()
     assert ended.code == 2 and "TensorFlow sees none of them" in message, last_lines(ended.output)
-
-
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(devices, "why_no_gpu", lambda device: f"{device}: none")
-    for name in ("inter", "intra"):
-        monkeypatch.setattr(tf.config.threading, f"set_{name}_op_parallelism_threads", int)
-    devices.choose("cpu", -1, 2)
-    refused(lambda: world_lib.set_up(ALONE, Settings(device="gpu")), "gpu: none", kind=Stop)
 
 
 def test_a_fingerprint_on_cpus_has_the_threads():

@@ -3,7 +3,6 @@
 import re
 import sys
 
-import pytest
 import tensorflow as tf
 
 from hvdkit.data.pipeline import reason_of
@@ -22,17 +21,12 @@ def test_bad_flags_under_horovodrun(tiny):
     assert "horovodrun --mpi" in message and "Traceback" not in ended.output, shown
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "Graph execution error:\n\nDetected at node GatherV2 defined at (most recent call last):\n"
-        '  File "a.py", line 1, in f\n\nindices = 7 is not in [0, 1)\n\t [[{{node GatherV2}}]]',
+def test_the_reason_is_found_in_what_tensorflow_says_twice():
+    message = (
         "Graph execution error:\n\nDetected at node a defined at (most recent call last):\n"
-        "<stack traces unavailable>\n2 root error(s) found.\n"
+        '  File "a.py", line 1, in f\n\n<stack traces unavailable>\n2 root error(s) found.\n'
         "  (0) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n\t [[{{node a}}]]\n"
-        "  (1) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n0 successful operations.",
-    ],
-)
-def test_the_reason_is_found_in_what_tensorflow_says(message):
+        "  (1) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n0 successful operations."
+    )
     error = tf.errors.InvalidArgumentError(None, None, message)
     assert reason_of(error) == "indices = 7 is not in [0, 1)"

@@ -12,7 +12,6 @@ import tensorflow as tf
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
-from hvdkit.data.sampler import Sampler, share
 from hvdkit.observe import compare
 from hvdkit.train.dropout import Seeds
 from ranks import CHECKS, PROJECT, names_of_checks, run_checks
@@ -107,30 +106,6 @@ def test_folders_that_cannot_be_compared_are_named(whole, tmp_path, capsys):
     assert code == 2 and f"{tmp_path}/summary.json is no summary of a run" in printed
     code, printed = compared(whole, whole / ".." / whole.name, capsys)
     assert code == 2 and "one folder" in printed
-
-
-@pytest.mark.parametrize(("batch", "micro_batches", "count"), [(10, 1, 4), (24, 2, 5), (7, 1, 7)])
-def test_a_virtual_rank_holds_the_same_samples_whoever_computes_it(batch, micro_batches, count):
-    def dealt(size):
-        """By virtual rank: positions of its samples at step 3."""
-        found = {}
-        for rank in range(size):
-            order = Sampler(50, batch, micro_batches, 1, rank, size, count)
-            own = order.local_positions(tf.constant(3)).numpy()
-            own = own.reshape(micro_batches, order.local_micro_size)
-            held = range(*share(count, rank, size))
-            bounds = [share(batch // micro_batches, v, count) for v in held]
-            for v, (first, last) in zip(held, bounds):
-                assert v not in found
-                found[v] = own[:, first - bounds[0][0] : last - bounds[0][0]].tolist()
-        return found
-
-    one = dealt(1)
-    assert len(one) == count
-    assert len({len(own[0]) for own in one.values()}) <= 2
-    everything = sorted(x for own in one.values() for row in own for x in row)
-    assert everything == list(range(3 * batch, 4 * batch))
-    assert all(dealt(size) == one for size in range(2, count + 1))
 
 
 def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
