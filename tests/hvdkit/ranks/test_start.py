@@ -6,13 +6,12 @@ import sys
 import pytest
 from hosts import ROOT, Hosts, run
 
-HOST = os.uname().nodename
 # What rank 1 of three leaves out: MPI's start, the meeting after it, or nothing.
 SCRIPT = """
 import sys, time
 from hvdkit.ranks import start
 from hvdkit.stop import launch_rank
-start._SAY_AFTER, start._ROLL_CALL = 3, 2
+start._SAY_AFTER, start._ROLL_CALL = int(sys.argv[2]), 2
 if launch_rank() == 1 and sys.argv[1] == "start": time.sleep(60)
 if launch_rank() == 1 and sys.argv[1] == "meeting": start._meet = lambda *_: time.sleep(60)
 start.leave_out_interfaces()
@@ -23,19 +22,19 @@ print(f"met {sum(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank))}")
 
 
 @pytest.mark.parametrize(
-    ("left_out", "words"),
+    ("left_out", "say_after", "words"),
     [
-        ("start", f"rank 0 on {HOST} has waited 3 s for all ranks to start MPI, on h1:3 (this"),
-        (
-            "meeting",
-            f"rank 0 on {HOST} has waited 3 s for all ranks to exchange messages: no message yet from rank 1, on h1",
-        ),
+        ("start", 3, "has waited 3 s for all ranks to start MPI, on h1:3 (this"),
+        ("meeting", 3, "3 s for all ranks to exchange messages: no message yet from rank 1, on h1"),
+        # Never later than the limit.
+        ("meeting", 30, "6 s for all ranks to exchange messages: no message yet from rank 1, on"),
     ],
 )
-def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(left_out, words):
-    command = ["mpirun", "-np", "3", sys.executable, "-c", SCRIPT, left_out]
+def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(left_out, say_after, words):
+    command = ["mpirun", "-np", "3", sys.executable, "-c", SCRIPT, left_out, str(say_after)]
     ended = run(command, timeout=50, env={"LAUNCH_HOSTS": "h1:3"})
     assert ended.code == 76 and words in ended.output, ended.output
+    assert f"rank 0 on {os.uname().nodename} has waited" in ended.output
     assert "has waited 6 s for all ranks to" in ended.output and "(--start_limit_s)" in ended.output
 
 
@@ -47,5 +46,5 @@ def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
     words += ["node1:1,node2:1,node3:1", "-mca", "plm_rsh_args"]
     words += ["-p 2222 -o StrictHostKeyChecking=accept-new", "-mca", "oob_tcp_if_include", "eth0"]
     env = {"OPAL_PREFIX": prefix, "PYTHONPATH": str(ROOT / "hvdkit/src")}
-    ended = hosts[1].run(*words, sys.executable, "-c", SCRIPT, "nothing", timeout=90, env=env)
+    ended = hosts[1].run(*words, sys.executable, "-c", SCRIPT, "nothing", "3", timeout=90, env=env)
     assert ended.code == 0 and ended.output.count("met 3") == 3, ended.output

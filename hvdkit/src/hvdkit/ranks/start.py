@@ -18,7 +18,7 @@ import psutil
 from hvdkit.logs import complain, join
 from hvdkit.stop import NOT_NOW, launch_rank
 
-_SAY_AFTER = 30.0  # seconds
+_SAY_AFTER = 30.0  # seconds, if the limit is not less
 _ROLL_CALL = 5.0  # seconds in which ranks that are there tell rank 0
 _NOWHERE = ("lo", "docker", "virbr", "cni")  # interfaces that lead to no other host begin so
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
@@ -45,18 +45,19 @@ def leave_out_interfaces() -> None:
 def waiting(what: str, seconds: int, whom: Callable[[], str] = str) -> Iterator[None]:
     """Around a wait for other ranks: says so after 30 s, and `whom`; ends the process after
     `seconds`, 0: never."""
+    quiet = _quiet(seconds)
     done, who = threading.Event(), f"rank {launch_rank()} on {os.uname().nodename}"
     own = ", ".join(f"{name} {address}" for name, address in ways())
 
     def watch() -> None:
         speaks = launch_rank() < 2  # two ranks, as one of them may be who hangs
-        if done.wait(_SAY_AFTER):
+        if done.wait(quiet):
             return
         if speaks:
             hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get("SLURM_JOB_NODELIST")
             where = f"on {hosts or 'its hosts'} (this one has {own})"
-            complain(f"{who} has waited {_SAY_AFTER:.0f} s for {what}{whom()}, {where}. {_NETWORK}")
-        if seconds and not done.wait(max(0, seconds - _SAY_AFTER)):
+            complain(f"{who} has waited {quiet:.0f} s for {what}{whom()}, {where}. {_NETWORK}")
+        if seconds and not done.wait(seconds - quiet):
             if speaks:
                 complain(f"the run ends: {who} has waited {seconds} s for {what} (--start_limit_s)")
             os._exit(NOT_NOW)
@@ -66,6 +67,11 @@ def waiting(what: str, seconds: int, whom: Callable[[], str] = str) -> Iterator[
         yield
     finally:
         done.set()
+
+
+def _quiet(seconds: int) -> float:
+    """Seconds of a wait with this limit in which nothing is said."""
+    return min(_SAY_AFTER, seconds or _SAY_AFTER)
 
 
 def start_mpi(seconds: int) -> None:
@@ -102,7 +108,7 @@ def _meet(mpi: Any, seconds: int) -> None:
         while not met.Test():
             waited = time.monotonic() - start
             time.sleep(min(0.01, waited / 8))
-            if waited > _SAY_AFTER - _ROLL_CALL and not called:
+            if waited > _quiet(seconds) - _ROLL_CALL and not called:
                 called = bool(world.Isend([b"", mpi.BYTE], 0)) if world.rank else True
             while called and not world.rank and world.Iprobe():
                 world.Recv([bytearray(), mpi.BYTE], status=(status := mpi.Status()))

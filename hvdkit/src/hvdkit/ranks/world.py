@@ -210,10 +210,9 @@ def set_up(world: World, config: Settings) -> World:
     Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
     Raises Stop on all ranks where a host has too few GPUs, or TensorFlow does not see them.
     """
-    seen = placement.see(devices.gpus(config.device))
-    if world.size > 1:  # over Gloo, on one host, all see the same, and TensorFlow must not start
-        seen = world.carrier.beside(encoding.pack(seen, "placement"))
-    seen = [encoding.unpack(one) for one in seen] if world.size > 1 else [seen]
+    # Over Gloo, on one host, all see the same, and TensorFlow must not start.
+    own = encoding.pack(placement.see(devices.gpus(config.device)), "placement")
+    seen = [encoding.unpack(one) for one in world.carrier.beside(own)]
     with world.fail_together("choosing a device"):
         place = placement.place(seen, world.local_rank)
         if config.bind:
