@@ -69,9 +69,9 @@ def check_one_ends_early_where_a_run_gets_no_better(world):
     assert "stopped early: no accuracy above" in said and "of step 2, in 3 eval" in said
 
 
-def suggested(world, name: str) -> tuple[float, str]:
+def suggested(world, name: str, *flags: str) -> tuple[float, str]:
     """The rate that --find_lr suggests on its page, all that it leaves; and what it printed."""
-    said = run(world, name, "--find_lr", "--warmup_steps=0", "--num_steps=100")
+    said = run(world, name, "--find_lr", "--warmup_steps=0", "--num_steps=100", *flags)
     rate = float(re.search(r"try --base_lr=(\S+):", said)[1])
     page = (RUNS / f"{name}-find_lr.html").read_text()
     assert f"suggested: {rate:.1e}" in page and not (RUNS / name).exists()
@@ -86,8 +86,10 @@ def check_one_a_rate_is_suggested_of_rates_that_rise(world):
 
 
 def check_two_ranks_suggest_the_same_rate(world):
-    rate, _ = suggested(world, "rate-of-two")
-    assert f"suggested: {rate:.1e}" in (RUNS / "rate-of-one-find_lr.html").read_text()
+    """As --base_lr, which --lr_scaling multiplies."""
+    rate, _ = suggested(world, "rate-of-two", "--lr_scaling=linear")
+    page = (RUNS / "rate-of-one-find_lr.html").read_text()
+    assert near(2 * rate, float(re.search(r"suggested: ([\d.e+-]+)", page)[1]), 0.1)
 
 
 def check_two_ranks_evaluate_the_same_averages(world):

@@ -38,7 +38,7 @@ class FindLr:
     def __init__(self, run: RunContext, page: Path) -> None:
         """`page`: the HTML file that is written."""
         self._run, self._page = run, page
-        self._rates: list[float] = []
+        self._rates: list[float] = []  # of --base_lr
         self._losses: list[float] = []
         self._least = math.inf
 
@@ -46,12 +46,13 @@ class FindLr:
         return True
 
     def __call__(self, step: int, result: Result) -> Ending | None:
-        self._rates.append(float(result["lr"]))
+        config, size = self._run.config, self._run.world.size
+        self._rates.append(float(result["lr"]) / config.lr_factor(size))
         self._losses.append(float(result["loss"]))
         recent = float(np.median(self._losses[-_RECENT:]))
         self._least = min(self._least, recent)
         blown_up = not math.isfinite(recent) or recent > _BLOWN_UP * self._least
-        if not (step >= self._run.config.num_steps or (blown_up and step >= _FEWEST)):
+        if not (step >= config.num_steps or (blown_up and step >= _FEWEST)):
             return None
         found = suggested(self._rates, self._losses)
         with self._run.world.fail_together(f"writing {self._page}"):
@@ -77,14 +78,14 @@ class FindLr:
         from hvdkit.observe import pages  # here: plots take half a second to load
 
         world, rows = self._run.world, np.linspace(0, len(self._losses) - 1, _ROWS).round()
-        say(world, f"{'lr':>10}  {'loss':>10}")
+        say(world, f"{'base_lr':>10}  {'loss':>10}")
         for place in dict.fromkeys(rows.astype(int).tolist()):
             say(world, f"{self._rates[place]:>10.2e}  {self._losses[place]:>10.4g}")
         lines = {"loss": (self._rates, self._losses)}
         if all(map(math.isfinite, self._losses)):
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
         title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
-        how = {"xlabel": "learning rate", "log_x": True, "marks": list(found or [])}
+        how = {"xlabel": "base_lr", "log_x": True, "marks": list(found or [])}
         drawn = pages.curves(title, lines, **how)
         pages.write(self._page, "Learning rate", [pages.cards([drawn])])
 
