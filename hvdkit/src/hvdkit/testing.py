@@ -187,11 +187,9 @@ def last_lines(output: str) -> str:
 
 
 def _wait(process: subprocess.Popen, timeout: float, kill_when: Callable[[], bool] | None) -> int:
-    if kill_when is None:
-        return process.wait(timeout)
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.poll() is None:
-        if kill_when():
+        if kill_when and kill_when():
             kill_session(process.pid)
         time.sleep(0.05)
     return process.wait(0)  # raises TimeoutExpired

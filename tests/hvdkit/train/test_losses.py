@@ -40,13 +40,6 @@ def test_an_ignored_position_has_no_weight_whatever_its_label():
     np.testing.assert_array_equal(weights, [3.0, 0.0, 1.0, 1.0])
 
 
-def test_pixels():
-    logits, labels = np.zeros((2, 4, 5, 3), np.float32), np.zeros((2, 4, 5), np.uint8)
-    losses, weights = cross_entropy(logits, labels, smoothing=0.1, class_weights=[1.0, 1.0, 1.0])
-    assert losses.shape == weights.shape == (2, 4, 5)
-    assert losses.dtype == weights.dtype == "float32"
-
-
 def test_scaled_pictures_are_from_minus_1_to_1():
     image = keras.Input((None, None, 3))
     model = keras.Model(image, preprocessing.scaled(image))

@@ -35,11 +35,7 @@ class Benchmark:
     settles = True  # one wait for the device a window, so that it holds whole steps
 
     def __init__(self, run: Run) -> None:
-        """Every rank must call it.
-
-        Raises Stop: on all ranks, when the model's operations cannot be counted for a mistake in
-        it.
-        """
+        """Every rank must call it; raises Stop, on all, where the model cannot be called."""
         self._loop, self._run = run, run.context
         first_step, num_steps = run.start.step, run.settings.num_steps
         self._ends = speed.window_ends(first_step, num_steps)

@@ -67,10 +67,7 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
 
 
 def _of_file(flag: Given, read: list[Path]) -> list[Given]:
-    """The flags in the flagfile that `flag` names.
-
-    `read` takes the name of each file that was read so far.
-    """
+    """The flags in the flagfile that `flag` names, which is added to those `read` so far."""
     path = _find(flag)
     read.append(path)
     if len(read) > _MOST_FILES:

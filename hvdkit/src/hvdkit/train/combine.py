@@ -139,12 +139,9 @@ class Combiner:
 
         What has no rule, or `same`, must end alike in all; what has another, as the rule says.
 
-        Args:
-          near: relative difference that a rule's value may have; 0: rules are not tried, as where
-            a sample's outputs depend on its place or on the others.
-
-        Raises:
-          Stop: on all ranks, where a value differs.
+        `near`: relative difference that a rule's value may have; 0: rules are not tried, as where a
+        sample's outputs depend on its place or on the others. Raises Stop, on all ranks, where a
+        value differs.
         """
         world = self._world
         names = {id(raw(v)): name for name, v in self._state.variables.items()}

@@ -18,8 +18,7 @@ import tensorflow as tf
 def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
     """The labels (integers of any shape) unchanged; use it where examples are made.
 
-    Raises:
-      tf.errors.InvalidArgumentError: when it runs, naming a label that is no class.
+    When it runs, InvalidArgumentError names a label that is no class.
     """
     wide = tf.reshape(tf.cast(labels, tf.int64), [-1])
     known = (wide >= 0) & (wide < num_classes)

@@ -58,14 +58,13 @@ def arguments(config: Settings) -> dict[str, Any]:
     With --deterministic all gradients are one group, one message with a fixed layout: fusion by
     arrival time would change which bytes share a ring chunk, and so the order of additions.
     """
-    groups = 1 if config.deterministic else None
     fp16 = config.compression == "fp16"
     return {
         "device_dense": device(config),
         "device_sparse": device(config),
         "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
-        "groups": groups,
-        "sparse_as_dense": groups is not None,  # a group of sparse and dense ones is refused
+        "groups": 1 if config.deterministic else None,
+        "sparse_as_dense": config.deterministic,  # a group of sparse and dense ones is refused
     }
 
 

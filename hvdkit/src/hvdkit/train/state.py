@@ -65,10 +65,8 @@ class Held:
         """Call it once variables were restored, broadcast or loaded, before anything is traced.
 
         Layers such as Keras's Normalization compute with constants that they make of variables.
-
-        Raises:
-          ValueError: a lookup table, which no variable holds, is another than that of rank 0 or of
-            the checkpoint.
+        Raises ValueError where a lookup table, which no variable holds, is another than that of
+        rank 0 or of the checkpoint.
         """
         for layer in self.layers:
             if make := getattr(layer, "finalize_state", None):
