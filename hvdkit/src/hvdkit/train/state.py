@@ -65,8 +65,10 @@ class Held:
         """Call it once variables were restored, broadcast or loaded, before anything is traced.
 
         Layers such as Keras's Normalization compute with constants that they make of variables.
-        Raises ValueError where a lookup table, which no variable holds, is another than that of
-        rank 0 or of the checkpoint.
+
+        Raises:
+          ValueError: a lookup table, which no variable holds, is another than that of rank 0 or of
+            the checkpoint.
         """
         for layer in self.layers:
             if make := getattr(layer, "finalize_state", None):
@@ -252,9 +254,12 @@ def _names_of_optimizer(
 ) -> list[str]:
     """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
     own = _renumbered(optimizer, Counter())
-    trained = optimizer._trainable_variables
-    owners = {v.path.replace("/", "_"): model_names[id(v)] for v in trained}
-    return [f"{own}/{_slot(v.name, owners)}" for v in optimizer.variables]
+    owners: dict[str, list[str]] = {}
+    for variable in optimizer._trainable_variables:
+        start = variable.path.replace("/", "_")  # of a slot's name
+        owners.setdefault(start, []).append(model_names[id(variable)])
+    seen: Counter = Counter()
+    return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
 
 
 def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
@@ -270,12 +275,17 @@ def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
     return named.name
 
 
-def _slot(name: str, owners: Mapping[str, str]) -> str:
-    """dense_5_kernel_momentum: the longest beginning that is a variable's path says whose it is."""
+def _slot(name: str, owners: Mapping[str, list[str]], seen: Counter) -> str:
+    """dense_5_kernel_momentum: the longest beginning that is a variable's path says whose it is.
+
+    Paths may repeat; then slots come in the order of their variables.
+    """
     head = name
     while "_" in head:
         head = head.rpartition("_")[0]
         if head in owners:
-            return f"{owners[head]}/{name[len(head) + 1 :]}"
+            owner = owners[head][seen[name] % len(owners[head])]
+            seen[name] += 1
+            return f"{owner}/{name[len(head) + 1 :]}"
     # Nadam's product of momenta has no name but Keras's count of such variables in this process.
     return re.sub(r"^variable_\d+$", "variable", name)
