@@ -133,10 +133,7 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
     meta["num_classes"] = max(meta["num_classes"] for meta in metas)
     if names := getattr(source, "class_names", ()):
         meta["class_names"] = list(names)
-    if getattr(source, "is_demo", False):
-        meta["is_demo"] = True
-    if getattr(source, "is_shuffled", False):
-        meta["is_shuffled"] = True
+    meta |= {name: True for name in ("is_demo", "is_shuffled") if getattr(source, name, False)}
     meta["shards"] = listed
     records.write_meta(folder, meta, np.concatenate(index))
     try:
