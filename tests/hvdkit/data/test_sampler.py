@@ -31,10 +31,9 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return np.corrcoef(a, b)[0, 1] * np.sqrt(len(a))
 
 
-@pytest.mark.parametrize("n", [10_582, 65_536])
-def test_no_order_comes_back_in_hundreds_of_epochs_or_seeds(n):
-    epochs = [order(n, 1, epoch, 20).tobytes() for epoch in range(300)]
-    seeds = [order(n, seed, 0, 20).tobytes() for seed in range(300)]
+def test_no_order_comes_back_in_hundreds_of_epochs_or_seeds():
+    epochs = [order(10_582, 1, epoch, 20).tobytes() for epoch in range(300)]
+    seeds = [order(10_582, seed, 0, 20).tobytes() for seed in range(300)]
     assert len({*epochs, *seeds}) == 300 + 300 - 1  # epoch 0 of seed 1 is in both
 
 
