@@ -378,10 +378,12 @@ def held_back(names: list[str]) -> dict[str, int]:
         ([f"{c}/{n:03}" for c, k in {"cat": 100, "rare": 8}.items() for n in range(k)], (20, 1)),
         ([f"all/s{g}_{n}" for g in range(5) for n in range(60 if g == 3 else 1)], (4,)),
         ([f"{c}/n02{c}5_{n}" for c in "123456" for n in range(10)], (2,) * 6),
+        ([f"{c}/p{n % 20}_{n}" for c, k in (("a", 100), ("b", 900)) for n in range(k)], (20, 180)),
     ],
 )
 def test_of_each_class_a_fifth_is_held_back(names: list[str], held: tuple[int, ...]):
-    """Same names in classes are no groups; a large group is trained on; a group that is a class."""
+    """Same names in classes are no groups; a large group is trained on; a group that is a class;
+    groups that have pictures of both classes."""
     assert tuple(held_back(names).values()) == held
 
 

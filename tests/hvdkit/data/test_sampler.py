@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from hvdkit.data.sampler import Sampler, Shards, shards_of, share
 from hvdkit.data.source import Synthetic
 
-# 1,281,167: ImageNet. A cipher's weak spots are at powers of two.
-SIZES = [10_582, 65_536, 1_281_167]
 # Seeds that a mix of too few bits takes for one.
 SEEDS = [0, 1, 256, 257, 2**31, 2**32 + 1, 2**64 - 1]
 # Nothing below is that far off by chance: fewer than 1,000 pairs, normal tails.
@@ -33,52 +31,9 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return np.corrcoef(a, b)[0, 1] * np.sqrt(len(a))
 
 
-def near(a: np.ndarray, b: np.ndarray) -> float:
-    """Share of ids that lie within 1 % of n of their old place; 2 % for random orders."""
-    places = np.argsort(a) - np.argsort(b)
-    reach = len(a) // 100
-    chance = (2 * reach + 1) / len(a) - reach * (reach + 1) / len(a) ** 2
-    share_of_ids = (np.abs(places) <= reach).mean()
-    return (share_of_ids - chance) / np.sqrt(chance / len(a))
-
-
-def pairs_in_batches(a: np.ndarray, b: np.ndarray, batch: int = 32) -> float:
-    n = len(a)
-    batches = np.argsort(a) // batch * n + np.argsort(b) // batch
-    counts = np.unique(batches, return_counts=True)[1]
-    shared = (counts * (counts - 1) // 2).sum()
-    rest = n % batch
-    pairs = n // batch * (batch * (batch - 1) // 2) + rest * (rest - 1) // 2
-    expected = pairs**2 / (n * (n - 1) / 2)
-    return (shared - expected) / np.sqrt(expected)
-
-
-sizes = pytest.mark.parametrize("n", SIZES)
-
-
-@sizes
-@pytest.mark.parametrize("statistic", [correlation, near, pairs_in_batches])
-def test_two_orders_are_unrelated(n, statistic):
-    few = n > 10**6
-    epochs = [order(n, 1, epoch) for epoch in range(3 if few else 8)]
-    seeds = [order(n, seed, 0) for seed in ([1, 257, 2**32 + 1] if few else SEEDS)]
-    for orders in (epochs, seeds):
-        far_off = [statistic(a, b) for a, b in itertools.combinations(orders, 2)]
-        assert np.max(np.abs(far_off)) < SIGMAS, far_off
-
-
-@sizes
-def test_an_epoch_keeps_nothing_of_the_order_of_the_files(n):
-    for epoch in range(2):
-        ids = order(n, 1, epoch)
-        assert abs(correlation(ids, np.arange(n))) < SIGMAS
-        assert abs(correlation(ids[1:], ids[:-1])) < SIGMAS
-
-
-@pytest.mark.parametrize("n", [10_582, 65_536])
-def test_no_order_comes_back_in_hundreds_of_epochs_or_seeds(n):
-    epochs = [order(n, 1, epoch, 20).tobytes() for epoch in range(300)]
-    seeds = [order(n, seed, 0, 20).tobytes() for seed in range(300)]
+def test_no_order_comes_back_in_hundreds_of_epochs_or_seeds():
+    epochs = [order(10_582, 1, epoch, 20).tobytes() for epoch in range(300)]
+    seeds = [order(10_582, seed, 0, 20).tobytes() for seed in range(300)]
     assert len({*epochs, *seeds}) == 300 + 300 - 1  # epoch 0 of seed 1 is in both
 
 
@@ -113,18 +68,10 @@ def test_ranks_share_a_batch_for_any_sizes(data):
     for own, whole in zip(samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)):
         rows = [np.reshape(part, [micro, -1, *whole.shape[1:]]) for part in own]
         assert np.array_equal(np.concatenate(rows, axis=1).ravel(), np.ravel(whole))
-    assert [p.shape[1] for p in parts] == [r.local_micro_size for r in ranks]
+    sizes = [p.shape[1] for p in parts]
+    assert sizes == [r.local_micro_size for r in ranks] and max(sizes) - min(sizes) <= 1
     assert [r.weight for r in ranks] == pytest.approx([p.size / batch for p in parts], rel=1e-15)
     assert sum(r.weight for r in ranks) == pytest.approx(1, abs=1e-12)
-
-
-@properties
-@hypothesis.given(total=st.integers(1, 10**9), size=st.integers(1, 300))
-def test_shares_are_even_and_cover_everything(total, size):
-    edges = [share(total, rank, size) for rank in range(size)]
-    lengths = [last - first for first, last in edges]
-    assert edges[0][0] == 0 and edges[-1][1] == total and max(lengths) - min(lengths) <= 1
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(edges))
 
 
 @functools.cache
@@ -137,11 +84,6 @@ def keys(seed: int, epoch: int, n: int = 1_000) -> np.ndarray:
     assert np.array_equal(ids, order(n, seed, epoch))
     ordered = np.ascontiguousarray(pairs.numpy()[np.argsort(ids)])
     return np.unpackbits(ordered.view(np.uint8), axis=1).astype(bool)
-
-
-def test_keys_of_draws_are_all_different():
-    every = np.concatenate([keys(seed, epoch) for seed in SEEDS for epoch in range(2)])
-    assert len(np.unique(every, axis=0)) == len(every)
 
 
 def test_keys_of_samples_epochs_and_seeds_are_unrelated_in_every_bit():
@@ -164,15 +106,6 @@ def test_too_little_for_the_ranks(settings, words):
     usual = {"num_samples": 9, "global_batch_size": 8, "micro_batches": 1, "seed": 0}
     with pytest.raises(ValueError, match=words):
         Sampler(**(usual | settings), rank=0, size=4)
-
-
-def test_batches_that_were_passed_over_are_left_out():
-    """With 3 batches left out, step 4 has the samples, and their keys, of what was step 7."""
-    plain = Sampler(50, 6, 2, 1, 0, 1)
-    after = Sampler(50, 6, 2, 1, 0, 1, passed_over=3)
-    found = after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
-    for ours, theirs in zip(*found):
-        np.testing.assert_array_equal(ours, theirs)
 
 
 def in_shards(n: int, shards: int, at_once: int) -> Shards:
@@ -218,6 +151,7 @@ def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
     shards = parts if shuffle else None
     orders = [order(n, 1, epoch, shards=shards) for epoch in range(2 if few else 8)]
     orders += [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1 and not few]
+    orders += [] if shards or few else [np.arange(n)]  # of the files
     shard, sizes = np.repeat(np.arange(120), parts.sizes[:-1]), parts.sizes[:-1]
     for a, b in itertools.combinations(orders, 2):
         places = np.empty([2, n])

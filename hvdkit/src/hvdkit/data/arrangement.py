@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -158,16 +158,25 @@ def _digest(name: str) -> bytes:
 
 def _held_back(units: list[list[Item]]) -> list[Item]:
     """Of each class a fifth of its pictures or nearly so, and its smallest unit at least."""
-    counts, held = Counter(item.label for unit in units for item in unit), defaultdict(list)
+    counts, held, found = Counter(item.label for unit in units for item in unit), Counter(), []
+
+    def fits(unit: list[Item], most: Callable[[int], int]) -> bool:
+        own = Counter(item.label for item in unit)
+        return all(held[label] + n <= most(counts[label]) for label, n in own.items())
+
+    def hold(unit: list[Item]) -> None:
+        found.extend(unit)
+        held.update(item.label for item in unit)
+
     for unit in units:
-        label = unit[0].label
-        if len(held[label]) + len(unit) <= counts[label] // 5:
-            held[label] += unit
+        if fits(unit, lambda count: count // 5):
+            hold(unit)
     for label in counts:
-        own = [unit for unit in units if unit[0].label == label]
-        if not held[label] and len(own) > 1:
-            held[label] = min(own, key=len)
-    return [item for some in held.values() for item in some]
+        if not held[label]:
+            own = [unit for unit in units if label in {item.label for item in unit}]
+            if own := [unit for unit in own if fits(unit, lambda count: count - 1)]:
+                hold(min(own, key=len))
+    return found
 
 
 def _group(item: Item) -> str:

@@ -10,7 +10,6 @@ a packed split of its own, until all are there; after a kill or an error the nex
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -36,6 +35,7 @@ from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.stop import launch_rank, launched_ranks
 
 _SHARD_BYTES = 2**28
+_LOCK = ".lock"  # in the folder of an unfinished pack
 
 
 def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from: str = "") -> Path:
@@ -71,7 +71,8 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
             _join(source, work, shards, split=split, packed_from=packed_from)
             (work / "whole").rename(out / split)  # onto nothing, or it fails
             (work / key).unlink()  # first: what is left of a kill is of no use
-            shutil.rmtree(work)
+    if not rank:
+        shutil.rmtree(work)  # not earlier: on NFS a file that is open, as the lock is, stays
     return out / split
 
 
@@ -133,10 +134,7 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
     meta["num_classes"] = max(meta["num_classes"] for meta in metas)
     if names := getattr(source, "class_names", ()):
         meta["class_names"] = list(names)
-    if getattr(source, "is_demo", False):
-        meta["is_demo"] = True
-    if getattr(source, "is_shuffled", False):
-        meta["is_shuffled"] = True
+    meta |= {name: True for name in ("is_demo", "is_shuffled") if getattr(source, name, False)}
     meta["shards"] = listed
     records.write_meta(folder, meta, np.concatenate(index))
     try:
@@ -287,26 +285,24 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
         yield work
         return
     work.mkdir(exist_ok=True)
-    lock = os.open(work, os.O_RDONLY | os.O_NOFOLLOW)  # the lock ends with the process
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ValueError(
-            f"{out / name} is being written by another process: wait until it ends, or give "
-            "another --as"
-        ) from None
-    except OSError:
-        pass  # some file systems have no locks
-    try:
+    with whole_files.held(work), contextlib.ExitStack() as locks:  # it must be no link
+        try:
+            locks.enter_context(whole_files.lock(work / _LOCK))
+        except BlockingIOError:
+            raise ValueError(
+                f"{out / name} is being written by another process: wait until it ends, or give "
+                "another --as"
+            ) from None
+        except whole_files.NoLocks:
+            pass
         if not (work / key).exists():
             for path in sorted(work.iterdir(), key=lambda path: path.is_dir()):  # keys first
-                is_folder = path.is_dir() and not path.is_symlink()
-                shutil.rmtree(path) if is_folder else path.unlink()
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != _LOCK:
+                    path.unlink()
             (work / key).touch()
         yield work
-    finally:
-        os.close(lock)
 
 
 def main(argv: list[str]) -> int:

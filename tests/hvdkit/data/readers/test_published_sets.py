@@ -120,15 +120,6 @@ def test_augmented_labels_belong_to_aug_splits(voc: Path):
     assert (labels[0] == 7).all() and (labels[1] == 8).all()
 
 
-def test_missing_parts_of_voc_are_named(voc: Path):
-    refused(lambda: Voc(voc / "gone", "train"), voc / "gone", "is missing")
-    lists = voc / "ImageSets" / "Segmentation"
-    refused(lambda: Voc(voc, "test"), lists / "test.txt", "there are: train, val")
-    (lists / "train.txt").write_text("2007_000000\n")
-    (voc / "SegmentationClass" / "2007_000000.png").unlink()
-    refused(lambda: Voc(voc, "train"), voc / "SegmentationClass", "2007_000000", "line 1")
-
-
 def test_labels_become_train_ids(city: Path):
     assert NUM_CLASSES == len(CLASS_NAMES) == 19
     sample = readers.read_all(Cityscapes(city, "val"))[0]
@@ -164,9 +155,6 @@ def test_missing_parts_of_cityscapes_are_named(city: Path):
             refused(lambda: Cityscapes(city, "train"), city, f"no *{ending} for {name};")
         with readers.without(city / part):
             refused(lambda: Cityscapes(city, "train"), city / part, "unpack the archive")
-
-
-def test_a_split_without_labels(city: Path):
     refused(lambda: Cityscapes(city, "test"), "no labels of split 'test'", "train or val")
 
 

@@ -37,7 +37,7 @@ VERSION = 5
 BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC, the data's CRC
 # Of a record's data, little-endian: its first byte's place in the shard, its bytes, its CRC-32.
 PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
-_THREADS = 32  # that wait for the disk
+_threads = ThreadPoolExecutor(32)  # that wait for the disk
 _OPEN = 512  # shards at a time: a process may have 1,024 files
 _INDEX = -1  # stands for the index among the shards
 _AGAIN = "copy it again, or pack again"
@@ -95,7 +95,7 @@ class Records(source.ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         """Records, and what is wrong with each, or ""."""
-        found = _threads().map(self._fetch, indices.tolist())
+        found = _threads.map(self._fetch, indices.tolist())
         return [np.array(part, object) for part in zip(*found)]
 
     def _fetch(self, index: int) -> tuple[bytes, str]:
@@ -214,14 +214,12 @@ class Records(source.ReadAhead):
     def _checked(self) -> dict[str, Any]:
         """What pack.json says, once all files fit it."""
         if self._server:
-            return _parsed(f"{self.folder}/{META}", self._read_remote_meta)
+            read = functools.partial(self._server.read, META, 0, whole_files.TABLE_BYTES)
+            return _parsed(f"{self.folder}/{META}", read)
         meta = _read_meta(self.folder)
         _check_shards(self.folder, meta, range(len(meta["shards"])))
         _check_index(self.folder / INDEX, meta)
         return meta
-
-    def _read_remote_meta(self) -> bytes:
-        return self._server.read(META, 0, whole_files.TABLE_BYTES)
 
     def _compare(self, meta: dict[str, Any]) -> None:
         if self._server:
@@ -233,11 +231,6 @@ class Records(source.ReadAhead):
             )
         _check_shards(self.folder, meta, source.sampled(len(meta["shards"])))
         _check_size(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
-
-
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS)
 
 
 def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
@@ -308,7 +301,7 @@ def _check_shards(folder: Path, meta: dict[str, Any], which: range) -> None:
         found = path.stat().st_size
         return "" if found == size else f"{path} has {found} bytes where {size} were written"
 
-    if problems := [*filter(None, _threads().map(problem, which))]:
+    if problems := [*filter(None, _threads.map(problem, which))]:
         raise ValueError(f"{join(problems)}; {_AGAIN}")
 
 
