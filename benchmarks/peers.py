@@ -185,17 +185,15 @@ def run_bare(clock: Clock, task, *, rank: int, size: int, scale: float = 1.0, fe
         clock.run(lambda: step(*(same or _batch(feed))), rank)
 
 
-def template(clock: Clock, kind: str, run_dir: str) -> None:
+def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> None:
     """train.py with another feed, which notes when a step begins."""
     import hvdkit
     import train
 
-    watch_feed(clock.tick, same_batch=kind != "input")
-    flags = _flags(clock, kind, int(os.environ["HOROVOD_SIZE"]))
-    words = ["train.py", *flags, f"--run_dir={run_dir}"]
-    if code := hvdkit.main(train.train, train.Settings, words):
+    watch_feed(clock.tick, same_batch=same_batch)
+    if code := hvdkit.main(train.train, train.Settings, ["train.py", *words]):
         sys.exit(code)
-    if int(os.environ["HOROVOD_RANK"]) == 0:
+    if hvdkit.stop.launch_rank() == 0:
         clock.show()
 
 
@@ -363,7 +361,8 @@ def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     elif name == "bare":
         bare(clock, kind)
     else:
-        template(clock, kind, folder)
+        flags = [*_flags(clock, kind, int(os.environ["HOROVOD_SIZE"])), f"--run_dir={folder}"]
+        train_py(clock, flags, same_batch=kind != "input")
 
 
 if __name__ == "__main__":
