@@ -330,7 +330,7 @@ def measure(
     return {}, f"exit code {ended.code}: {' '.join(why)}"
 
 
-def worker(kind: str, *words: str) -> int:
+def worker(kind: str, *words: str) -> None:
     """What this file does in another process, by kind.
 
     check          prints devices and versions, as JSON
@@ -341,11 +341,10 @@ def worker(kind: str, *words: str) -> int:
     """
     if kind == "photos":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import hvdkit.ranks.quiet
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
-    import hvdkit
-    import train
+    import peers
 
     if kind == "check":
         print(json.dumps(devices_and_versions()))
@@ -356,12 +355,7 @@ def worker(kind: str, *words: str) -> int:
     elif kind == "bare":
         bare(list(words))
     else:
-        if kind == "same-batch":
-            import peers
-
-            peers.watch_feed(lambda: None, same_batch=True)
-        return hvdkit.main(train.train, train.Settings, ["train.py", *words])
-    return 0
+        peers.train_py(peers.Clock(0, 1), list(words), same_batch=kind == "same-batch")
 
 
 def devices_and_versions() -> dict[str, Any]:
