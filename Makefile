@@ -1,38 +1,8 @@
-# make, make help: what there is. PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
-PYTHON ?= python3
-# All GPUs of this host, else two ranks.
-NP ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),2)
+# make, make help: what there is.
+include docker/common.mk
 TORCH ?= .cache/peers/bin/python
-# Where .venv leads to: a set-up elsewhere may switch it in mid-run.
-IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
-# A run that make starts is asked to stop when make ends, however make is ended.
-TIED = $(shell setpriv --pdeathsig TERM true 2>/dev/null && echo setpriv --pdeathsig TERM)
-export PYTHON DEVICE WHEELHOUSE
 
-# Open MPI will not run as root unless told twice, nor more ranks than cores unless told.
-ifeq ($(shell id -u),0)
-export OMPI_ALLOW_RUN_AS_ROOT := 1
-export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-endif
-export OMPI_MCA_rmaps_base_oversubscribe ?= 1
-
-.PHONY: help setup lock audit wheelhouse train test slow-test lint bench reproduce bits chaos soak fuzz fork image image-test
-
-help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-
-setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
-	@docker/install-horovod.sh --venv .venv
-
-lock: ## template/uv.lock anew, after a change of requirements*.txt
-	@docker/install-horovod.sh --lock
-
-audit: setup ## known vulnerabilities in uv.lock, but for those that SECURITY.md explains
-	@cd template && $(IN_VENV) uv audit --frozen --preview-features audit-command \
-		--ignore CVE-2024-10190 --ignore CVE-2026-31234 $(ARGS)
-
-wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
-	@docker/install-horovod.sh --wheelhouse "$(or $(WHEELHOUSE),wheelhouse)"
+.PHONY: train test slow-test lint bench reproduce bits chaos soak fuzz docs fork image-test
 
 train: setup ## the demo on all GPUs, else on two ranks; NP=4, ARGS=--num_steps=200
 	@cd template && $(IN_VENV) exec $(TIED) ../launch/hosts.sh --plain -np $(NP) python train.py \
@@ -81,7 +51,6 @@ reproduce: setup .cache/reproduce/installed ## published figures again, three se
 bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50 minutes
 	@$(IN_VENV) python benchmarks/bits.py $(ARGS)
 
-.PHONY: docs
 docs: setup ## docs/ as a site in site/, with the API; a link that leads nowhere fails
 	@$(IN_VENV) mkdocs build --quiet --strict
 
@@ -89,9 +58,6 @@ fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARG
 	@[ -n "$(NAME)" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }
 	@[ -z "$$(git status --porcelain --untracked-files=no)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
 	@$(IN_VENV) copier copy --vcs-ref "$$(git rev-parse HEAD)" $(ARGS) "$(CURDIR)" "$(NAME)"
-
-image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/build.sh
-	@docker/build.sh
 
 image-test: setup ## builds the CPU image on Debian and trains in it; root, buildah, 25 minutes
 	@$(IN_VENV) pytest -s $(ARGS) tests/helpers/image_build.py

@@ -1,6 +1,6 @@
 """The same weights on any number of ranks: prints the table that the README shows.
 
-    python benchmarks/equivalence.py [--ranks=1,2,3,4] [--model=tiny|small] [--backend=gloo|mpi]
+    python benchmarks/equivalence.py [--ranks=1,2,3,4]
 
 Each setting is trained for 40 steps of 10 samples on 1, 2, 3 and 4 real ranks (shares 10, 5+5,
 3+3+4, 2+3+2+3); the largest relative difference of a variable to the 1-rank run is printed. Rows
@@ -25,8 +25,6 @@ from ranks import last_lines, launch
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="1,2,3,4")
-    parser.add_argument("--model", default="tiny", choices=("tiny", "small"))
-    parser.add_argument("--backend", default="gloo", choices=("gloo", "mpi"))
     args = parser.parse_args()
     ranks = [int(n) for n in args.ranks.split(",")]
     if ranks[0] != 1:
@@ -36,16 +34,16 @@ def main() -> int:
         root = Path(folder)
         settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
         scenes.ensure_demo(root / "data", settings)
-        times = {n: _train(root, n, args.model, args.backend) for n in ranks}
+        times = {n: _train(root, n) for n in ranks}
         return _table(root, ranks, times)
 
 
-def _train(root: Path, ranks: int, model: str, backend: str) -> dict[str, float]:
+def _train(root: Path, ranks: int) -> dict[str, float]:
     """Trains every setting on `ranks` ranks; milliseconds a step by setting."""
     print(f"training on {ranks} rank(s) ...", file=sys.stderr, flush=True)
     (root / str(ranks)).mkdir()
-    worker = [equivalence.__file__, root / "data", root / str(ranks), model]
-    ended = launch(ranks, [*worker, *equivalence.SETTINGS], backend, timeout=1800)
+    worker = [equivalence.__file__, root / "data", root / str(ranks), "tiny"]
+    ended = launch(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=1800)
     if ended.code:
         raise SystemExit(last_lines(ended.output))
     found = re.findall(r"(float\d\d [a-z_ ]+): ([\d.]+) ms a step", ended.output)

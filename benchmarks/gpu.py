@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
-from ranks import last_lines, launch
+from ranks import last_lines, launch, launch_well
 
 TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
 USUAL = (
@@ -155,7 +155,8 @@ def checks(asked: dict[str, Any], ranks: int, gpus: int) -> list[str]:
 
 
 def doctor(folder: Path, ranks: int, gpus: int) -> str:
-    ended = ran(ranks, [ROOT / "launch" / "doctor.py", f"--run_dir={folder}"])
+    command = [ROOT / "launch" / "doctor.py", f"--run_dir={folder}"]
+    ended = launch_well(ranks, command, timeout=1800)
     return last_lines(ended.output).splitlines()[-1]
 
 
@@ -188,14 +189,8 @@ def same_bits(folder: Path, ranks: int, gpus: int) -> str:
 
 
 def demo_run(folder: Path, ranks: int, *flags: str) -> dict[str, Any]:
-    ran(ranks, ["train.py", *DEMO, *flags, f"--run_dir={folder}"])
+    launch_well(ranks, ["train.py", *DEMO, *flags, f"--run_dir={folder}"], timeout=1800)
     return json.loads((folder / "summary.json").read_text())
-
-
-def ran(ranks: int, command: list[Any]) -> Any:
-    ended = launch(ranks, command, timeout=1800)
-    assert ended.code == 0, f"exit code {ended.code}: {last_lines(ended.output)}"
-    return ended
 
 
 DEMO = ["--flagfile=configs/demo.cfg"]
@@ -335,7 +330,7 @@ def measure(
     return {}, f"exit code {ended.code}: {' '.join(why)}"
 
 
-def worker(kind: str, *words: str) -> int:
+def worker(kind: str, *words: str) -> None:
     """What this file does in another process, by kind.
 
     check          prints devices and versions, as JSON
@@ -346,11 +341,10 @@ def worker(kind: str, *words: str) -> int:
     """
     if kind == "photos":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import hvdkit.ranks.quiet
+    import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
-    import hvdkit
-    import train
+    import peers
 
     if kind == "check":
         print(json.dumps(devices_and_versions()))
@@ -361,12 +355,7 @@ def worker(kind: str, *words: str) -> int:
     elif kind == "bare":
         bare(list(words))
     else:
-        if kind == "same-batch":
-            import peers
-
-            peers.watch_feed(lambda: None, same_batch=True)
-        return hvdkit.main(train.train, train.Settings, ["train.py", *words])
-    return 0
+        peers.train_py(peers.Clock(0, 1), list(words), same_batch=kind == "same-batch")
 
 
 def devices_and_versions() -> dict[str, Any]:
@@ -393,10 +382,6 @@ def devices_and_versions() -> dict[str, Any]:
 
 def bare(flags: list[str]) -> None:
     """The plainest loop: forward, backward, DistributedGradientTape, Keras's SGD; no checks."""
-    import keras
-    import numpy as np
-    import tensorflow as tf
-
     import peers
     from hvdkit import settings as settings_lib
     from hvdkit.observe import speed
@@ -407,27 +392,14 @@ def bare(flags: list[str]) -> None:
     config = settings_lib.parse(["gpu.py", *flags]).for_ranks(world.size)
     world_lib.set_up(world, config)
     world_lib.set_numbers(config)
-    model = classification.Task(config).build_model()
-    optimizer = keras.optimizers.SGD(config.base_lr, momentum=config.momentum)
-    optimizer.build(model.trainable_variables)
-    step = peers.bare_step(model, optimizer, LOSS_SCALE if config.precision == "float16" else 1.0)
-    samples = config.global_batch_size // world.size
-    size = [samples, config.image_size, config.image_size, 3]
-    image = tf.cast(tf.random.uniform(size, 0, 256, tf.int32), tf.uint8)
-    label = tf.random.uniform([samples], 0, config.num_classes, tf.int32)
-
-    ends, clocks = speed.window_ends(0, config.num_steps), []
-    for number in range(1, config.num_steps + 1):
-        loss = step({"image": image}, label)
-        if number in ends:
-            float(loss)
-            clocks.append(time.perf_counter())
-    rates = (samples * ends.step / np.diff(clocks)).tolist()
-    total = np.sum(world.gather_objects(rates, "rates"), axis=0)
+    clock = peers.Clock(speed.WINDOWS, config.num_steps // (speed.WINDOWS + 1))
+    how = {"scale": LOSS_SCALE if config.precision == "float16" else 1.0}
+    peers.run_bare(clock, classification.Task(config), rank=world.rank, size=world.size, **how)
     if world.is_chief:
+        rates = [config.global_batch_size / seconds for seconds in clock.windows()]
         path = Path(config.run_dir) / "benchmark.json"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps({"samples_per_second": speed.spread(total)}))
+        path.write_text(json.dumps({"samples_per_second": speed.spread(rates)}))
     world_lib.finish(world)
 
 

@@ -136,10 +136,13 @@ class Clock:
         if rank == 0:
             self.show()
 
-    def show(self) -> None:
-        """Prints the windows; `tick` was called once more after the last step."""
+    def windows(self) -> list[float]:
+        """Seconds a step of each; `tick` was called once more after the last step."""
         edges = self._ticks[self.window :: self.window]
-        print(MARK + json.dumps([(b - a) / self.window for a, b in pairwise(edges)]), flush=True)
+        return [(b - a) / self.window for a, b in pairwise(edges)]
+
+    def show(self) -> None:
+        print(MARK + json.dumps(self.windows()), flush=True)
 
 
 def bare_step(model, optimizer, scale: float = 1.0):
@@ -170,33 +173,27 @@ def bare(clock: Clock, kind: str) -> None:
 
     hvd.init()
     _one_thread()
-    step = bare_step(*_keras_parts(kind))
-    if kind == "input":
-        feed = _feed(clock, hvd.rank(), hvd.size())
-    image, label = _batch(hvd.rank())
-    same = {"image": image}, label
-    if kind == "small":
-        same = _small_batch(hvd.rank())
-
-    def fed():
-        if kind != "input":
-            return step(*same)
-        batch = feed.next()
-        return step({"image": batch["inputs"]["image"][0]}, batch["targets"][0])
-
-    clock.run(fed, hvd.rank())
+    task = _task(_flags(clock, kind, hvd.size()))
+    run_bare(clock, task, rank=hvd.rank(), size=hvd.size(), fed=kind == "input")
 
 
-def template(clock: Clock, kind: str, run_dir: str) -> None:
+def run_bare(clock: Clock, task, *, rank: int, size: int, scale: float = 1.0, fed: bool = False):
+    """Trains in the plainest loop, on one batch, or with `fed` on those that train.py takes."""
+    step = bare_step(*_built(task), scale)
+    with _feed(task, rank, size, steps=clock.steps if fed else 1) as feed:
+        same = None if fed else _batch(feed)
+        clock.run(lambda: step(*(same or _batch(feed))), rank)
+
+
+def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> None:
     """train.py with another feed, which notes when a step begins."""
     import hvdkit
     import train
 
-    watch_feed(clock.tick, same_batch=kind != "input")
-    words = ["train.py", *_flags(clock, kind), f"--run_dir={run_dir}"]
-    if code := hvdkit.main(train.train, train.Settings, words):
+    watch_feed(clock.tick, same_batch=same_batch)
+    if code := hvdkit.main(train.train, train.Settings, ["train.py", *words]):
         sys.exit(code)
-    if int(os.environ["HOROVOD_RANK"]) == 0:
+    if hvdkit.stop.launch_rank() == 0:
         clock.show()
 
 
@@ -236,12 +233,15 @@ def mwms(clock: Clock, ports: list[str]) -> None:
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     options = tf.distribute.experimental.CommunicationOptions(implementation=ring)
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    task = _task(_flags(clock, "", size))
+    with _feed(task, rank, size, steps=1) as feed:
+        batch = _batch(feed)
     with strategy.scope():
-        model, optimizer = _keras_parts()
+        model, optimizer = _built(task)
 
-    def replica(image, label):
+    def replica(inputs, label):
         with tf.GradientTape() as tape:
-            logits = model({"image": image}, training=True)
+            logits = model(inputs, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
             loss = tf.reduce_sum(losses) / (BATCH * size)
         values = [v.value for v in model.trainable_variables]
@@ -249,53 +249,35 @@ def mwms(clock: Clock, ports: list[str]) -> None:
         return loss
 
     step = tf.function(lambda *batch: strategy.run(replica, batch), autograph=False)
-    batch = _batch(rank)
     clock.run(lambda: step(*batch), rank)
 
 
-def ddp(clock: Clock, ports: list[str]) -> None:
+def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
+    """ResNet-50 in PyTorch: on CPUs, or with a precision of gpu.py's (float32, tf32, bfloat16) on
+    a GPU a rank."""
     import torch
     import torchvision
 
     rank, size = _rank_and_size()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{ports[0]}", rank=rank, world_size=size
-    )
+    device, side, layout = "cpu", SIZE, torch.contiguous_format
+    if precision:
+        torch.cuda.set_device(rank)
+        torch.backends.cudnn.benchmark = True
+        tf32 = precision == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        device, side, layout = "cuda", 224, torch.channels_last
+    where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": size}
+    torch.distributed.init_process_group("nccl" if precision else "gloo", **where)
     torch.manual_seed(rank)
-    image, label = torch.rand(BATCH, 3, SIZE, SIZE), torch.randint(0, CLASSES, (BATCH,))
-    model = torch.nn.parallel.DistributedDataParallel(torchvision.models.resnet50())
-    _train_torch(clock, rank, model, batch=(image, label))
-
-
-def torch_on_gpus(clock: Clock, precision: str, batch: str, port: str) -> None:
-    """gpu.py's ResNet-50 in PyTorch, a GPU a rank. precision: float32, tf32 or bfloat16."""
-    import torch
-    import torchvision
-
-    rank, size = _rank_and_size()
-    torch.cuda.set_device(rank)
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    torch.distributed.init_process_group(
-        "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size
-    )
-    image = torch.rand(int(batch), 3, 224, 224, device="cuda")
-    image = image.contiguous(memory_format=torch.channels_last)
-    label = torch.randint(0, CLASSES, (int(batch),), device="cuda")
-    model = torchvision.models.resnet50().cuda().to(memory_format=torch.channels_last)
-    model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
-    _train_torch(clock, rank, model, batch=(image, label), bfloat16=precision == "bfloat16")
-
-
-def _train_torch(clock: Clock, rank: int, model, *, batch, bfloat16: bool = False) -> None:
-    import torch
-
-    image, label = batch
+    image = torch.rand(batch, 3, side, side, device=device).contiguous(memory_format=layout)
+    label = torch.randint(0, CLASSES, (batch,), device=device)
+    model = torchvision.models.resnet50().to(device, memory_format=layout)
+    model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
 
     def step():
-        with torch.autocast(image.device.type, torch.bfloat16, enabled=bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
             loss = torch.nn.functional.cross_entropy(model(image), label)
         optimizer.zero_grad()
         loss.backward()
@@ -306,8 +288,7 @@ def _train_torch(clock: Clock, rank: int, model, *, batch, bfloat16: bool = Fals
     torch.distributed.destroy_process_group()
 
 
-def _flags(clock: Clock, kind: str = "") -> list[str]:
-    size = int(os.environ["HOROVOD_SIZE"])
+def _flags(clock: Clock, kind: str, size: int) -> list[str]:
     small = ["--task=blank", "--num_classes=3", f"--global_batch_size={SMALL_BATCH * size}"]
     large = ["--task=classification", "--model=resnet50", f"--num_classes={CLASSES}"]
     large += [f"--image_size={SIZE}", f"--global_batch_size={BATCH * size}", "--synthetic_data"]
@@ -326,53 +307,41 @@ def _one_thread() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
-def _keras_parts(kind: str = ""):
+def _task(flags: list[str]):
+    from hvdkit import settings as settings_lib
+    from tasks import blank, classification
+
+    config = settings_lib.parse(["peers", *flags])
+    return (blank if config.task == "blank" else classification).Task(config)
+
+
+def _built(task):
     """Model, and optimizer with its slots."""
     import keras
 
-    from hvdkit import settings as settings_lib
-    from hvdkit.models.resnet import resnet50
-
-    if kind == "small":
-        from tasks import blank
-
-        model = blank.Task(settings_lib.parse(["peers", "--num_classes=3"])).build_model()
-    else:
-        model = resnet50(SIZE, CLASSES, dropout=0.0)
-    optimizer = keras.optimizers.SGD(RATE, momentum=MOMENTUM)
+    model = task.build_model()
+    optimizer = keras.optimizers.SGD(task.config.base_lr, momentum=task.config.momentum)
     optimizer.build(model.trainable_variables)
     return model, optimizer
 
 
-def _batch(rank: int):
-    import tensorflow as tf
-
-    image = tf.random.stateless_uniform([BATCH, SIZE, SIZE, 3], [rank, 0], 0, 256, tf.int32)
-    label = tf.random.stateless_uniform([BATCH], [rank, 1], 0, CLASSES, tf.int32)
-    return tf.cast(image, tf.uint8), tf.cast(label, tf.int64)
-
-
-def _small_batch(rank: int):
-    import tensorflow as tf
-
-    numbers = tf.random.stateless_normal([SMALL_BATCH, 8], [rank, 0])
-    label = tf.random.stateless_uniform([SMALL_BATCH], [rank, 1], 0, 3, tf.int32)
-    return numbers, tf.cast(label, tf.int64)
-
-
-def _feed(clock: Clock, rank: int, size: int):
-    """As train.py makes it from the same flags."""
-    from hvdkit import settings as settings_lib
+def _feed(task, rank: int, size: int, *, steps: int):
+    """As train.py makes it."""
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
-    from tasks import classification
 
-    config = settings_lib.parse(["peers", *_flags(clock)])
-    task = classification.Task(config)
     source, _ = task.sources()
-    order = Sampler(len(source), BATCH * size, 1, config.seed, rank, size)
+    order = Sampler(len(source), task.config.global_batch_size, 1, task.config.seed, rank, size)
     read = reader(source, task.training_example, keyed=True)
-    return TrainingFeed(source, order, read, num_steps=clock.steps, workers=1)
+    return TrainingFeed(source, order, read, num_steps=steps, workers=1)
+
+
+def _batch(feed):
+    """The next one, of one micro-batch: inputs and targets."""
+    import tensorflow as tf
+
+    batch = feed.next()
+    return tf.nest.map_structure(lambda part: part[0], (batch["inputs"], batch["targets"]))
 
 
 def worker(way: str, windows: str, folder: str, *ports: str) -> None:
@@ -381,9 +350,9 @@ def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     kind = "".join(rest)
     clock = Clock(int(windows), 500 if kind == "small" else 10)
     if name == "ddp":  # its interpreter has no TensorFlow
-        return ddp(clock, list(ports))
+        return ddp(clock, "", BATCH, ports[0])
     if name == "cuda":
-        return torch_on_gpus(clock, folder, *ports)
+        return ddp(clock, folder, int(ports[0]), ports[1])
     sys.path.insert(0, str(ROOT / "template"))
     import hvdkit.ranks.quiet  # noqa: F401
 
@@ -392,7 +361,8 @@ def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     elif name == "bare":
         bare(clock, kind)
     else:
-        template(clock, kind, folder)
+        flags = [*_flags(clock, kind, int(os.environ["HOROVOD_SIZE"])), f"--run_dir={folder}"]
+        train_py(clock, flags, same_batch=kind != "input")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -99,7 +98,7 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
             flags.append(f"--torch={Path(torch).absolute()}")
         print(f"== {part.command}", file=sys.stderr, flush=True)
         start = time.monotonic()
-        code, output = run([sys.executable, "-u", HERE / file, *flags], TIMEOUT)
+        code, output = run([sys.executable, "-u", HERE / file, *flags])
         minutes, seconds = divmod(round(time.monotonic() - start), 60)
         ended = f"**failed with exit code {code}**" if code else "done"
         failed += [name] * bool(code)
@@ -111,21 +110,18 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
     return 1 if failed else 0
 
 
-def run(command: Sequence[object], timeout: float) -> tuple[int, str]:
-    """Exit code and standard output, which is shown as it comes; ended after `timeout` seconds."""
-    lines = []
+def run(command: Sequence[object]) -> tuple[int, str]:
+    """Exit code (124: it took longer than TIMEOUT) and standard output, shown as it comes."""
     # By SIGINT, as Ctrl-C does: then it ends the ranks that it started, in sessions of their own.
-    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
-        timer = threading.Timer(timeout, process.send_signal, [signal.SIGINT])
-        timer.start()
+    words, lines = ["timeout", "--foreground", "--signal=INT", TIMEOUT, *command], []
+    with subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 lines.append(line)
-        finally:
-            timer.cancel()
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            raise
     return process.returncode, "".join(lines)
 
 

@@ -10,13 +10,10 @@ as on hosts with GPUs.
 """
 
 import argparse
-import itertools
-import json
 import math
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "helpers"))
@@ -52,7 +49,7 @@ def row(name: str, ranks: int, saves: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, f"--run_dir={folder}/run", f"--num_steps={every * (saves + 1)}"]
         flags += [f"--checkpoint_every={every}", "--eval_every=0", "--log_every=1000000"]
-        command = [Path(__file__), "--worker", "train.py", *flags]
+        command = [Path(__file__), "--worker", *flags]
         ended = launch(ranks, command, "gloo", TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
         if ended.code or not (seconds := peers.shown(ended.output)):
             raise SystemExit(f"{name}: exit code {ended.code}\n{last_lines(ended.output)}")
@@ -68,10 +65,10 @@ def row(name: str, ranks: int, saves: int) -> None:
 def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
     """Seconds of a step without a save, what a save adds, and the standard error of that.
 
-    `seconds`: of step 1, 2, ...; that of step `every` holds the first save's copy.
+    `seconds`: of step 2, 3, ...; that of step `every` holds the first save's copy.
     """
     # From one save to the next; the last save is waited for.
-    starts = range(every - 1, len(seconds) - every, every)
+    starts = range(every - 2, len(seconds) - every, every)
     half = every // 2
     quiet = [sum(seconds[start + half : start + every]) for start in starts]
     added = [sum(seconds[start : start + half]) - base for start, base in zip(starts, quiet)]
@@ -82,18 +79,9 @@ def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
     return statistics.median(quiet) / half, middle, error
 
 
-def worker(words: list[str]) -> None:
-    """train.py; its feed notes when steps begin."""
+def worker(flags: list[str]) -> None:
     sys.path.insert(0, str(PROJECT))
-    import hvdkit
-    import train
-
-    begun: list[float] = []
-    peers.watch_feed(lambda: begun.append(time.perf_counter()))
-    code = hvdkit.main(train.train, train.Settings, words)
-    if not code and hvdkit.stop.launch_rank() == 0:
-        print(peers.MARK + json.dumps([b - a for a, b in itertools.pairwise(begun)]), flush=True)
-    sys.exit(code)
+    peers.train_py(peers.Clock(0, 1), flags)
 
 
 if __name__ == "__main__":

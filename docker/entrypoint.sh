@@ -18,23 +18,12 @@ key=$(compgen -G "$home/.ssh/id_*" | grep -v '\.pub$' | head -n 1) || true
 # Variables that ssh sessions get: all of this container, besides those that a session sets itself and
 # Kubernetes' own of services. A service has NAME_SERVICE_HOST and NAME_PORT=tcp://...
 names() {
-    local name service port services=()
-    for name in $(compgen -e); do
-        service=${name%_SERVICE_HOST} port=${name%_SERVICE_HOST}_PORT
-        if [ "$service" != "$name" ] && [[ ${!port:-} == *://* ]]; then services+=("$service"); fi
+    local name port not='HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOSTNAME|TERM|_'
+    for name in $(compgen -e | grep '_SERVICE_HOST$'); do
+        name=${name%_SERVICE_HOST} port=${name%_SERVICE_HOST}_PORT
+        [[ ${!port:-} != *://* ]] || not+="|${name}_(SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
     done
-    for name in $(compgen -e); do
-        case $name in
-        HOME | USER | LOGNAME | SHELL | PWD | OLDPWD | SHLVL | HOSTNAME | TERM | _) continue ;;
-        esac
-        for service in "${services[@]}"; do
-            case $name in
-            "$service"_SERVICE_HOST | "$service"_SERVICE_PORT*) continue 2 ;;
-            "$service"_PORT | "$service"_PORT_*) continue 2 ;;
-            esac
-        done
-        echo "$name"
-    done
+    compgen -e | grep -vxE "$not"
 }
 
 # Writes the server's settings, with a host key and that environment, which may hold secrets: only

@@ -50,27 +50,13 @@ def import_faults() -> list[Fault]:
     """Imports what training imports, up to the first one that fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     mpi = ["mpi4py.MPI"] if ranks.launcher() == "mpi" else []
-    for name in (*mpi, "tensorflow", "keras", "horovod.tensorflow", "hvdkit.ranks.placement"):
+    for name in (*mpi, "hvdkit.ranks.quiet", "keras", "horovod.tensorflow"):
         try:
-            with quiet():
-                importlib.import_module(name)
+            importlib.import_module(name)
         except Exception as error:  # whatever a broken installation raises
             todo = f"install the requirements for {sys.executable} on that host"
             return [(f"cannot import {name}: {type(error).__name__}: {error}", todo, "fatal")]
     return []
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without stderr, to which TensorFlow writes at its import, past Python's sys.stderr."""
-    shown = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(shown, 2)
-        os.close(shown)
 
 
 def versions() -> dict[str, str]:

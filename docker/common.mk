@@ -1,0 +1,38 @@
+# What the Makefile of the repository and that of a project made from it share.
+# PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
+PYTHON ?= python3
+# All GPUs of this host, else two ranks.
+NP ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),2)
+# Where .venv leads to: a set-up elsewhere may switch it in mid-run.
+IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
+# A run that make starts is asked to stop when make ends, however make is ended.
+TIED = $(shell setpriv --pdeathsig TERM true 2>/dev/null && echo setpriv --pdeathsig TERM)
+export PYTHON DEVICE WHEELHOUSE
+
+# Open MPI will not run as root unless told twice, nor more ranks than cores unless told.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+
+.PHONY: help setup lock audit wheelhouse image
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(lastword $(MAKEFILE_LIST)) $(firstword $(MAKEFILE_LIST))
+
+setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
+	@docker/install-horovod.sh --venv .venv
+
+lock: ## uv.lock anew, after a change of requirements*.txt
+	@docker/install-horovod.sh --lock
+
+audit: setup ## known vulnerabilities in uv.lock, but for two of Horovod in code that is not used here
+	@cd $(dir $(wildcard uv.lock template/uv.lock)) && $(IN_VENV) uv audit --frozen \
+		--preview-features audit-command --ignore CVE-2024-10190 --ignore CVE-2026-31234 $(ARGS)
+
+wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
+	@docker/install-horovod.sh --wheelhouse "$(or $(WHEELHOUSE),wheelhouse)"
+
+image: ## the image for clusters; DEVICE=cpu for one without CUDA, see docker/build.sh
+	@docker/build.sh
