@@ -156,14 +156,6 @@ def _listed(faults: dict[str, str]) -> str:
     return join([f"{name} ({why})" for name, why in faults.items()], most=4)
 
 
-class _Backbone(keras.Model):
-    """The layers that such a file has: without our Preprocess."""
-
-    @property
-    def layers(self) -> list[keras.Layer]:
-        return [x for x in super().layers if not isinstance(x, preprocessing.Preprocess)]
-
-
 def load_backbone(model: keras.Model, config: Settings) -> None:
     """Sets all layers up to the one that `model.backbone` names, and the kind of pictures; says so.
 
@@ -184,7 +176,7 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
         )
     if path.suffix != ".h5" or path.name.endswith(".weights.h5") or not path.is_file():
         raise ValueError(f"{here} is no .h5 file of keras.applications (others: --init_from)")
-    backbone = _Backbone(model.inputs, model.get_layer(last).output)
+    backbone = keras.Model(pixels.output, model.get_layer(last).output)
     try:
         _check_values(path)
         backbone.load_weights(path)
