@@ -71,15 +71,16 @@ def test_resnet50_computes_what_keras_applications_does_with_its_strides(resnet5
     for layer in [layer for layer in resnet50.layers if layer.weights]:
         name = re.sub(r"stage(\d)", lambda found: f"conv{int(found[1]) + 1}", layer.name)
         name = re.sub("|".join(called), lambda found: called[found[0]], name)
+        weights = layer.get_weights()
         if name.endswith("_bn"):
-            size = layer.gamma.shape
-            layer.set_weights([rng.uniform(0.5, 1.0, size), *rng.normal(0, 0.1, (2, *size)),
-                               rng.uniform(0.5, 1.5, size)])  # fmt: skip
+            low, high = ([0.5], [-0.2], [-0.2], [0.5]), ([1.0], [0.2], [0.2], [1.5])
+            weights = rng.uniform(low, high, np.shape(weights))
+            layer.set_weights(weights)
         elif name.endswith("_conv"):
             assert layer.padding == "valid"  # zeros are added apart
             theirs.get_layer(name).strides = layer.strides
-        no_bias = [np.zeros(layer.filters)] * name.endswith("_conv")
-        theirs.get_layer(name).set_weights(layer.get_weights() + no_bias)
+            weights.append(np.zeros(layer.filters))  # ours have no bias
+        theirs.get_layer(name).set_weights(weights)
     picture = rng.integers(0, 256, (2, 65, 65, 3))
     logits = resnet50({"image": tf.constant(picture, tf.uint8)}, training=False)
     expected = theirs(picture / 127.5 - 1).numpy()

@@ -179,16 +179,13 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
     with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
         figure = Figure((SIZE[0], 0.7 + 0.19 * len(values)), layout="constrained")
         axes = figure.add_subplot()
-        names = list(map(_short, values))
-        places = range(len(names))
-        axes.barh(places, shown, color=list(colours) or _COLOURS[0], height=0.7)
-        axes.set_yticks(places, names)
+        names, colours = list(map(_short, values)), list(colours) or _COLOURS[0]
+        drawn = axes.barh(range(len(names)), shown, tick_label=names, color=colours, height=0.7)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(0, 1.12)
         axes.set_xticks([0, 0.5, 1])
-        for place, value in enumerate(values.values()):
-            text = "none" if math.isnan(value) else f"{value:.3f}"
-            axes.text(shown[place] + 0.01, place, text, va="center", fontsize=9)
+        texts = ["none" if math.isnan(value) else f"{value:.3f}" for value in values.values()]
+        axes.bar_label(drawn, texts, padding=2, fontsize=9)
         return _svg(figure, title)
 
 
