@@ -66,10 +66,6 @@ def cut_off(folder, draw):
     os.truncate(file, draw.randrange(file.stat().st_size))
 
 
-def remove(folder, draw):
-    newest(folder, draw).unlink()
-
-
 def rename_the_folder(folder, draw):
     """The last one is gone under its name, so it is the new name that is passed over."""
     name = f"step-{draw.choice([0, 5, 77]):08d}"
@@ -90,22 +86,16 @@ def copy_a_step_under_another_name(folder, draw):
     shutil.copytree(folder / f"step-{draw.randrange(1, 4):08d}", folder / "step-00000004")
 
 
-def a_folder_instead_of_a_file(folder, draw):
+def nothing_a_folder_or_a_pipe_instead_of_a_file(folder, draw):
+    """Reading a pipe would wait for ever."""
     file = newest(folder, draw)
     file.unlink()
-    file.mkdir()
+    draw.choice([lambda path: None, os.mkdir, os.mkfifo])(file)
 
 
 def a_file_instead_of_the_folder(folder, draw):
     shutil.rmtree(folder / "step-00000004")
     (folder / "step-00000004").write_bytes(draw.randbytes(10))
-
-
-def a_pipe_instead_of_a_file(folder, draw):
-    """Reading it would wait for ever."""
-    file = newest(folder, draw)
-    file.unlink()
-    os.mkfifo(file)
 
 
 def a_link_to_nowhere(folder, draw):
@@ -124,10 +114,10 @@ def terabytes(folder, draw):
 
 
 MUTATIONS = [
-    *(flip_a_bit, flip_a_bit, cut_off, remove, rename_the_folder),
+    *[flip_a_bit] * 2,
+    *[nothing_a_folder_or_a_pipe_instead_of_a_file] * 3,
     *(swap_a_file_with_another_steps, copy_a_step_under_another_name, a_link_to_nowhere),
-    *(a_link_to_elsewhere, terabytes, a_folder_instead_of_a_file, a_file_instead_of_the_folder),
-    a_pipe_instead_of_a_file,
+    *(a_link_to_elsewhere, terabytes, a_file_instead_of_the_folder, cut_off, rename_the_folder),
 ]
 
 

@@ -12,7 +12,6 @@ from small_checkpoints import ALONE
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import files, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
-from hvdkit.observe.telemetry import Telemetry
 from hvdkit.settings import Settings, project
 from hvdkit.stop import NotNow
 from ranks import json_lines
@@ -117,12 +116,6 @@ def test_damaged_newer_checkpoints_are_set_aside_and_their_steps_saved_again(use
     said = capsys.readouterr().out
     assert "passed over" in said and "step-00000008/state.npz is damaged" in said
     assert "step-00000009 is no checkpoint" in said
-
-
-def test_a_file_in_the_place_of_the_board_is_told(tmp_path):
-    (tmp_path / "tensorboard").touch()
-    with pytest.raises(ValueError, match=r"--trackers=tensorboard .*Not a directory"):
-        Telemetry(Settings(run_dir=str(tmp_path), num_steps=4), ALONE, first_step=0, epoch=50)
 
 
 def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):

@@ -147,7 +147,6 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),
         (lambda at: averaged_run(at, 0, use_ema=True)[0], True, NO_AVERAGE),  # yet zeros
         (lambda at: at / "nothing", False, "nothing is no .keras file"),
-        (lambda at: at / "model.h5", False, "model.h5 is no .keras file"),
     ],
 )
 def test_what_holds_no_such_weights_is_named_in_one_line(write, averages, match, tmp_path):

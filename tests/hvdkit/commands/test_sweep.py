@@ -28,7 +28,7 @@ if model in ("whole", "weak"):
     line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
 time.sleep(60 * (model == "weak" and not again))
-print("error: no such model")
+print({"crashes": "Traceback\\nKeyError: 0"}.get(model, "error: no such model"))
 sys.exit({"diverges": 3, "stops": 75, "wrong": 2, "crashes": 1}.get(model, 0))
 """
 
@@ -87,7 +87,7 @@ def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
     assert start("--base_lr=0.1:1.0", "--model=wrong", f"--folder={tmp_path}/wrong") == 2
     assert capfd.readouterr().err == f"error: {tmp_path}/wrong/trial-0001.log: no such model\n"
     assert start("--base_lr=0.1:1.0", "--model=crashes", f"--folder={tmp_path}/crashes") == 1
-    assert capfd.readouterr().err == f"error: {tmp_path}/crashes/trial-0003.log: no such model\n"
+    assert capfd.readouterr().err == f"error: {tmp_path}/crashes/trial-0003.log: KeyError: 0\n"
 
 
 def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.models import deeplab
+from hvdkit.ranks.world import unoptimized
 from hvdkit.train import dropout
 from hvdkit.train.preprocessing import Preprocess
 from tasks.segmentation import MODELS
@@ -15,10 +16,8 @@ CLASSES = 5
 
 @pytest.fixture(scope="module", autouse=True)
 def not_optimized():
-    """Each graph runs a few times: to optimize it would take longer."""
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-    yield
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+    with unoptimized():
+        yield
 
 
 @pytest.fixture(scope="module")

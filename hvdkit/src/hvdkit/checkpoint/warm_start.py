@@ -69,14 +69,13 @@ def load(
         )
     pixels = preprocessing.find(model)
     for name, variable in pairs:
-        if pixels and variable is pixels.mode and name in faults:
+        if name not in faults:
+            raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
+        elif pixels and variable is pixels.mode:
             raise ValueError(
                 f"--init_from={path} does not say which pictures its weights were trained on "
                 f"({name} is missing there)"
             )
-    for name, variable in pairs:
-        if name not in faults:
-            raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
     return faults
 
 
@@ -156,14 +155,6 @@ def _listed(faults: dict[str, str]) -> str:
     return join([f"{name} ({why})" for name, why in faults.items()], most=4)
 
 
-class _Backbone(keras.Model):
-    """The layers that such a file has: without our Preprocess."""
-
-    @property
-    def layers(self) -> list[keras.Layer]:
-        return [x for x in super().layers if not isinstance(x, preprocessing.Preprocess)]
-
-
 def load_backbone(model: keras.Model, config: Settings) -> None:
     """Sets all layers up to the one that `model.backbone` names, and the kind of pictures; says so.
 
@@ -184,8 +175,8 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
         )
     if path.suffix != ".h5" or path.name.endswith(".weights.h5") or not path.is_file():
         raise ValueError(f"{here} is no .h5 file of keras.applications (others: --init_from)")
-    backbone = _Backbone(model.inputs, model.get_layer(last).output)
     try:
+        backbone = keras.Model(pixels.output, model.get_layer(last).output)
         _check_values(path)
         backbone.load_weights(path)
     except Exception as error:  # of any kind

@@ -74,14 +74,15 @@ def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     image = _picture(example["inputs"])
     targets = example["targets"] if isinstance(example["targets"], dict) else {}
     label = targets.get("label") if targets else example["targets"]
-    parts, words = [image], ""
+    parts, words, called = [image], "", dict(enumerate(names))
     if label is not None and np.shape(label)[:2] == image.shape[:2]:
         parts.append(COLOURS[np.reshape(label, image.shape[:2])])
     elif label is not None and np.shape(label) == ():
-        words = _name(label, names)
+        words = str(called.get(int(label), label))
         if {"other", "share"} <= targets.keys():  # mixed of two, by the first one's share
             share = round(100 * float(targets["share"]))
-            words = f"{share}% {words}, {100 - share}% {_name(targets['other'], names)}"
+            other = called.get(int(targets["other"]), targets["other"])
+            words = f"{share}% {words}, {100 - share}% {other}"
     times = -(-_SIDE // max(image.shape[:2]))
     drawn = Image.fromarray(np.hstack(parts).repeat(times, 0).repeat(times, 1))
     framed = Image.new("RGB", (drawn.width + 2, drawn.height + 2 + (_TEXT if words else 0)))
@@ -89,11 +90,6 @@ def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     if words:
         ImageDraw.Draw(framed).text((3, drawn.height + 1), words, fill="white", font_size=13)
     return np.asarray(framed)
-
-
-def _name(label: Any, names: Sequence[str]) -> str:
-    number = int(label)
-    return names[number] if 0 <= number < len(names) else str(number)
 
 
 def _picture(inputs: Any) -> np.ndarray:

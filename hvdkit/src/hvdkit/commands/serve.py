@@ -120,12 +120,10 @@ def answered(
         return {"rows": shown}
     classes, overlay = drawn
     counts = np.bincount(np.asarray(classes).ravel())
-    order = [int(c) for c in np.argsort(-counts, kind="stable") if counts[c]]
     shown = []
-    for c in order:
+    for c in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]:
         called = names[c] if c < len(names) else f"class {c}"
-        colour = "#" + bytes(COLOURS[c]).hex()
-        shown.append((called, f"{counts[c] / counts.sum():.1%}", colour))
+        shown.append((called, f"{counts[c] / counts.sum():.1%}", "#" + bytes(COLOURS[c]).hex()))
     overlay.save(buffer := io.BytesIO(), "PNG")
     picture = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     return {"rows": shown, "picture": picture}

@@ -47,7 +47,9 @@ def understood(path: Path, label: str) -> tuple[list[Item], Table]:
     if len(classes) < 2:
         raise ValueError(f"{path}: {label} is {classes[0]} in all rows: two classes are needed")
     if pictures:
-        return _items(path, files, labels, splits), {}
+        checked(path, labels)
+        names = ["_".join(file.relative_to(path.parent).with_suffix("").parts) for file in files]
+        return [Item(*of) for of in zip(splits, names, files, labels)], {}
     table = dict(_features(table))
     if not table:
         raise ValueError(f"{path}: no column but {label} tells rows apart")
@@ -106,12 +108,6 @@ def _splits(table: Table) -> list[str]:
                 f"the column {name} holds {join(sorted(words))}: give train, val or test"
             )
     return [""] * len(next(iter(table.values()), []))
-
-
-def _items(path: Path, files: list[Path], labels: list[str], splits: list[str]) -> list[Item]:
-    checked(path, labels)
-    names = ["_".join(file.relative_to(path.parent).with_suffix("").parts) for file in files]
-    return [Item(*of) for of in zip(splits, names, files, labels)]
 
 
 def checked(path: Path, labels: list[str]) -> set[str]:

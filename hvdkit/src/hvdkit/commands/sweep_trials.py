@@ -270,7 +270,7 @@ def _gpus() -> list[str]:
 
 def _last_error(log: Path) -> str:
     text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
-    return (re.findall(r"error: (.*)", text) or text.split("\n")[-2:] or [""])[-1]
+    return (re.findall(r"error: (.*)", text) or text.splitlines() or [""])[-1]
 
 
 def _short(value: object) -> str:

@@ -86,7 +86,9 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     scores = [run.scores() for run in runs]
     for name in dict.fromkeys(name for own in scores for name in own):
         rows.append([f"{name}, last", *(_text(own.get(name)) for own in scores)])
-    rows.append(["best score", *(_best(*pair) for pair in zip(measures, found))])
+    best = (max(scored, key=lambda one: one[0], default=None) for scored in found)
+    cells = (f"{m} {x[0]:.4f}, step {x[1]:,}" if x else "none" for m, x in zip(measures, best))
+    rows.append(["best score", *cells])
     if score is not None:
         reached = [next((x for x in scored if x[0] >= score), None) for scored in found]
         cells = (f"step {x[1]:,}, {x[2]:,.1f} s" if x else "not reached" for x in reached)
@@ -141,13 +143,6 @@ def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:
     begin = run.starts[0]["time"] if run.starts else math.nan
     rows = [column(run.evaluations, name) for name in (f"eval_{measure}", "step", "time")]
     return [(s, int(step), time - begin) for s, step, time in zip(*rows) if not math.isnan(s)]
-
-
-def _best(measure: str, found: Sequence[tuple[float, int, float]]) -> str:
-    if not found:
-        return "none"
-    score, step, _ = max(found, key=lambda one: one[0])
-    return f"{measure} {score:.4f}, step {step:,}"
 
 
 def _text(value: object) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+from matplotlib import cycler
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from hvdkit import whole_files
@@ -25,7 +27,6 @@ SIZE = (4.6, 2.7)  # inches: the width of a phone without zooming
 _MOST_POINTS = 400  # of a curve: what a screen can show
 _LONGEST = 24  # characters of a name
 _LEGEND = 60  # characters of one row of the legend
-_STYLES = ("-", "--", ":", "-.")
 _COLOURS = ("#2f7fd6", "#dd7a2c", "#2a9d74", "#b8559c", "#8a8f27", "#7d6bd0")
 # Replaced in the SVG: Matplotlib cannot use the page's colour.
 _INK, _FAINT = "#010203", "#010204"
@@ -40,20 +41,20 @@ _LOOK = {
     **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), _INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
     "lines.linewidth": 1.4,
+    "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=_COLOURS),
 }
 _numbers = itertools.count()
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --card: #f5f7fa; --text: #1b2430;
-        --soft: #5c6878; --line: #d5dbe3; --link: #1c62b0; }
+        --soft: #5c6878; --line: #d5dbe3; }
 @media (prefers-color-scheme: dark) {
-  :root { --back: #12161c; --card: #1b212a; --text: #e4e9f0; --soft: #9aa7b8; --line: #333d4b;
-          --link: #7db4f5; } }
+  :root { --back: #12161c; --card: #1b212a; --text: #e4e9f0; --soft: #9aa7b8; --line: #333d4b; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back);
        color: var(--text); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
 h1 { font-size: 1.5rem; margin: 0.5rem 0 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
-p { margin: 0.3rem 0; } .soft { color: var(--soft); }
+p { margin: 0.3rem 0; }
 .cards { display: grid; gap: 1rem; align-items: start;
          grid: auto-flow / repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 figure { margin: 0; padding: 0.6rem; background: var(--card); border-radius: 8px; }
@@ -69,7 +70,7 @@ th { font-weight: 600; color: var(--soft); } td { overflow-wrap: anywhere; min-w
 .chip { display: inline-block; margin: 0.15rem 0.9rem 0.15rem 0; white-space: nowrap; }
 .chip i { display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.35rem;
           border: 1px solid var(--line); vertical-align: -0.05rem; }
-.good { color: #1d8a55; } .bad { color: #cf4436; }
+.bad { color: #cf4436; }
 details { margin-top: 1rem; } summary { cursor: pointer; }
 pre { overflow-x: auto; background: var(--card); padding: 0.8rem; border-radius: 8px; }
 """
@@ -152,13 +153,11 @@ def curves(
     with matplotlib.rc_context(_LOOK):
         figure = Figure(SIZE, layout="constrained")
         axes = figure.add_subplot()
-        looks = itertools.cycle(itertools.product(_STYLES, _COLOURS))
-        for (name, (x, y)), (style, colour) in zip(lines.items(), looks):
+        for name, (x, y) in lines.items():
             x, y = thinned(x, y)
             alone = np.isfinite(y).sum() < 2
             name = _short(f" {name}" if name.startswith("_") else name)  # for the legend
-            look = {"color": colour, "linestyle": style, "marker": "o" if alone else None}
-            axes.plot(x, y, label=name, **look)
+            axes.plot(x, y, label=name, marker="o" if alone else None)
         for place in marks:
             axes.axvline(place, color=_COLOURS[1], linestyle=":")
         axes.set_xlabel(xlabel)
@@ -180,16 +179,13 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
     with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
         figure = Figure((SIZE[0], 0.7 + 0.19 * len(values)), layout="constrained")
         axes = figure.add_subplot()
-        names = list(map(_short, values))
-        places = range(len(names))
-        axes.barh(places, shown, color=list(colours) or _COLOURS[0], height=0.7)
-        axes.set_yticks(places, names)
+        names, colours = list(map(_short, values)), list(colours) or _COLOURS[0]
+        drawn = axes.barh(range(len(names)), shown, tick_label=names, color=colours, height=0.7)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_xlim(0, 1.12)
         axes.set_xticks([0, 0.5, 1])
-        for place, value in enumerate(values.values()):
-            text = "none" if math.isnan(value) else f"{value:.3f}"
-            axes.text(shown[place] + 0.01, place, text, va="center", fontsize=9)
+        texts = ["none" if math.isnan(value) else f"{value:.3f}" for value in values.values()]
+        axes.bar_label(drawn, texts, padding=2, fontsize=9)
         return _svg(figure, title)
 
 
@@ -200,10 +196,8 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
     with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
         figure = Figure((size, size), layout="constrained")
         axes = figure.add_subplot()
-        cells = np.zeros((count, count, 4))
-        cells[..., :3] = np.array([0x2F, 0x7F, 0xD6]) / 255
-        cells[..., 3] = shares  # 0 is the page's background
-        axes.imshow(cells, interpolation="nearest")
+        blue = ListedColormap(_COLOURS[:1])  # where nothing covers it, the page's background
+        axes.imshow(np.zeros_like(shares), blue, interpolation="nearest", alpha=shares)
         axes.set_xlabel("prediction")
         axes.set_ylabel("label")
         if count <= 30:
