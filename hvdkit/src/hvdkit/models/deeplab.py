@@ -74,13 +74,19 @@ def _atrous_resnet50() -> keras.Model:
     """keras.applications' ResNet-50, its last block with rates 2, 4 and 8 in place of its stride.
 
     Names and shapes of its layers are unchanged, so its published weights fit. A rate is the
-    multi-grid's factor times 2, which replaces the stride; layers read both in each call.
+    multi-grid's factor times 2, which replaces the stride.
     """
+    rates = {f"conv5_block{unit}_2_conv": 2 * factor for unit, factor in enumerate(_GRID, 1)}
+
+    def dilated(layer: layers.Layer) -> layers.Layer:
+        settings = layer.get_config()
+        if layer.name in ("conv5_block1_0_conv", "conv5_block1_1_conv"):
+            settings["strides"] = (1, 1)
+        elif layer.name in rates:
+            settings["dilation_rate"] = (rates[layer.name],) * 2
+        return layer.__class__.from_config(settings)
+
     image = keras.Input((None, None, 3), name="image")
     pixels = Preprocess(name="preprocess")(image)
-    made = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
-    for part in (0, 1):
-        made.get_layer(f"conv5_block1_{part}_conv").strides = (1, 1)
-    for unit, factor in enumerate(_GRID, 1):
-        made.get_layer(f"conv5_block{unit}_2_conv").dilation_rate = (2 * factor,) * 2
-    return made
+    plain = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
+    return keras.models.clone_model(plain, clone_function=dilated)
