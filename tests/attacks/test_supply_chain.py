@@ -1,59 +1,11 @@
 """What comes from others: packages, images, and the rights that these get."""
 
-import http.server
-import json
 import re
-import subprocess
 import sys
-import threading
 
 import kubernetes_validate
 import yaml
 from hosts import ROOT, run
-from projects import tracked
-
-
-def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
-    known = {"horovod": "CVE-2024-10190", "pillow": "CVE-2099-1"}
-    when = {"modified": "2026-01-01T00:00:00Z"}
-
-    class Service(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
-            ids = [known.get(query["package"]["name"]) for query in asked]
-            found = [{"vulns": [{"id": i} | when]} if i else {} for i in ids]
-            self.answer({"results": found})
-
-        def do_GET(self) -> None:
-            self.answer({"id": self.path.split("/")[-1]} | when)
-
-        def answer(self, found: object) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Service) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        service = f"--service-url=http://127.0.0.1:{server.server_port}"
-        for makefile in (ROOT / "Makefile", ROOT / "template" / "Makefile"):
-            command = re.search(r"uv audit (.*?)\$\(ARGS\)", makefile.read_text(), re.DOTALL)[1]
-            words = ["uv", "audit", *command.replace("\\", "").split(), service]
-            ended = subprocess.run(words, cwd=ROOT / "template", capture_output=True, text=True)
-            assert ended.returncode == 1 and "CVE-2099-1" in ended.stdout, ended.stderr
-            assert "CVE-2024" not in ended.stdout
-        server.shutdown()
-
-
-def test_nothing_starts_the_parts_of_horovod_that_unpickle():
-    ours = ("hvdkit/", "launch/", "docker/", "template/", "Makefile")
-    for name in tracked():
-        text = name.startswith(ours) and not name.endswith((".lock", ".png", ".md"))
-        if text and (ROOT / name).is_file():
-            text = (ROOT / name).read_text()
-            assert not re.search(r"host-discovery|--min-np|hvd\.elastic|horovod\.run\b", text), name
 
 
 def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights():
