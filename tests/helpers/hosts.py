@@ -4,7 +4,6 @@ A host is its sshd, in namespaces on a bridge that all share: with it ends all e
 """
 
 import contextlib
-import dataclasses
 import os
 import random
 import re
@@ -19,7 +18,7 @@ from typing import TypeVar
 
 import pytest
 
-from hvdkit.testing import ENVIRONMENT
+from hvdkit.testing import ENVIRONMENT, Launch, kill_session
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands for training where a launcher is tested.
@@ -45,29 +44,19 @@ def require(*programs: str) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    code: int
-    output: str
-    seconds: float
-
-
-def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Ended:
+def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Launch:
     """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
-    start = time.monotonic()
     how |= {"env": os.environ | ENVIRONMENT | (env or {}), "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     process = subprocess.Popen(list(map(str, words)), text=True, errors="replace", **how)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+        kill_session(process.pid)
         output, _ = process.communicate()
         lines = "\n".join(output.splitlines()[-_LAST_LINES:])
         raise AssertionError(f"{words} hung: killed after {timeout} s\n{lines}") from None
-    return Ended(process.returncode, output, time.monotonic() - start)
+    return Launch(process.returncode, output)
 
 
 class Host:
@@ -140,7 +129,7 @@ class Host:
         home = ["--", "env", f"HOME={self.home}"]
         return [*enter, "--pid", f"--wd={ROOT / 'template'}", *home, *map(str, command)]
 
-    def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Ended:
+    def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Launch:
         return run(self.words(*command), timeout, env)
 
     def sh(self, script: str) -> str:
