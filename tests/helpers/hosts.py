@@ -189,13 +189,9 @@ class Hosts:
         self._bridge.wait(10)
 
     def _wait_for_ssh(self, host: Host) -> None:
-        for _ in range(50):
-            words = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE, host.name, "hostname"]
-            ended = self[1].run(*words, timeout=10)
-            if ended.output.strip() == host.name:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"no ssh from node1 to {host.name}: {ended.output}")
+        words = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE, host.name, "hostname"]
+        there = lambda: self[1].run(*words, timeout=10).output.strip() == host.name  # noqa: E731
+        wait_for(there, f"no ssh from node1 to {host.name}", 10)
 
 
 @pytest.fixture(scope="module")
