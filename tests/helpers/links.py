@@ -18,15 +18,11 @@ _CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 
 
 def anchors(page: str) -> set[str]:
-    """Those of a page's headings; the second of one name gets -1, and so on."""
+    """Those of a page's headings; the second of one name gets -1."""
     found: set[str] = set()
     for title in re.findall(r"^#+ (.*)$", _CODE.sub("", page), re.M):
         text = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
-        number, name = 0, text
-        while name in found:
-            number += 1
-            name = f"{text}-{number}"
-        found.add(name)
+        found.add(f"{text}-1" if text in found else text)
     return found
 
 

@@ -102,16 +102,10 @@ def shared():
     return keras.Model([left, right], layers.Concatenate()([twice(left), twice(right)]))
 
 
-def two_inputs(structure):
-    left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
-    y = layers.Dense(2)(layers.Concatenate()([dense()(left), dense()(right)]))
-    return keras.Model(structure(left, right), y)
-
-
-def outputs(structure):
+def two_outputs():
     x = keras.Input((6,))
     y = bn()(dense()(x))
-    return keras.Model(x, structure(layers.Dense(2)(y), layers.Dense(3)(y)))
+    return keras.Model(x, {"one": layers.Dense(2)(y), "two": layers.Dense(3)(y)})
 
 
 def auxiliary(model, x, training):

@@ -1,4 +1,4 @@
-"""Benchmarks: the rows of peers.py, the table of gpu.py, the short form of scale.py."""
+"""Benchmarks: the table of gpu.py, the short form of scale.py."""
 
 import importlib.util
 import os
@@ -23,19 +23,6 @@ def benchmark(name: str):
 
 
 gpu, scale = benchmark("gpu"), benchmark("scale")
-
-
-@pytest.mark.slow
-def test_the_bare_loop_and_train_py_take_the_same_steps():
-    command = [FOLDER / "peers.py", "--rounds=1", "--windows=1", "bare", "template"]
-    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    rows = [line.split(" | ") for line in ended.stdout.splitlines()[2:]]
-    names = ["| this project, constant batch", "| bare Horovod loop, constant batch"]
-    assert [row[0] for row in rows] == names
-    for row in rows:
-        milliseconds, rate = float(row[1]), float(row[2])
-        assert rate == pytest.approx(16e3 / milliseconds, rel=0.02)
-    assert re.fullmatch(r"(\d\.\d{3}) \(\1 to \1\) \|", rows[1][3])
 
 
 def record(rate, **more):
