@@ -18,13 +18,12 @@ from typing import TypeVar
 
 import pytest
 
-from hvdkit.testing import ENVIRONMENT, Launch, kill_session
+from hvdkit.testing import ENVIRONMENT, Launch, kill_session, last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands for training where a launcher is tested.
 STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
 PORT = 2222
-_LAST_LINES = 60
 # Slower than this machine can copy, so that it is the same between all hosts.
 _SPEED = "root tbf rate 400mbit burst 64kb latency 100ms"
 _T = TypeVar("_T")
@@ -54,8 +53,8 @@ def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **h
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
         output, _ = process.communicate()
-        lines = "\n".join(output.splitlines()[-_LAST_LINES:])
-        raise AssertionError(f"{words} hung: killed after {timeout} s\n{lines}") from None
+        said = f"{words} hung: killed after {timeout} s\n{last_lines(output)}"
+        raise AssertionError(said) from None
     return Launch(process.returncode, output)
 
 

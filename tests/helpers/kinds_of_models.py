@@ -83,6 +83,19 @@ KINDS = {
         lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2))
     ),
     "state equal on all ranks": micro(lambda: between(dense(), Step(models.anneal, CALLS))),
+    "batch norm in functions": micro(models.InFunctions, (6, 3)),
+    "batch norm unrolled both ways": Kind(
+        lambda: Net(layers.Bidirectional(layers.RNN(models.Cell(), unroll=True)), dense()), (4, 3)
+    ),
+    "batch norm, channels first": Kind(
+        lambda: Net(dense(2), layers.BatchNormalization(axis=1)), (3, 2, 2)
+    ),
+    "batch norm with Keras's own flag": Kind(lambda: Net(dense(), bn(synchronized=True))),
+    "batch norm, masked": Kind(models.masked, (6, 4), lambda x, key: (x[..., :3], x[..., 3])),
+    "batch norm, masked, one channel": Kind(
+        lambda: Net(layers.Masking(0.0), dense(1), bn()),
+        *((6, 1), lambda x, key: x * tf.cast(x < 1, x.dtype)),
+    ),
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)
     ),

@@ -50,6 +50,29 @@ class Cell(layers.Layer):
         return y, [y]
 
 
+class InFunctions(keras.Model):
+    """One batch norm, called in a function that is called twice, and outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bn = layers.Dense(4), bn()
+
+    def build(self, shape):
+        self.part = tf.function(lambda y: tf.tanh(self.bn(y, training=True)), autograph=False)
+
+    def call(self, x, training=False):
+        if not training:
+            return self.bn(self.first(x))
+        y = self.first(x)
+        return self.part(y) + self.part(y * y + 1) + self.bn(tf.sin(y), training=True)
+
+
+def masked():
+    x, valid = keras.Input((6, 3)), keras.Input((6,))
+    y = bn()(dense()(x), mask=keras.ops.greater(valid, 0))
+    return keras.Model([x, valid], y)
+
+
 def functional(*parts, shape=(6, 3), dtype=None):
     x = y = keras.Input(shape, dtype=dtype)
     for part in parts:

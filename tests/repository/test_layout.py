@@ -13,7 +13,7 @@ FORK |= {"tasks/segmentation.py": 215, "tests/test_task.py": 120}
 
 def test_lint_finds_nothing():
     """Nor broken links, misspelt words and imports between rooms that do not point down."""
-    shell("make -o setup lint", ROOT)
+    shell("make -o setup lint", ROOT, timeout=600)
 
 
 def test_no_function_is_longer_than_60_lines():
