@@ -1,7 +1,6 @@
 """The demo's layout with little data, for runs of a few steps; a folder of checkpoints."""
 
 import signal
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -30,15 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest = [n for n, item in enumerate(others) if item.path.name == "test_small_runs.py"]
     at = longest[-1] + 1 if longest else len(others)
     items[:] = others[:at] + waiting + others[at:]
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Prints what tests counted, at the end, whichever process ran them."""
-    reports = [r for found in terminalreporter.stats.values() for r in found]
-    for report in reports:
-        if getattr(report, "when", "") == "call":
-            for title, lines in report.user_properties:
-                terminalreporter.write_line(f"{title}:\n{textwrap.indent(lines.strip(), '  ')}")
 
 
 @pytest.fixture(scope="session")

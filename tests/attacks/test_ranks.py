@@ -1,7 +1,6 @@
 """Nobody, the user of that name, on the host of a run: joins, speaks to each port, reads secrets."""
 
 import contextlib
-import hmac
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ from projects import tracked
 
 from hvdkit.ranks import proof
 from hvdkit.settings.project import ENGINE
-from hvdkit.testing import _HORUN, kill_session, launch
+from hvdkit.testing import _HORUN, kill_session
 from ranks import ROOT
 
 HERE = Path(__file__).parent
@@ -122,27 +120,14 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
     assert joined == (not secret)
 
 
-@pytest.mark.slow
-def test_the_cost_of_the_proof(record_property):
-    """On real ranks, and what each of 1,024 computes where the exchanges cost nothing."""
-    out = [launch(n, [HERE / "victim.py", "cost"], "mpirun").output for n in (1, 8)]
-    nonce, carrier = bytes(16), mock.Mock()
-    key = hmac.digest(b"secret", nonce * 1024, "sha256")
-    signed = [np.frombuffer(proof.sign(key, rank), np.uint8) for rank in range(1024)]
-    carrier.gather.side_effect = [[np.frombuffer(nonce, np.uint8)] * 1024, signed]
-    start = time.perf_counter()
-    assert proof.prove(carrier, 0, 1024, secret=b"secret") == key
-    seconds = time.perf_counter() - start
-    record_property("proof of who is a rank", "".join(out) + f"1,024 ranks: {seconds * 1e3:.1f} ms")
-    assert seconds < 0.5
-
-
-def test_no_code_of_ours_runs_what_it_reads():
+def test_no_code_of_ours_runs_what_it_reads_or_starts_the_parts_of_horovod_that_do():
     words = r"\b(cloud)?pickle|\beval\(|\bexec\(|shell=True|yaml\.load\(|allow_pickle=True"
     words += r"|extractall|import (shelve|marshal|dill)|(torch|marshal)\.load|safe_mode=False"
-    listed = [Path(name) for name in tracked() if name.endswith(".py")]
-    files = [str(file) for file in listed if "tests" not in file.parts]
-    assert len(files) > 100 and any(file.startswith("launch/") for file in files)
+    words += r"|host-discovery|--min-np|hvd\.elastic|horovod\.run\b"
+    other = (".lock", ".png", ".md", ".txt")
+    files = [name for name in tracked() if "tests" not in Path(name).parts]
+    files = [name for name in files if not name.endswith(other) and (ROOT / name).is_file()]
+    assert len(files) > 100 and any(name.startswith("launch/") for name in files)
     found = [
         f"{file}, line {number}: {line}"
         for file in files

@@ -10,7 +10,6 @@ import threading
 import kubernetes_validate
 import yaml
 from hosts import ROOT, run
-from projects import tracked
 
 
 def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
@@ -45,15 +44,6 @@ def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
         assert ended.returncode == 1 and "CVE-2099-1" in ended.stdout, ended.stderr
         assert "CVE-2024" not in ended.stdout
         server.shutdown()
-
-
-def test_nothing_starts_the_parts_of_horovod_that_unpickle():
-    ours = ("hvdkit/", "launch/", "docker/", "template/", "Makefile")
-    for name in tracked():
-        text = name.startswith(ours) and not name.endswith((".lock", ".png", ".md"))
-        if text and (ROOT / name).is_file():
-            text = (ROOT / name).read_text()
-            assert not re.search(r"host-discovery|--min-np|hvd\.elastic|horovod\.run\b", text), name
 
 
 def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights():

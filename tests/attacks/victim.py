@@ -1,4 +1,4 @@
-"""A rank of a run that lasts until the file argv[1] is there; with "cost", it times the proof."""
+"""A rank of a run that lasts until the file argv[1] is there."""
 
 import os
 import socket
@@ -10,7 +10,6 @@ import hvdkit.ranks.quiet  # noqa: F401
 
 # isort: split
 
-from hvdkit.ranks import proof
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.peers import Peers
 from hvdkit.settings import Settings
@@ -26,14 +25,6 @@ def ask(peers: Peers, question: bytes = b"") -> tuple[bytes, bytes]:
 
 
 world = world_lib.set_up(world_lib.connect(), Settings())
-if sys.argv[1] == "cost":
-    seconds = []
-    for _ in range(9):
-        start = time.perf_counter()
-        proof.prove(world.carrier, world.rank, world.size, secret=b"secret")
-        seconds.append(time.perf_counter() - start)
-    world_lib.say(world, f"{world.size} rank(s): {sorted(seconds)[4] * 1e3:.1f} ms")
-    sys.exit(world_lib.finish(world))
 with Peers(world, 600) as peers:
     files = len(os.listdir("/proc/self/fd"))
     print("ready", flush=True)

@@ -102,13 +102,9 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
             made = ("configs/tumours.cfg", "configs/pets.cfg", "configs/mine.cfg")  # by who reads
             assert (fork / flagfile).exists() or flagfile in made, page
     dockerfile = (fork / "Dockerfile").read_text()
-    (folder,) = re.findall(r"^ARG PROJECT=(.*)$", dockerfile, re.MULTILINE)
-    assert re.findall(r"^ARG ENGINE=(.*)$", dockerfile, re.MULTILINE) == [ENGINE]
-    copies = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.*) \S+$", dockerfile, re.MULTILINE)
-    assert len(copies) >= 5
-    copies = " ".join(copies).replace("${PROJECT}", folder).replace("${ENGINE}", ENGINE)
-    for copied in copies.split():
-        assert (fork / copied).exists(), copied
+    # What it copies from there: test_image.py.
+    places = dict(re.findall(r"^ARG (PROJECT|ENGINE)=(.*)$", dockerfile, re.MULTILINE))
+    assert places == {"PROJECT": ".", "ENGINE": ENGINE}
 
 
 def test_names_that_make_no_project_are_refused(source, tmp_path):

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -34,8 +33,8 @@ class FileServer:
 
         def serve() -> None:
             while not ended.is_set():
-                with _Server(("127.0.0.1", self.port), partial(_Handler, self)) as self._server:
-                    self.port = self._server.server_address[1]
+                with _Server(("127.0.0.1", self.port), _Handler) as self._server:
+                    self._server.files, self.port = self, self._server.server_address[1]
                     ready.set()
                     self._server.serve_forever(0.05)
                 ended.wait(away)
@@ -78,12 +77,8 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    def __init__(self, files: FileServer, *about: object) -> None:
-        self.files = files
-        super().__init__(*about)
-
     def do_GET(self) -> None:
-        self.files.answer(self)
+        self.server.files.answer(self)
 
     def log_message(self, *_: object) -> None:
         pass

@@ -4,7 +4,6 @@ A host is its sshd, in namespaces on a bridge that all share: with it ends all e
 """
 
 import contextlib
-import dataclasses
 import os
 import random
 import re
@@ -19,13 +18,12 @@ from typing import TypeVar
 
 import pytest
 
-from hvdkit.testing import ENVIRONMENT
+from hvdkit.testing import ENVIRONMENT, Launch, kill_session, last_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 # Stands for training where a launcher is tested.
 STAND_IN = [sys.executable, str(ROOT / "tests" / "helpers" / "stand_in" / "train.py")]
 PORT = 2222
-_LAST_LINES = 60
 # Slower than this machine can copy, so that it is the same between all hosts.
 _SPEED = "root tbf rate 400mbit burst 64kb latency 100ms"
 _T = TypeVar("_T")
@@ -45,29 +43,19 @@ def require(*programs: str) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ended:
-    code: int
-    output: str
-    seconds: float
-
-
-def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Ended:
+def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Launch:
     """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
-    start = time.monotonic()
     how |= {"env": os.environ | ENVIRONMENT | (env or {}), "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     process = subprocess.Popen(list(map(str, words)), text=True, errors="replace", **how)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
+        kill_session(process.pid)
         output, _ = process.communicate()
-        lines = "\n".join(output.splitlines()[-_LAST_LINES:])
-        raise AssertionError(f"{words} hung: killed after {timeout} s\n{lines}") from None
-    return Ended(process.returncode, output, time.monotonic() - start)
+        said = f"{words} hung: killed after {timeout} s\n{last_lines(output)}"
+        raise AssertionError(said) from None
+    return Launch(process.returncode, output)
 
 
 class Host:
@@ -140,7 +128,7 @@ class Host:
         home = ["--", "env", f"HOME={self.home}"]
         return [*enter, "--pid", f"--wd={ROOT / 'template'}", *home, *map(str, command)]
 
-    def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Ended:
+    def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Launch:
         return run(self.words(*command), timeout, env)
 
     def sh(self, script: str) -> str:
@@ -200,13 +188,9 @@ class Hosts:
         self._bridge.wait(10)
 
     def _wait_for_ssh(self, host: Host) -> None:
-        for _ in range(50):
-            words = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE, host.name, "hostname"]
-            ended = self[1].run(*words, timeout=10)
-            if ended.output.strip() == host.name:
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"no ssh from node1 to {host.name}: {ended.output}")
+        words = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE, host.name, "hostname"]
+        there = lambda: self[1].run(*words, timeout=10).output.strip() == host.name  # noqa: E731
+        wait_for(there, f"no ssh from node1 to {host.name}", 10)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import keras
 import small_models as models
 import tensorflow as tf
 from keras import layers
-from small_models import IDS, Block, Called, Net, Step, between, bn, dense, functional, weight
+from small_models import IDS, Block, Called, Net, Step, between, bn, dense, weight
 
 EQUAL = "the same weights on 1 and 2 ranks"
 BY_RANK = "finishes; draws by rank, so weights depend on their number"
@@ -60,24 +60,14 @@ KINDS = {
         lambda: between(Block(), Block()), still=("block/dense/bias", "block_1/dense/bias")
     ),
     "inputs a list": refused(
-        lambda: models.two_inputs(lambda a, b: [a, b]),
-        inputs=lambda x, key: list(halves(x, key)),
-        words=("tuple",),
+        models.shared, inputs=lambda x, key: list(halves(x, key)), words=("tuple",)
     ),
-    "inputs a dict": Kind(
-        lambda: models.two_inputs(lambda a, b: {"left": a, "right": b}),
-        inputs=lambda x, key: {"left": x[:3], "right": x[3:]},
-    ),
-    "outputs a dict": micro(lambda: models.outputs(lambda a, b: {"one": a, "two": b})),
+    "outputs a dict": micro(models.two_outputs),
     "another output in training": Kind(
         lambda: Called(models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3))
     ),
     "layers of float32": Kind(
         lambda: between(dense(dtype="float32"), bn(dtype="float32"), dense()), near=1e-5
-    ),
-    "embedding mixed": micro(
-        lambda: functional(layers.Embedding(IDS, 3), dense(), bn(), shape=(4,), dtype="int32"),
-        *((4,), ids),
     ),
     "embedding shared with the output": micro(models.tied, (4,), ids),
     "constraints": Kind(
@@ -93,6 +83,19 @@ KINDS = {
         lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2))
     ),
     "state equal on all ranks": micro(lambda: between(dense(), Step(models.anneal, CALLS))),
+    "batch norm in functions": micro(models.InFunctions, (6, 3)),
+    "batch norm unrolled both ways": Kind(
+        lambda: Net(layers.Bidirectional(layers.RNN(models.Cell(), unroll=True)), dense()), (4, 3)
+    ),
+    "batch norm, channels first": Kind(
+        lambda: Net(dense(2), layers.BatchNormalization(axis=1)), (3, 2, 2)
+    ),
+    "batch norm with Keras's own flag": Kind(lambda: Net(dense(), bn(synchronized=True))),
+    "batch norm, masked": Kind(models.masked, (6, 4), lambda x, key: (x[..., :3], x[..., 3])),
+    "batch norm, masked, one channel": Kind(
+        lambda: Net(layers.Masking(0.0), dense(1), bn()),
+        *((6, 1), lambda x, key: x * tf.cast(x < 1, x.dtype)),
+    ),
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)
     ),

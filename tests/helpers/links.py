@@ -1,6 +1,6 @@
 """Lists broken links in the project's pages: files, headings in them, named files.
 
-python tests/helpers/links.py [FILE.md ...]         by default all pages; make lint; no network
+python tests/helpers/links.py         no network; make lint
 """
 
 import re
@@ -18,15 +18,11 @@ _CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 
 
 def anchors(page: str) -> set[str]:
-    """Those of a page's headings; the second of one name gets -1, and so on."""
+    """Those of a page's headings; the second of one name gets -1."""
     found: set[str] = set()
     for title in re.findall(r"^#+ (.*)$", _CODE.sub("", page), re.M):
         text = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
-        number, name = 0, text
-        while name in found:
-            number += 1
-            name = f"{text}-{number}"
-        found.add(name)
+        found.add(f"{text}-1" if text in found else text)
     return found
 
 
@@ -53,13 +49,11 @@ def pages() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-def main(names: list[str]) -> int:
-    files = [Path(name) for name in names] or pages()
-    found = [fault for file in files for fault in broken(file)]
-    for fault in found:
-        print(fault, file=sys.stderr)
+def main() -> int:
+    found = [fault for page in pages() for fault in broken(page)]
+    print(*found, sep="\n", file=sys.stderr)
     return int(bool(found))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

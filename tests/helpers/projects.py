@@ -6,10 +6,8 @@ import subprocess
 from pathlib import Path
 
 import copier
+from hosts import ROOT, run
 
-from hvdkit import testing
-
-ROOT = Path(__file__).resolve().parents[2]
 GIT = {
     f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
 }
@@ -17,21 +15,12 @@ GIT |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
 def shell(command: str, folder: Path, timeout: float = 300) -> str:
-    """What a command prints; it must end well, and in time. Nothing it started outlives it."""
+    """What a command prints; it must end well, and in time."""
     # What a make that runs the tests was given is not meant for the projects' own.
-    own = {k: v for k, v in os.environ.items() if k not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")}
-    process = subprocess.Popen(
-        ["bash", "-euo", "pipefail", "-c", command],
-        cwd=folder, env=own | testing.ENVIRONMENT | GIT, text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    finally:
-        testing.kill_session(process.pid)
-    assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{output[-6000:]}"
-    return output
+    words = ["env", *(f"--unset={name}" for name in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES"))]
+    ended = run([*words, "bash", "-euo", "pipefail", "-c", command], timeout, GIT, cwd=folder)
+    assert ended.code == 0, f"{command}: exit code {ended.code}\n{ended.output[-6000:]}"
+    return ended.output
 
 
 def tracked() -> list[str]:

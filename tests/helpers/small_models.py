@@ -50,6 +50,29 @@ class Cell(layers.Layer):
         return y, [y]
 
 
+class InFunctions(keras.Model):
+    """One batch norm, called in a function that is called twice, and outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.bn = layers.Dense(4), bn()
+
+    def build(self, shape):
+        self.part = tf.function(lambda y: tf.tanh(self.bn(y, training=True)), autograph=False)
+
+    def call(self, x, training=False):
+        if not training:
+            return self.bn(self.first(x))
+        y = self.first(x)
+        return self.part(y) + self.part(y * y + 1) + self.bn(tf.sin(y), training=True)
+
+
+def masked():
+    x, valid = keras.Input((6, 3)), keras.Input((6,))
+    y = bn()(dense()(x), mask=keras.ops.greater(valid, 0))
+    return keras.Model([x, valid], y)
+
+
 def functional(*parts, shape=(6, 3), dtype=None):
     x = y = keras.Input(shape, dtype=dtype)
     for part in parts:
@@ -102,16 +125,10 @@ def shared():
     return keras.Model([left, right], layers.Concatenate()([twice(left), twice(right)]))
 
 
-def two_inputs(structure):
-    left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
-    y = layers.Dense(2)(layers.Concatenate()([dense()(left), dense()(right)]))
-    return keras.Model(structure(left, right), y)
-
-
-def outputs(structure):
+def two_outputs():
     x = keras.Input((6,))
     y = bn()(dense()(x))
-    return keras.Model(x, structure(layers.Dense(2)(y), layers.Dense(3)(y)))
+    return keras.Model(x, {"one": layers.Dense(2)(y), "two": layers.Dense(3)(y)})
 
 
 def auxiliary(model, x, training):

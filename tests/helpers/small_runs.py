@@ -162,6 +162,13 @@ def folder(world: World) -> Path:
     return Path(world.broadcast_object(made, "small_runs.folder"))
 
 
+def on_chief(world: World, act: Callable[[], object]) -> None:
+    """Rank 0 does it, while the others wait."""
+    if world.is_chief:
+        act()
+    world.gather_objects(None, "small_runs.on_chief")
+
+
 def fit(
     world: World, task: type = Small, *words: str, stop_signal: Any = None, **settings
 ) -> Outcome:

@@ -5,12 +5,13 @@ import fcntl
 import os
 import re
 import select
-import signal
 import subprocess
 import termios
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 CTRL_C = b"\x03"
 
@@ -41,9 +42,9 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         self._process.wait()
         self.hang_up()
 
@@ -70,21 +71,17 @@ class Terminal:
         code = self._process.returncode
         return code if code >= 0 else 128 - code
 
-    def processes(self) -> list[int]:
+    def processes(self) -> list[psutil.Process]:
         """What still runs of all that the command started, whatever session it moved to."""
-        mark, found = f"TEST_TERMINAL={self._mark}".encode(), []
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended, or is a zombie
-                if mark in file.read_bytes().split(b"\0"):
-                    found.append(int(file.parent.name))
-        return found
+        every = psutil.process_iter(["environ"])
+        return [p for p in every if (p.info["environ"] or {}).get("TEST_TERMINAL") == self._mark]
 
     def left_after(self, seconds: float) -> list[str]:
-        """Command lines of what still runs when so many seconds have passed; soon if nothing."""
+        """Names of what still runs when so many seconds have passed; soon if nothing."""
         end = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.05)
-        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in left]
+        return [str(process) for process in left]
 
     def _read(self) -> bool:
         """Takes what was printed in the next tenth of a second; whether there was any."""

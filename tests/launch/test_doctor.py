@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, Ended, Hosts, require, run
+from hosts import ROOT, Hosts, Launch, require, run
 
 sys.path.insert(0, str(ROOT / "launch"))
 import doctor
@@ -45,7 +45,7 @@ def wrong(output: str) -> list[str]:
     return [line.removeprefix("WRONG  ") for line in lines if line.startswith("WRONG")]
 
 
-def three(tmp_path: Path, setup: str, *words: str, **env: str) -> Ended:
+def three(tmp_path: Path, setup: str, *words: str, **env: str) -> Launch:
     require("unshare")
     (tmp_path / "as_hosts.sh").write_text(AS_HOSTS)
     command = ["mpirun", "-np", "3", "bash", tmp_path / "as_hosts.sh", *words]

@@ -1,4 +1,7 @@
-"""Batch norm on real ranks against plain references; run by test_reduction.py."""
+"""Batch norm on real ranks against plain references; run by test_reduction.py.
+
+That --bn_sync=full gives the gradients of one process: kinds_of_models.py.
+"""
 
 import tempfile
 
@@ -11,9 +14,8 @@ from shared_checks import gathered, rng
 from small_models import Block, Called, Cell, Net, functional
 
 from hvdkit.ranks import agreement
-from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw
-from hvdkit.train import batch_norm, gradients
+from hvdkit.train import batch_norm
 
 bn = layers.BatchNormalization
 SHARES = (5, 3, 2)  # rows of each rank, uneven
@@ -135,132 +137,6 @@ def check_moments_sync_is_the_law_of_total_variance(world):
     batch_norm.make_sync(model, "moments", weight=1.0 / world.size)()
     means = 1000 + 0.125 * np.arange(world.size)
     np.testing.assert_allclose(layer.moving_variance, 0.01 + means.var(), rtol=1e-5)
-
-
-class InFunctions(keras.Model):
-    """One batch norm, called in a function that is called twice, and outside of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.bn = layers.Dense(4), layers.BatchNormalization(momentum=0.5)
-
-    def build(self, shape):
-        self.part = tf.function(lambda y: tf.tanh(self.bn(y, training=True)), autograph=False)
-
-    def call(self, x, training=False):
-        if not training:
-            return self.bn(self.first(x))
-        y = self.first(x)
-        return self.part(y) + self.part(y * y + 1) + self.bn(tf.sin(y), training=True)
-
-
-def masked():
-    x, valid = keras.Input((6, 3)), keras.Input((6,))
-    y = layers.BatchNormalization()(layers.Dense(2)(x), mask=keras.ops.greater(valid, 0))
-    return keras.Model([x, valid], y)
-
-
-def frozen():
-    still = layers.BatchNormalization(trainable=False)
-    return functional(layers.Dense(4), still, layers.Dense(2), layers.BatchNormalization())
-
-
-# Name: how to make it, and the shape of one sample.
-MODELS = {
-    "custom layers of one name": (lambda: Net(Block(name="b"), Block(name="b")), (6, 3)),
-    "called in functions": (InFunctions, (6, 3)),
-    "unrolled both ways": (
-        lambda: Net(layers.Bidirectional(layers.RNN(Cell(), unroll=True))),
-        (4, 3),
-    ),
-    "frozen": (frozen, (6, 3)),
-    "channels first": (lambda: Net(layers.Dense(2), bn(axis=1, momentum=0.3)), (3, 2, 2)),
-    "keras's own flag": (lambda: Net(layers.Dense(2), bn(synchronized=True)), (6, 3)),
-    "masked": (masked, (6, 3)),
-    "masked, one channel": (lambda: Net(layers.Masking(0.0), layers.Dense(1), bn()), (6, 1)),
-}
-
-
-def whole_batch(world, shape):
-    """The global batch, float64, and this rank's rows of it."""
-    x, rows = uneven(world, shape, seed=3, dtype=np.float64)
-    x[1, :2] = 0.0  # masked, where there is a Masking layer
-    return [x, rng(4).normal(size=x.shape[:2])], rows
-
-
-def made(make, inputs):
-    """The model, called once on two samples, its weights not those it was made with."""
-    model = make()
-    model(feed(model, inputs, slice(0, 2)))
-    for i, variable in enumerate(model.variables):
-        variable.assign(0.5 + rng(8, i).random(variable.shape))
-    return model
-
-
-def feed(model, inputs, rows):
-    several = len(getattr(model, "inputs", None) or [None]) > 1
-    return [x[rows] for x in inputs] if several else tf.constant(inputs[0][rows])
-
-
-def trained(model, inputs, rows, steps):
-    """Gradients of a sum over `steps` micro-batches, by variable; moving statistics after it."""
-    weights = [raw(v) for v in model.trainable_variables]
-
-    def forward(x):
-        y = model(x, training=True)
-        factors = tf.range(1, y.shape[-1] + 1, dtype=y.dtype)
-        return [tf.reduce_sum(tf.sin(y) * factors)], tf.zeros([], y.dtype)
-
-    @tf.function(autograph=False)
-    def step(batch):
-        with tf.GradientTape() as tape:
-            (target,), _ = gradients.MicroBatches(steps, weights).loss(forward, batch)
-        return tape.gradient(target, weights)
-
-    batch = tf.nest.map_structure(lambda x: tf.stack([x] * steps), feed(model, inputs, rows))
-    grads = step(batch)
-    return grads, [raw(v).numpy() for v in model.non_trainable_variables]
-
-
-def in_float64(check):
-    def run(world):
-        world_lib.set_precision("float64")
-        try:
-            check(world)
-        finally:
-            world_lib.set_precision("float32")
-
-    return run
-
-
-def equal_to_one_process(world, name, steps):
-    make, shape = MODELS[name]
-    inputs, rows = whole_batch(world, shape)
-    plain = made(make, inputs)
-    if name == "keras's own flag":
-        plain.parts[1].synchronized = False
-    model = made(make, inputs)
-    assert batch_norm.synchronize(model) is model
-    grads, moving = trained(model, inputs, rows, steps)
-    theirs, their_moving = trained(plain, inputs, slice(None), steps)
-    everyone = world.gather_objects([np.asarray(g) for g in grads], "grads")
-    for variable, *parts, whole in zip(model.trainable_variables, *everyone, theirs):
-        message = f"{name}: {variable.path}"
-        np.testing.assert_allclose(sum(parts), whole, 1e-9, 1e-11, err_msg=message)
-    for variable, ours, whole in zip(model.non_trainable_variables, moving, their_moving):
-        np.testing.assert_allclose(ours, whole, 1e-12, err_msg=f"{name}: {variable.path}")
-
-
-@in_float64
-def check_batch_norm_at_any_depth_is_of_the_global_batch(world):
-    for name in MODELS:
-        equal_to_one_process(world, name, steps=1)
-
-
-@in_float64
-def check_accumulated_micro_batches_are_of_the_global_batch(world):
-    for name in ("called in functions", "custom layers of one name"):
-        equal_to_one_process(world, name, steps=3)
 
 
 def check_what_cannot_be_synchronized_is_refused_by_name(world):

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 from PIL import Image
-from small_runs import fit_config
+from small_runs import fit_config, on_chief
 
 from hvdkit import settings as settings_lib
 from hvdkit.commands.evaluate import evaluate
@@ -45,13 +45,16 @@ def train(world, run: Path) -> None:
     names = [f"digit {number}" for number in range(10)]  # kept by the checkpoint's data card
     with mock.patch.object(Digits, "class_names", names, create=True):
         fit_config(config, world, TASKS[run])
-    if world.is_chief and run is DIGITS:
-        for count in (3, 359):  # the first validation scans as PNG files
-            (FOLDER / f"in-{count}").mkdir()
-            for number in range(count):
-                image = Digits(None, "val").read(number)["image"].numpy()
-                Image.fromarray(image).save(FOLDER / f"in-{count}" / f"{number:03d}.png")
-    world.gather_objects(None, "commands.trained")
+    on_chief(world, scans if run is DIGITS else lambda: None)
+
+
+def scans() -> None:
+    """The first validation pictures as PNG files."""
+    for count in (3, 359):
+        (FOLDER / f"in-{count}").mkdir()
+        for number in range(count):
+            image = Digits(None, "val").read(number)["image"].numpy()
+            Image.fromarray(image).save(FOLDER / f"in-{count}" / f"{number:03d}.png")
 
 
 def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **own) -> str:
@@ -157,9 +160,7 @@ def bad_files(folder: Path) -> None:
 def check_bad_files_are_named_and_the_others_predicted(world):
     folder = FOLDER / "bad"
     train(world, DIGITS)
-    if world.is_chief:
-        bad_files(folder)
-    world.gather_objects(None, "commands.bad_files")
+    on_chief(world, lambda: bad_files(folder))
     pictures = [folder / "in", folder / "pipe.png"]
     said = call(predict, world, out=folder / "out", pictures=pictures, code=BUG)
     names = ["pipe.png", "text.png", "torn.png", "deep.png", "wide.tiff", "away.png"]

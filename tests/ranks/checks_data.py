@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from file_server import FileServer
 from PIL import Image
-from small_runs import USUAL, fit_config, folder, same
+from small_runs import USUAL, fit_config, folder, on_chief, same
 
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import CARD, export
@@ -42,24 +42,18 @@ classification.MODELS["one_layer"] = one_layer
 
 def pictures(world) -> Path:
     """Class folders of 3 classes: 6 pictures of each in train, 4 in val."""
-    root = folder(world)
-    if world.is_chief:
-        draw = np.random.default_rng(0)
+    root, draw = folder(world), np.random.default_rng(0)
+
+    def make() -> None:
         for split, count in (("train", 6), ("val", 4)):
             for name in NAMES:
                 (root / "data" / split / name).mkdir(parents=True)
                 for number in range(count):
                     pixels = draw.integers(0, 256, (8, 8, 3), np.uint8)
                     Image.fromarray(pixels).save(root / "data" / split / name / f"{number}.png")
-    changed(world, lambda: None)
+
+    on_chief(world, make)
     return root
-
-
-def changed(world, change) -> None:
-    """Changes files on rank 0, while the others wait."""
-    if world.is_chief:
-        change()
-    world.gather_objects(None, "checks_data.changed")
 
 
 def trained(world, root: Path, *words: str, code: int = DONE, task: type = Task, **settings):
@@ -73,17 +67,17 @@ def check_a_resume_on_changed_data_says_what_changed(world):
     root = pictures(world)
     train = root / "data" / "train"
     trained(world, root)
-    changed(world, lambda: (train / "bee").rename(train / "zebra"))
+    on_chief(world, lambda: (train / "bee").rename(train / "zebra"))
     words = ("split train", "has zebra", "it lacks bee", "name its classes as the model does")
     trained(world, root, *words, code=WRONG_USE, num_steps=4)
-    changed(world, lambda: (train / "zebra").rename(train / "bee"))
+    on_chief(world, lambda: (train / "zebra").rename(train / "bee"))
 
     def change():
         (train / "ape" / "3.png").unlink()
         (train / "cat" / "0.png").unlink()
         (train / "bee" / "5.png").rename(train / "bee" / "new.png")
 
-    changed(world, change)
+    on_chief(world, change)
     what = "18 samples then, 16 now: 3 gone (ape/3.png, bee/5.png, cat/0.png), 1 added (bee/new.png"
     words = ("since step-00000002", what, "--accept_changed_data")
     trained(world, root, *words, code=WRONG_USE, num_steps=4)
@@ -102,7 +96,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
         for name in ("cat", "bee"):
             (root / "data" / "val" / name).rename(root / "test" / "some" / name)
 
-    changed(world, change)
+    on_chief(world, change)
     flags = [f"--data_dir={root / 'test'}", "--val_split=some"]
     own = {"checkpoint": "last", "ema": True, "worst": 0, "out": root / "scores"}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -134,7 +128,7 @@ def slow_check_an_order_by_shards_goes_on_where_a_resume_begins(world):
 
     for split in ("train", "val"):  # all ranks share the work
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
-    changed(world, lambda: None)
+    on_chief(world, lambda: None)
     about = {"data_dir": str(root / "packed"), "data_format": "records", "global_batch_size": 4}
     ended = []
     for shards, steps in ((0, (6,)), (2, (6,)), (2, (3, 6))):
@@ -151,7 +145,7 @@ def slow_check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(
     root = pictures(world)
     for split in ("train", "val"):
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
-    changed(world, lambda: None)
+    on_chief(world, lambda: None)
     server, ended = FileServer(root / "packed"), []
     about = {"data_format": "records", "global_batch_size": 4, "num_steps": 30, "shuffle_shards": 1}
     about["data_dir"] = str(root / "packed")
@@ -187,9 +181,9 @@ def slow_check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(worl
         Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(file)
         hashed("1 of 18 files")
 
-    changed(world, hashed)
+    on_chief(world, hashed)
     trained(world, root, num_steps=4)
-    changed(world, replace)  # names and sizes are as before
+    on_chief(world, replace)  # names and sizes are as before
     words = ("since step-00000004", "18 samples have files of other contents")
     trained(world, root, *words, code=WRONG_USE, num_steps=6)
     trained(world, root, num_steps=6, accept_changed_data=True)
@@ -223,7 +217,7 @@ def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
         file = train / "cat" / "0.png"
         file.write_bytes(file.read_bytes()[:-40])
 
-    changed(world, spoil)
+    on_chief(world, spoil)
     trained(
         world, root, "0.png", "zero bytes", code=WRONG_USE, num_steps=6, run_dir=str(root / "no")
     )

@@ -2,11 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-from small_runs import Small, fit, fit_config, folder
+from small_runs import Small, fit, fit_config, folder, on_chief
 
 from hvdkit import settings as settings_lib
 from hvdkit.data import scenes
@@ -20,10 +19,8 @@ from tasks.segmentation import Task
 def made(world) -> Path:
     """A folder with scenes in its folder data, which rank 0 has made."""
     root = folder(world)
-    if world.is_chief:
-        settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
-        scenes.ensure_demo(root / "data", settings)
-    world.gather_objects(None, "errors.data")
+    settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
+    on_chief(world, lambda: scenes.ensure_demo(root / "data", settings))
     return root
 
 
@@ -31,13 +28,6 @@ def config(root: Path, *flags: str) -> Settings:
     places = (f"--data_dir={root / 'data'}", f"--run_dir={root / 'run'}")
     words = ["train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS, *places]
     return settings_lib.parse([*words, *flags])
-
-
-def changed(world, change: Callable[[], object]) -> None:
-    """Rank 0 changes the data; the others wait."""
-    if world.is_chief:
-        change()
-    world.gather_objects(None, "errors.changed")
 
 
 def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world):
@@ -49,19 +39,19 @@ def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world)
         ended = fit_config(config(root, *flags), world, Task, word, code=WRONG_USE)
         assert len(set(world.gather_objects(ended.message, "errors.message"))) == 1
 
-    changed(world, lambda: (root / "file").write_text("in the way"))
+    on_chief(world, lambda: (root / "file").write_text("in the way"))
     refused("file", f"--run_dir={root}/file/run")
     picture = root / "data" / "images" / f"{first['val']}.png"
-    changed(world, lambda: picture.write_bytes(b"not a picture"))
+    on_chief(world, lambda: picture.write_bytes(b"not a picture"))
     refused(picture.name, "--num_steps=1")
-    changed(world, lambda: (splits / "train.txt").write_text(first["train"]))
+    on_chief(world, lambda: (splits / "train.txt").write_text(first["train"]))
     refused(f"1 training samples are fewer than the {world.size} ranks")
 
 
 def check_data_that_are_away_are_waited_for(world):
     root = made(world)
     fit_config(config(root, "--num_steps=1"), world, Task)
-    changed(world, lambda: (root / "data").rename(root / "away"))
+    on_chief(world, lambda: (root / "data").rename(root / "away"))
     fit_config(config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW)
 
 

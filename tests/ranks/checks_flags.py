@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 from flag_values import Row, words
-from small_runs import CLASSES, FEATURES, Outcome, Small, fit_config, folder
+from small_runs import CLASSES, FEATURES, Outcome, Small, fit_config, folder, on_chief
 from tensorflow.python.framework import config as tf_config
 
 from hvdkit import settings as settings_lib
@@ -68,14 +68,10 @@ class Sweep:
         self.names["threads"] = str(tf_config.get_intra_op_parallelism_threads())
         self.names |= {n: str(self.folder / n) for n in ("run", "plain", "keras", "first")}
         self.names["keras"] += ".keras"
-        if world.is_chief:
-            (self.folder / "usual.cfg").write_text(flag_values.USUAL)
-        world.gather_objects(None, "flags.usual")
+        on_chief(world, lambda: (self.folder / "usual.cfg").write_text(flag_values.USUAL))
         self.run([f"--run_dir={self.names['plain']} --num_steps=1"])
         made = self.run([f"--run_dir={self.names['run']} --ema_decay=0.5 --seed=3"])
-        if world.is_chief:
-            made.model.save(self.names["keras"])
-        world.gather_objects(None, "flags.keras")
+        on_chief(world, lambda: made.model.save(self.names["keras"]))
 
     def parse(self, values: Iterable[str]) -> Settings:
         flags = [word.format(**self.names) for word in words(values)]

@@ -16,7 +16,7 @@ from hvdkit.data.pipeline import EvaluationFeed
 from hvdkit.data.source import Arrays
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.ranks import world as world_lib
-from hvdkit.run import context as run_lib
+from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import task_checks
@@ -87,11 +87,8 @@ def of_model(run):
 def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     """Figures, and variables, of a model made anew with the run's newest checkpoint."""
     config = dataclasses.replace(Settings(), **settings)
-    with mock.patch.object(run_lib.tasks, "load", task):
-        run = run_lib.prepare(config, world)
-    run.checkpoints.restore(
-        run.checkpoints.find("auto", config.num_steps), run.state.variables, config
-    )
+    with mock.patch.object(load_run.tasks, "load", task):
+        run, _ = load_run.restored(config, world, "last")
     reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
     feed = EvaluationFeed(run.val_source, reader, size, rank=world.rank, size=world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches

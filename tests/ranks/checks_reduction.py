@@ -2,17 +2,15 @@
 
 import dataclasses
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from refusals import refused
 from shared_checks import PLAIN, rank_sums, rng
 from small_models import Called
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
-from hvdkit.train import gradients, reduction
+from hvdkit.train import gradients
 
 
 def reduced(world, config, loss, variables):
@@ -133,13 +131,6 @@ def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
         if not config.deterministic:
             nothing = reduced(world, config, lambda: tf.constant(1.0), model.trainable_variables)
             assert nothing == [None] * 9, setting
-
-
-def check_a_backend_that_was_not_started_is_refused(world):
-    other = "gloo" if hvd.mpi_enabled() else "mpi"
-    for wanted, words in ((other, f"horovodrun --{other}"), ("nccl", "no NCCL")):
-        config = dataclasses.replace(PLAIN, reduce_backend=wanted)
-        refused(lambda c=config: reduction.check_backend(c), words)
 
 
 def check_compression_halves_what_travels_and_stays_close(world):

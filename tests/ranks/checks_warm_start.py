@@ -30,10 +30,6 @@ def summary(name: str) -> dict:
     return json.loads((RUNS / name / "summary.json").read_text())
 
 
-def near(one: float, other: float, limit: float) -> bool:
-    return math.isclose(one, other, rel_tol=limit)
-
-
 def state(name: str, step: int) -> dict[str, np.ndarray]:
     path = RUNS / name / "checkpoints" / f"step-{step:08d}" / "state.npz"
     with np.load(path) as file:
@@ -94,10 +90,10 @@ def check_two_ranks_suggest_the_same_rate(world):
 
 def check_two_ranks_evaluate_the_same_averages(world):
     run(world, "two", *STEADY, "--ema_decay=0.8")
-    assert near(summary("two")["eval_loss"], summary("one")["eval_loss"], 1e-5)
+    assert math.isclose(summary("two")["eval_loss"], summary("one")["eval_loss"], rel_tol=1e-5)
     before = summary("one")["eval_loss"]
     run(world, "one", *STEADY, "--ema_decay=0.8")  # has nothing left to do but to evaluate
-    assert near(summary("one")["eval_loss"], before, 1e-9)
+    assert math.isclose(summary("one")["eval_loss"], before, rel_tol=1e-9)
 
 
 def check_two_ranks_end_at_the_same_step_again(world):
@@ -106,7 +102,9 @@ def check_two_ranks_end_at_the_same_step_again(world):
     assert summary("early")["step"] == 8
     records = (RUNS / "early" / "metrics.jsonl").read_text().count("eval")
     run(world, "early", *EARLY)  # has nothing left to do but to evaluate
-    assert summary("early")["step"] == 8 and near(summary("early")["eval_loss"], before, 1e-6)
+    assert summary("early")["step"] == 8 and math.isclose(
+        summary("early")["eval_loss"], before, rel_tol=1e-6
+    )
     assert (RUNS / "early" / "metrics.jsonl").read_text().count("eval") == records
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks: the file of `make bench`, the table of gpu.py, the short form of scale.py."""
+"""Benchmarks: the table of gpu.py, the short form of scale.py."""
 
 import importlib.util
 import os
@@ -23,62 +23,6 @@ def benchmark(name: str):
 
 
 gpu, scale = benchmark("gpu"), benchmark("scale")
-LATE = """
-import time
-try:
-    print("| begun |", flush=True)
-    time.sleep(60)
-finally:  # as where a launch takes its ranks with it
-    open({left!r}, "w").close()
-"""
-
-
-@pytest.fixture
-def results(tmp_path, monkeypatch):
-    module = benchmark("results")
-    (tmp_path / "well.py").write_text("import sys; print('| well |', *sys.argv[1:])")
-    (tmp_path / "ill.py").write_text("print('| half |'); raise SystemExit('no')")
-    (tmp_path / "late.py").write_text(LATE.format(left=str(tmp_path / "left")))
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    monkeypatch.setattr(module, "TIMEOUT", 2)
-    return module
-
-
-def parts(results, *names: str) -> dict:
-    return {n: results.Part(f"The {n}", f"{n}.py --rows=2", n == "well", "Why.") for n in names}
-
-
-def test_the_others_run_when_one_fails_or_hangs(results, tmp_path):
-    out = tmp_path / "RESULTS.md"
-    assert results.run_all(parts(results, "ill", "late", "well"), None, out) == 1
-    text = out.read_text()
-    assert "**failed with exit code 1** after 0 min 0 s. Why.\n\n| half |" in text
-    assert re.search(r"exit code 124\*\* after 0 min [23] s\. Why\.\n\n\| begun \|", text)
-    assert "| well | --rows=2\n" in text
-    assert (tmp_path / "left").exists(), "it could clean up"
-
-
-@pytest.mark.slow
-def test_benchmarks_have_the_flags_that_make_bench_gives(results):
-    for part in results.PARTS.values():
-        file, *words = part.command.partition(" -- ")[0].split() + ["--torch"] * part.torch
-        flags = [word for word in words if word.startswith("--")]
-        command = [sys.executable, FOLDER / file, "--help"]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert not {flag.partition("=")[0] for flag in flags} - {*re.findall(r"--\w+", shown)}, file
-
-
-@pytest.mark.slow
-def test_the_bare_loop_and_train_py_take_the_same_steps():
-    command = [FOLDER / "peers.py", "--rounds=1", "--windows=1", "bare", "template"]
-    ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    rows = [line.split(" | ") for line in ended.stdout.splitlines()[2:]]
-    names = ["| this project, constant batch", "| bare Horovod loop, constant batch"]
-    assert [row[0] for row in rows] == names
-    for row in rows:
-        milliseconds, rate = float(row[1]), float(row[2])
-        assert rate == pytest.approx(16e3 / milliseconds, rel=0.02)
-    assert re.fullmatch(r"(\d\.\d{3}) \(\1 to \1\) \|", rows[1][3])
 
 
 def record(rate, **more):

@@ -1,21 +1,19 @@
-"""The shape of the code, links between pages, spelling, and what flagfiles say of themselves."""
+"""Lint, the shape of the code, and what flagfiles say of themselves."""
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
-import links
 import pytest
-from hosts import ROOT
+from projects import ROOT, shell
 
 FORK = {"train.py": 100, "settings.py": 40, "models.py": 120, "tasks/blank.py": 110}
 FORK |= {"tasks/segmentation.py": 215, "tests/test_task.py": 120}
 
 
-def test_imports_between_rooms_point_down():
-    ended = subprocess.run(["lint-imports", "--no-cache"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
+def test_lint_finds_nothing():
+    """Nor broken links, misspelt words and imports between rooms that do not point down."""
+    shell("make -o setup lint", ROOT, timeout=600)
 
 
 def test_no_function_is_longer_than_60_lines():
@@ -30,17 +28,6 @@ def test_no_function_is_longer_than_60_lines():
 @pytest.mark.parametrize("name", FORK)
 def test_a_forks_file_is_read_in_one_sitting(name):
     assert len((ROOT / "template" / name).read_text().splitlines()) <= FORK[name]
-
-
-def test_every_link_leads_somewhere():
-    assert len(links.pages()) > 10
-    assert [fault for page in links.pages() for fault in links.broken(page)] == []
-
-
-def test_words_are_spelt_right():
-    words = "git ls-files | grep -v '\\.lock$\\|\\.png$' | xargs codespell"
-    ended = subprocess.run(words, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "template/configs").glob("*.cfg")), ids=str)

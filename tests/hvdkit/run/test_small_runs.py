@@ -6,7 +6,7 @@ from ranks import CHECKS, names_of_checks, run_checks
 
 # On 1 rank as on 2.
 BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
-OF_TWO = ("tasks", "task_models", "stragglers", "errors", "model_doctor")
+OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")
 PARTS = {1: BOTH, 2: (*BOTH, *OF_TWO), 3: ("objective",)}
 # Those of a task are there where the task is.
 FILES = {
