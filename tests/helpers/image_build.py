@@ -1,6 +1,6 @@
-"""Builds the CPU image and trains in it; with Docker, in two containers over ssh as well.
+"""Builds the CPU image and trains in it: in one container, and in two over ssh.
 
-make image-test    as root, with buildah and debootstrap; 35 minutes
+make image-test    as root, with buildah and debootstrap; 35 minutes; with Docker, compose too
 """
 
 import importlib.metadata
@@ -11,11 +11,12 @@ import resource
 import shlex
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, require, run
+from hosts import ROOT, Hosts, make_key, require, run
 from projects import make, repository
 
 BASE, IMAGE = "localhost/bookworm:base", "localhost/train:cpu"
@@ -73,8 +74,9 @@ def build(project: Path, image: str, *flags: str, **settings: str) -> None:
     if _WHEELS:  # Horovod is compiled once
         Path(_WHEELS).mkdir(parents=True, exist_ok=True)
         words += ["--volume", f"{_WHEELS}:/tmp/wheels"]
+    start = time.monotonic()
     ended = run(words, 2400, env=env | settings)
-    print(ended.output[-3000:])
+    print(ended.output[-3000:], f"\n{image} built in {time.monotonic() - start:.0f} s")
     assert ended.code == 0, ended.output[-8000:]
 
 
@@ -93,7 +95,7 @@ def roots(sbom: Path) -> Iterator[list[Path]]:
 def inside(root: Path, *command: str, image: str = IMAGE, user: str = "") -> list[str]:
     """A container's command, with the image's entrypoint and variables; `user`: another UID:GID."""
     about = config(image)
-    variables = " ".join(map(shlex.quote, about["Env"]))
+    variables = " ".join(map(shlex.quote, [*about["Env"], "PROOF=seen"]))
     script = (
         f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; "
         f"mount --bind /etc/hosts {root}/etc/hosts; mount -t tmpfs -o mode=1777 tmpfs {root}/tmp; "
@@ -239,6 +241,27 @@ def test_a_fork_builds_its_own_image(sbom: Path, tmp_path: Path):
         buildah("rm", container)
 
 
+def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
+    """As docker/compose.yaml starts them: node2 serves ssh, node1 launches."""
+    hosts = Hosts(tmp_path, 2, ssh_port=2200)  # the image's own server has 2222
+    try:
+        make_key(key := tmp_path / "id_ed25519")
+        for root in roots:
+            own = root / "home/trainer/.ssh"
+            for name, source in (("id_ed25519", key), ("authorized_keys", f"{key}.pub")):
+                shutil.copy(source, own / name)
+                os.chown(own / name, 1000, 1000)
+        server = subprocess.Popen(hosts[2].words(*inside(roots[1], "sshd")))
+        ended = run(hosts[1].words(*inside(roots[0], "sh", "-c", _LAUNCH)), 400)
+        assert ended.code == 0, ended.output[-4000:]
+        for text in ("PROOF=seen", "2 ranks on 2 host(s) (node1, node2)", "step 3/3"):
+            assert text in ended.output
+        server.terminate()
+        assert server.wait(20) is not None
+    finally:
+        hosts.end()
+
+
 @pytest.fixture
 def compose(sbom: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], list[str]]]:
     """docker-compose and its files, where node1 runs another command."""
@@ -270,3 +293,11 @@ def test_compose_trains_on_two_nodes(compose, code: int, flags: list[str], *, sa
     ended = run([*compose([*_TRAIN, *flags]), "up", "--exit-code-from", "node1"], 500)
     assert ended.code == code and said in ended.output, ended.output[-5000:]
     assert code or "2 ranks on 2 host(s) (node1, node2)" in ended.output
+
+
+_LAUNCH = (
+    "for i in 1 2 3 4 5 6 7 8 9; do ssh node2 true && break; sleep 1; done; "
+    "ssh node2 env | grep PROOF && "
+    "launch/hosts.sh -H node1:1,node2:1 --interface eth0 python train.py "
+    f"--flagfile=configs/demo.cfg {' '.join(_TINY)}"
+)

@@ -91,6 +91,20 @@ def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_slurm_gives_out_the_trials_of_a_sweep(slurm: Slurm, tmp_path: Path):
+    """Two at a time, each a job step of its own, on the nodes that are free."""
+    srun = " ".join(["srun --mpi=pmix --nodes=1 --ntasks=1 --exclusive", *TRAINING])
+    words = ["sweep", str(ROOT / "template/configs/blank.cfg"), "--base_lr=0.001,0.01"]
+    words += ["--num_steps=40", "--eval_every=20", "--trials=2", "--jobs=2"]
+    words += [f"--folder={tmp_path}/sweep", f"--launch={srun}"]
+    slurm(str(Path(sys.executable).with_name("hvdkit")), *words, cwd=ROOT / "template")
+    logs = [path.read_text() for path in sorted((tmp_path / "sweep").glob("trial-*.log"))]
+    assert {"(node1)" in log for log in logs} == {True, False} and len(logs) == 2, logs
+    assert all("1 rank on 1 host(s) (node" in log for log in logs), logs
+    assert (tmp_path / "sweep" / "best.cfg").exists()
+
+
+@pytest.mark.slow
 def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm, tmp_path: Path):
     """Slurm gives the script a rank too, though it has no peers."""
     alone = " ".join([*BLANK, f"--run_dir={tmp_path}/run"])

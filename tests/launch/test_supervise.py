@@ -1,6 +1,7 @@
 """hvdkit supervise: what it starts again, how often and where, and what a stop signal does."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -268,11 +269,34 @@ def test_it_goes_on_with_the_hosts_that_are_left_and_takes_them_back(tmp_path: P
 
 
 _TINY = [sys.executable, "train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS]
+CRASH = """
+import os, signal, sys
+import hvdkit, train
+def crashing(run):
+    step = run.make_step(train.make_step)
+    for batch in run.batches():
+        if run.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGABRT)
+        run.after_step(step(batch))
+sys.exit(hvdkit.main(crashing, train.Settings, sys.argv))
+"""
 TAKE = """
 import pathlib, sys
 from hvdkit.checkpoint import lease
 lease.take(pathlib.Path(sys.argv[1]))
 """
+
+
+@pytest.mark.slow
+def test_a_native_crash_ends_all_at_once_with_its_trace(tiny: list[str]):
+    words = [ROOT / "launch/hosts.sh", "-np", "2", sys.executable, "-c", CRASH]
+    ended = run([*words, "--flagfile=configs/demo.cfg", *tiny], 100, cwd=ROOT / "template")
+    assert ended.code == 134, ended.output
+    parts = re.findall(r"\[1,1\]<stderr>:(.*?)(?=\[1,[01]\]<std|$)", ended.output, re.S)
+    said = "".join(parts)  # without what rank 0 wrote between them
+    assert "Fatal Python error: " in said and ", line 8 in crashing" in said, said
+    where = f"rank 1 with PID \\d+ on node {os.uname().nodename} exited on signal 6"
+    assert re.search(where, ended.output), ended.output
 
 
 def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, tmp_path: Path):

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from unittest import mock
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -220,6 +221,44 @@ def check_a_variable_without_gradient_is_allowed_on_every_rank_and_named_on_one(
             np.testing.assert_array_equal(a, b)
     model = branching(world.rank != 1)
     differ(lambda: regression_step(world, PLAIN, model), "second/kernel", "rank 1 ")
+
+
+def check_state_that_differs_between_ranks_is_named(world):
+    named = {name: tf.Variable([1.0, 2.0]) for name in ("a", "b", "c", "d", "e")}
+    agreement.check_same_state(world, named, 1)
+    last = world.size - 1
+    if world.rank == last:
+        named["c"].assign([1.0, np.nextafter(np.float32(2), np.float32(3))])
+
+    def check():
+        agreement.check_same_state(world, named, 2)
+
+    differ(check, "at step 2 c on", f"rank {last} ", "memory or a device may be faulty")
+    if world.rank == last:
+        for variable in named.values():
+            variable.assign([3.0, 3.0])
+    differ(check, "a, b, c and 2 more", f"rank {last} ")
+    named = {"a": tf.Variable(1.0)} | ({"new": tf.Variable(1.0)} if world.rank == last else {})
+    differ(check, "at step 2 new on", f"rank {last} ")
+
+
+def check_collectives_that_differ_by_name_or_shape_are_named(world):
+    odd = world.rank == world.size - 1
+
+    def check(made):
+        traced = tf.function(made, autograph=False).get_concrete_function()
+        return lambda: agreement.check_collectives(world, traced)
+
+    def reduced(name, size):
+        return hvd.allreduce(tf.zeros([size]), name=name, op=hvd.Sum)
+
+    size, rank = (4 if odd else 3), f"rank {world.size - 1} "
+    differ(check(lambda: reduced("odd" if odd else "even", 3)), "odd", "even", rank)
+    differ(check(lambda: reduced("same", size)), "same", "[4]", "[3]", rank)
+    hidden = lambda: tf.cond(  # noqa: E731
+        tf.constant(True), lambda: reduced("same", size), lambda: tf.zeros([size])
+    )
+    differ(check(hidden), "same", "[4]", "[3]", rank)
 
 
 def check_dropout_draws_belong_to_the_sample(world):

@@ -16,7 +16,7 @@ EVERY_CHANGE = {
     "subclassed", "layers made in call", "outputs a dict", "frozen model inside",
     "state equal on all ranks", "dropout, subclassed",
     "state of the batch", "recurrent with state", "weight as tf.Variable", "layer out of sight",
-    "draws without a generator",
+    "draws without a generator", "batch norm in functions", "batch norm, masked",
 }  # fmt: skip
 
 
