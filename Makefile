@@ -1,4 +1,5 @@
 # make, make help: what there is.
+LOCKED_IN = template
 include docker/common.mk
 TORCH ?= .cache/peers/bin/python
 

@@ -1,6 +1,7 @@
 # What the Makefile of the repository and that of a project made from it share.
 # PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
 PYTHON ?= python3
+LOCKED_IN ?= .
 # All GPUs of this host, else two ranks.
 NP ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),2)
 # Where .venv leads to: a set-up elsewhere may switch it in mid-run.
@@ -28,7 +29,7 @@ lock: ## uv.lock anew, after a change of requirements*.txt
 	@docker/install-horovod.sh --lock
 
 audit: setup ## known vulnerabilities in uv.lock, but for two of Horovod in code that is not used here
-	@cd $(dir $(wildcard uv.lock template/uv.lock)) && $(IN_VENV) uv audit --frozen \
+	@cd $(LOCKED_IN) && $(IN_VENV) uv audit --frozen \
 		--preview-features audit-command --ignore CVE-2024-10190 --ignore CVE-2026-31234 $(ARGS)
 
 wheelhouse: ## all that set-up downloads, into WHEELHOUSE=wheelhouse; then make setup WHEELHOUSE=...
