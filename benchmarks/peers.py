@@ -329,11 +329,12 @@ def _feed(task, rank: int, size: int, *, steps: int):
     """As train.py makes it."""
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
+    from hvdkit.ranks import world
 
     source, _ = task.sources()
     order = Sampler(len(source), task.config.global_batch_size, 1, task.config.seed, rank, size)
     read = reader(source, task.training_example, keyed=True)
-    return TrainingFeed(source, order, read, num_steps=steps, workers=1)
+    return TrainingFeed(source, order, read, num_steps=steps, workers=1, device=world.gpu())
 
 
 def _batch(feed):

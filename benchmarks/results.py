@@ -112,14 +112,15 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
 
 def run(command: Sequence[object]) -> tuple[int, str]:
     """Exit code (124: it took longer than TIMEOUT) and standard output, shown as it comes."""
-    # By SIGINT, as Ctrl-C does: then it ends the ranks that it started, in sessions of their own.
+    # By SIGINT, once, as a second one would end its own ending of the ranks that it started.
     words, lines = ["timeout", "--foreground", "--signal=INT", TIMEOUT, *command], []
-    with subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True) as process:
+    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(list(map(str, words)), **how) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 lines.append(line)
-        except KeyboardInterrupt:
+        except BaseException:
             process.send_signal(signal.SIGINT)
             raise
     return process.returncode, "".join(lines)

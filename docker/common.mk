@@ -20,7 +20,7 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 .PHONY: help setup lock audit wheelhouse image
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(lastword $(MAKEFILE_LIST)) $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' docker/common.mk $(filter-out %common.mk,$(MAKEFILE_LIST))
 
 setup: ## .venv with TensorFlow and Horovod; does nothing when it is up to date
 	@docker/install-horovod.sh --venv .venv

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hosts import ENVIRONMENT, ROOT, Host, Hosts, executable, run, wait_for
-from projects import GIT, shell
+from projects import GIT, shell, tracked
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -84,6 +84,14 @@ def test_arguments_of_the_builder(builder: Path, tmp_path: Path, device: str, dr
         assert f"org.opencontainers.image.{name}={text}" in words
     assert "geheim" not in ended.output
     assert ("NVIDIA_VISIBLE_DEVICES=void" in words) == driver
+
+
+def test_nothing_secret_is_in_the_repository():
+    marker = b"PRIVATE KEY" + b"-----"
+    for name in tracked():
+        path = ROOT / name
+        if path.is_file() and path.stat().st_size < 1 << 20:
+            assert marker not in path.read_bytes(), name
 
 
 _RANK = """

@@ -1,6 +1,6 @@
 """Builds the CPU image and trains in it: in one container, and in two over ssh.
 
-make image-test    as root, with buildah and debootstrap; 35 minutes; with Docker, compose too
+make image-test    as root, with buildah and debootstrap; 25 minutes; with Docker, compose too
 """
 
 import importlib.metadata

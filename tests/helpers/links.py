@@ -51,7 +51,7 @@ def pages() -> list[Path]:
 
 def main() -> int:
     found = [fault for page in pages() for fault in broken(page)]
-    print(*found, sep="\n", file=sys.stderr)
+    print("".join(f"{fault}\n" for fault in found), end="", file=sys.stderr)
     return int(bool(found))
 
 

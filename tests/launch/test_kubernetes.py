@@ -139,10 +139,13 @@ def test_pods_get_what_training_needs_and_no_more():
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert volumes.keys() == {"data", "runs", "shm"}
         assert volumes["data"]["persistentVolumeClaim"]["readOnly"] is True
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
         [container] = pod["containers"]
         assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
+        mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
+        assert mounts == {"/data": True, "/runs": False, "/dev/shm": False}
     worker = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
     gpus = [worker[kind]["nvidia.com/gpu"] for kind in ("requests", "limits")]
     assert gpus == [spec["slotsPerWorker"]] * 2

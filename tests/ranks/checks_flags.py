@@ -19,7 +19,6 @@ from tensorflow.python.framework import config as tf_config
 from hvdkit import settings as settings_lib
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
-from hvdkit.run.actions import evaluation_due
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
 from hvdkit.train import losses
@@ -184,13 +183,14 @@ def judge_records(ended: Outcome, config: Settings, begun: int, world: World) ->
     assert len(skipped) <= (summary["skipped_steps"] if config.precision == "float16" else 0)
     gradients = ended.folder / "gradients.jsonl"
     assert bool(logged and config.log_gradients) == gradients.exists()
-    evaluated = [s for s in (begun, *steps) if s and evaluation_due(config, s)]
-    evaluated = [] if config.benchmark else evaluated
+    often = config.eval_every or config.num_steps
+    due = {s for s in (begun, *steps) if s and (s % often == 0 or s == config.num_steps)}
+    evaluated = [] if config.benchmark else sorted(due)
     assert reason != "early stop" or (config.early_stop_evals and evaluated)
     assert ended.evaluated == evaluated
     assert all(np.isfinite(r["eval_loss"]) for r in ended.records if "eval_loss" in r)
     every = config.checkpoint_every
-    saved = [s for s in steps if evaluation_due(config, s) or (every and s % every == 0)]
+    saved = [s for s in steps if s in due or (every and s % every == 0)]
     saved = [] if config.benchmark else saved
     # What it resumed from is in its folder already, or is saved there to be evaluated.
     saved = ([begun] if goes_on or begun in evaluated else []) + saved

@@ -159,6 +159,9 @@ SERVED = """
 import importlib, sys, keras, numpy as np, tensorflow as tf
 out, *modules, file = sys.argv[1:]
 loaded = tf.saved_model.load(out + "/saved_model")
+for name, kind in (("serving_default", tf.string), ("pictures", tf.uint8)):
+    spec = loaded.signatures[name].structured_input_signature[1]["image"]
+    assert spec.dtype == kind and spec.shape[0] is None, spec
 pictures = np.random.default_rng(2).integers(0, 256, (3, 24, 40, 3), np.uint8)
 one = loaded.signatures["pictures"](image=tf.constant(pictures))
 files = tf.constant([tf.io.encode_png(p).numpy() for p in pictures])

@@ -31,6 +31,18 @@ def test_shares_have_the_mean_and_the_variance_of_beta(a: float):
     np.testing.assert_allclose(found.var(), variance, rtol=0.1)
 
 
+def test_a_box_has_the_pixels_that_its_share_says_also_where_it_is_cut_off():
+    black, white = tf.zeros([9, 13, 3], tf.uint8), tf.fill([9, 13, 3], np.uint8(255))
+    lost = 0
+    for share in (0.0, 0.3, 0.9, 1.0):
+        for place in ((0.0, 0.0), (0.5, 0.5), (0.99, 0.2)):
+            image, kept = mixing.cut((black, white), tf.constant(share), tf.constant(place))
+            pixels = np.count_nonzero(image[..., 0])
+            assert float(kept) == np.float32(1) - np.float32(pixels) / np.float32(9 * 13)
+            lost += float(kept) > share + 0.1
+    assert lost > 3
+
+
 @pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.0, 5.0)])
 def test_the_loss_of_two_labels_is_that_of_a_target_of_two_classes(weights):
     logits = DRAW.normal(size=(50, 4))

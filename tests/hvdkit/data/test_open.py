@@ -94,13 +94,25 @@ def notes(train_split: str, train_source, val_source) -> list[str]:
     return [note for note in found if "validation pictures" in note]
 
 
-def test_classes_that_differ_are_named_before_their_number(tmp_path: Path):
+def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     readers.write_classes(tmp_path)
-    readers.save(tmp_path / "val" / "n03" / "v.png", readers.noise(0))
-    words = ("split val of", "has n03, and the training split has no such class")
+    for name, other in (("train", "large"), ("val", "small")):
+        (tmp_path / name).rename(tmp_path / other)
+    names = "--train_split=large", "--val_split=small"
+    config = settings(tmp_path, "class_folders", 3, *names)
+    assert list(map(len, open_lib.open_sources(config, "class_folders"))) == [4, 3]
+    # Splits beside them, unused, may have more: ImageNet-100 beside ImageNet.
+    readers.write_classes(tmp_path)
+    for name in ("train", "val"):
+        readers.save(tmp_path / name / "n99" / "v.png", readers.noise(0))
+    opened = open_lib.open_sources(config, "class_folders")
+    assert [source.class_names for source in opened] == [["n01", "n02", "n10"]] * 2
+
+    readers.save(tmp_path / "small" / "n03" / "v.png", readers.noise(0))
+    words = ("split small of", "has n03, and the training split has no such class")
     for classes in (4, 3):  # neither number would do
-        config = settings(tmp_path, "class_folders", classes)
-        refused(lambda c=config: open_lib.open_sources(c, "class_folders"), *words)
+        wrong = settings(tmp_path, "class_folders", classes, *names)
+        refused(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
 
 
 def test_one_class_is_refused(tmp_path: Path):

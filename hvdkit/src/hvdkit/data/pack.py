@@ -72,7 +72,9 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
             (work / "whole").rename(out / split)  # onto nothing, or it fails
             (work / key).unlink()  # first: what is left of a kill is of no use
     if not rank:
-        shutil.rmtree(work)  # not earlier: on NFS a file that is open, as the lock is, stays
+        shutil.rmtree(
+            work, ignore_errors=True
+        )  # not earlier: on NFS a file that is open, as the lock is, stays
     return out / split
 
 

@@ -5,6 +5,7 @@ picture's score would depend on its neighbours in the batch.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -85,30 +86,45 @@ def _resize(images: tf.Tensor, size: tf.Tensor, factor: float) -> tf.Tensor:
 def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.Tensor:
     """Mean probabilities over all windows that contain a pixel.
 
-    Windows form a grid and overlap by at least a third. The last of a row or column is shifted to
-    end at the edge; pictures that are smaller than a window are one window.
+    Windows form a grid, so the mean along a row and then down gives each the same weight, and only
+    one row of windows is in memory at a time.
     """
-    size, step = tf.shape(images)[1:3], max(2 * window // 3, 1)
-    side = tf.minimum(size, window)
-    grid = 1 - (side - size) // step
-    like = logits.get_concrete_function().structured_outputs
-    zeros = tf.zeros([tf.shape(images)[0], *tf.unstack(size), like.shape[-1]], like.dtype)
+    along = functools.partial(
+        _mean_along, window=window, like=logits.get_concrete_function().structured_outputs
+    )
+    return along(1, images, lambda row: along(2, row, lambda part: tf.nn.softmax(logits(part))))
+
+
+def _mean_along(
+    axis: int, images: tf.Tensor, function: Function, *, window: int, like: tf.TensorSpec
+) -> tf.Tensor:
+    """Mean of `function` over windows along an axis (1: down), a tensor like `like`.
+
+    They overlap by at least a third. The last one is shifted to end at the edge; images shorter
+    than a window are one window.
+    """
+    shape = tf.shape(images)
+    length, step = shape[axis], max(2 * window // 3, 1)
+    side = tf.minimum(length, window)
+    windows = 1 - (side - length) // step
+    zeros = tf.zeros(tf.concat([shape[:3], like.shape[-1:]], 0), like.dtype)
 
     def add(number: tf.Tensor, total: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        start = tf.minimum(tf.stack([number // grid[1], number % grid[1]]) * step, size - side)
-        (top, left), (height, width) = tf.unstack(start), tf.unstack(side)
-        found = tf.nn.softmax(logits(images[:, top : top + height, left : left + width]))
-        around = tf.pad(tf.stack([start, size - side - start], 1), [[1, 1], [0, 0]])
-        total = tf.ensure_shape(total + tf.pad(found, around), zeros.shape)
-        return number + 1, total, count + tf.pad(tf.ones(side, count.dtype), around[1:3])
+        start = tf.minimum(number * step, length - side)
+        found = function(tf.gather(images, tf.range(start, start + side), axis=axis))
+        place = [start, length - side - start]
+        around = [[0, 0]] * axis + [place] + [[0, 0]] * (3 - axis)
+        total += tf.pad(found, around)
+        total.set_shape(zeros.shape)
+        return number + 1, total, count + tf.pad(tf.ones([side], count.dtype), [place])
 
     _, total, count = tf.while_loop(
-        lambda number, *_: number < tf.reduce_prod(grid),
+        lambda number, *_: number < windows,
         add,
-        (0, zeros, tf.zeros(size, zeros.dtype)),
+        (0, zeros, tf.zeros([length], zeros.dtype)),
         parallel_iterations=1,  # one window's activations in memory at a time
     )
-    return total / count[..., None]
+    return total / tf.reshape(count, [-1] + [1] * (3 - axis))
 
 
 def _padded(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:

@@ -31,7 +31,6 @@ NUM_VOTES = 4
 
 
 @functools.lru_cache  # a step's are mostly those of the last one
-@functools.cache  # nearly always the same tensor, in each step
 def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
     own = [float(data_failed), float(stop_asked), failed_saves, replaced]
