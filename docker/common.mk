@@ -1,6 +1,7 @@
 # What the Makefile of the repository and that of a project made from it share.
 # PYTHON, DEVICE=cpu|gpu, WHEELHOUSE: see docker/install-horovod.sh.
 PYTHON ?= python3
+# The folder of uv.lock.
 LOCKED_IN ?= .
 # All GPUs of this host, else two ranks.
 NP ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),2)

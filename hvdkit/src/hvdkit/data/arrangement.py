@@ -157,7 +157,7 @@ def _digest(name: str) -> bytes:
 
 
 def _held_back(units: list[list[Item]]) -> list[Item]:
-    """Of each class a fifth of its pictures or nearly so, and its smallest unit at least."""
+    """Of each class at most a fifth of its pictures; else its smallest unit that leaves some."""
     counts, held, found = Counter(item.label for unit in units for item in unit), Counter(), []
 
     def fits(unit: list[Item], most: Callable[[int], int]) -> bool:
