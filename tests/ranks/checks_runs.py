@@ -313,6 +313,14 @@ def usual(run, step, batch):
 usual_loop = loop_of(plain, usual)
 
 
+def changing(change):
+    """The usual loop, with this made of each part of a batch."""
+    return loop_of(
+        plain,
+        lambda run, step, batch: run.after_step(step(tf.nest.map_structure(change, batch))),
+    )
+
+
 def own_result(made, times=1, op=hvd.Sum):
     """A step of `times` losses that returns `made(loss, what run.update returned)`."""
 
@@ -346,6 +354,9 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (lambda run: [*run.batches()] and None, {}, "make the step"),
         (lambda run: [usual_loop(run), usual_loop(run)], {}, "call it once"),
         (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
+        (changing(lambda part: part[:, 1:]), {}, "step(batch) takes what run.batches() gives"),
+        (changing(lambda part: tf.cast(part, tf.float16)), {}, "step(batch) takes what"),
+        (changing(lambda part: {"x": part}), {}, "step(batch) takes what"),
         (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
         (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
         (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
@@ -378,6 +389,11 @@ def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is
         ):
             assert words in printed, words
         assert "a run would resume from" in printed and "dry run: it works; nothing was" in printed
+
+
+def check_a_batch_may_be_of_numpy_arrays(world):
+    arrays = fit(world, own_train=changing(lambda part: part.numpy()))
+    same(arrays.weights(), fit(world).weights())
 
 
 def check_a_run_that_train_ends_says_so_and_is_saved(world):

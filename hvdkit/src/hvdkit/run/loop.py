@@ -31,7 +31,7 @@ from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task, task_checks
-from hvdkit.train.step import Result, Step
+from hvdkit.train.step import Result, Step, reached
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 
@@ -127,13 +127,14 @@ class Run:
         return self._trace(function)
 
     def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
-        self.traced_step = traced = self.parts.trace(function)
+        self.traced_step = self.parts.trace(function)
+        called = reached(self.traced_step, self.feed.spec)
 
         @tf.autograph.experimental.do_not_convert  # which would hide the sentence
         def step(batch: Any) -> Result:
             if tf.inside_function():  # this step's votes would be those of every step
                 raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
-            return traced(batch, self.health.votes())
+            return called(batch, self.health.votes())
 
         return step
 

@@ -33,6 +33,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.stragglers import moment, own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
+from hvdkit.stop import WRONG_USE, Stop
 from hvdkit.train import (
     across,
     batch_norm,
@@ -359,3 +360,24 @@ class Step:
         if self._traced is None:
             raise ValueError(f"{caller} belongs in the function that run.function wraps")
         return self._traced
+
+
+def reached(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callable[..., Result]:
+    """`traced` of (batch, votes), for batches as `spec` says; Stop for others.
+
+    A ConcreteFunction binds its arguments in Python at each call: a quarter of a small step.
+    """
+    forms = [(form.dtype, form.shape) for form in tf.nest.flatten(spec)]
+
+    def call(batch: Example, votes: tf.Tensor) -> Result:
+        try:
+            tf.nest.assert_same_structure(batch, spec)
+            given = zip(tf.nest.flatten(batch), forms)
+            parts = [p if tf.is_tensor(p) else tf.convert_to_tensor(p, form[0]) for p, form in given]
+        except (TypeError, ValueError):
+            parts = []
+        if [(part.dtype, part.shape) for part in parts] != forms:
+            raise Stop(WRONG_USE, f"train.py: step(batch) takes what run.batches() gives: {spec}")
+        return traced.inference_fn.call_preflattened([*parts, votes, *traced.captured_inputs])
+
+    return call
