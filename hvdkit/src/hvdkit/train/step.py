@@ -373,7 +373,7 @@ def reached(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callab
         try:
             tf.nest.assert_same_structure(batch, spec)
             given = zip(tf.nest.flatten(batch), forms)
-            parts = [p if tf.is_tensor(p) else tf.convert_to_tensor(p, form[0]) for p, form in given]
+            parts = [p if tf.is_tensor(p) else tf.convert_to_tensor(p, f[0]) for p, f in given]
         except (TypeError, ValueError):
             parts = []
         if [(part.dtype, part.shape) for part in parts] != forms:
