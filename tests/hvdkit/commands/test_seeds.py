@@ -8,9 +8,10 @@ from scipy import stats
 
 from hvdkit.commands import seeds
 
-# Stands for train.py: its score is a function of the seed; seed 5 is interrupted.
+# Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a signal
+# comes too late.
 RUN = """
-import json, pathlib, sys
+import json, os, pathlib, signal, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 folder, seed = pathlib.Path(flags["run_dir"]), int(flags["seed"])
 folder.mkdir(parents=True)
@@ -18,6 +19,9 @@ folder.mkdir(parents=True)
 (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
 lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+if seed == 8:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getppid(), signal.SIGTERM)
 sys.exit(75 * (seed == 5))
 """
 
@@ -40,3 +44,5 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
     assert f"miou of 3 seeds: mean {mean:.6g}" in said[3]
     assert seeds.main(["hvdkit seeds", "--first=4", *words]) == 75
     assert "seed 5 ended with exit code 75" in capfd.readouterr().err
+    assert seeds.main(["hvdkit seeds", "--first=8", *words]) == 75
+    assert (tmp_path / "seed-8").exists() and not (tmp_path / "seed-9").exists()

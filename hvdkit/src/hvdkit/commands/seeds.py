@@ -17,7 +17,7 @@ from pathlib import Path
 from hvdkit import logs
 from hvdkit.logs import complain, printable
 from hvdkit.observe import records
-from hvdkit.stop import DONE
+from hvdkit.stop import DONE, PREEMPTED
 
 # Student's t at 97.5 %, by degrees of freedom, from 1.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
@@ -43,23 +43,30 @@ def score(folder: Path) -> tuple[str, float]:
 
 @logs.explained
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 2 wrong use, or that of a run that did not end well."""
+    """Returns the exit code: 0 done, 2 wrong use, 75 told to stop, or a run's that ended badly."""
     made = logs.parser(__doc__)
     made.add_argument("--count", type=int, default=5, choices=range(2, len(T) + 2), metavar="2..31")
     made.add_argument("--first", type=int, default=1, help="the first seed")
     made.add_argument("--run_dir", type=Path, required=True, help="folder for the runs")
     made.add_argument("command", nargs="+", help="after --: what trains")
-    own, scores = made.parse_args(argv[1:]), []
+    own, scores, told = made.parse_args(argv[1:]), [], []
+
+    def pass_on(number: int, _: object) -> None:
+        told.append(number)
+        run.send_signal(number)
+
     for seed in range(own.first, own.first + own.count):
         folder = own.run_dir / f"seed-{seed}"
         run = subprocess.Popen([*own.command, f"--seed={seed}", f"--run_dir={folder}"])
-        signal.signal(signal.SIGTERM, lambda number, _, run=run: run.send_signal(number))
+        signal.signal(signal.SIGTERM, pass_on)
         if code := run.wait():
             complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code
         name, value = score(folder)
         scores.append(value)
         print(printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
+        if told:  # too late for this run to stop
+            return PREEMPTED
     mean, deviation, half = interval(scores)
     spread = f"standard deviation {deviation:.3g}"
     spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"
