@@ -50,7 +50,7 @@ reproduce: setup .cache/reproduce/installed ## published figures again, three se
 	@$(IN_VENV) python -m pip install -q --no-deps --upgrade --require-hashes --target .cache/reproduce -r $<
 	@touch $@
 
-bits: setup ## the same bits on any number of ranks, five runs in eight ways; 50 minutes
+bits: setup ## the same bits on any number of ranks, five runs in eight ways; 15 minutes
 	@$(IN_VENV) python benchmarks/bits.py $(ARGS)
 
 docs: setup ## docs/ as a site in site/, with the API; a link that leads nowhere fails
