@@ -337,6 +337,21 @@ def own_result(made, times=1, op=hvd.Sum):
     return make_step
 
 
+def own_update(change, of_batch=lambda part: part):
+    """A step that updates by `change(this rank's gradients)`, of such a batch."""
+
+    def make_step(run):
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(tf.nest.map_structure(of_batch, batch))
+            return run.update(change(tape.gradient(loss, run.weights)))
+
+        return step
+
+    return loop_of(make_step, usual)
+
+
 def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
     for own_train, settings, why in (
         (
@@ -360,11 +375,18 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
         (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
         (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
+        (loop_of(plain, lambda *of: of[1](of[2]) and usual(*of)), {}, "step(batch) once"),
+        (own_update(lambda gradients: gradients[1:]), {}, "for each of run.weights"),
+        (own_update(lambda gradients: gradients[::-1]), {}, "for each of run.weights"),
+        (own_update(list, lambda part: tf.concat([part] * 2, 1)), {}, "as many samples"),
     ):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)
     if world.size > 1:
-        means = loop_of(own_result(lambda loss, result: result, op=hvd.Average), usual)
-        fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=means)
+        tapes = [own_result(lambda loss, result: result, op=op) for op in (hvd.Average, hvd.Min)]
+        means = own_update(lambda gradients: list(map(hvd.allreduce, gradients)))
+        for own_train in (means, *(loop_of(tape, usual) for tape in tapes)):
+            fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=own_train)
+        fit(world, Small, "sums no gradients", code=WRONG_USE, own_train=own_update(list))
 
 
 def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is(world):
@@ -391,9 +413,9 @@ def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is
         assert "a run would resume from" in printed and "dry run: it works; nothing was" in printed
 
 
-def check_a_batch_may_be_of_numpy_arrays(world):
-    arrays = fit(world, own_train=changing(lambda part: part.numpy()))
-    same(arrays.weights(), fit(world).weights())
+def check_a_batch_may_be_of_numpy_arrays_and_of_variables(world):
+    for change in (lambda part: part.numpy(), tf.Variable):
+        same(fit(world, own_train=changing(change)).weights(), fit(world).weights())
 
 
 def check_a_run_that_train_ends_says_so_and_is_saved(world):

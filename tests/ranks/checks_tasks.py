@@ -34,12 +34,19 @@ def _bytes_for_text(task):
     return train, val
 
 
+def _remembers(task, outputs, targets):
+    table = tf.lookup.experimental.MutableHashTable(tf.int64, tf.float32, 0.0)
+    table.insert([0], [1.0])
+    return Small.loss(task, outputs, targets)
+
+
 # What a task does otherwise, and words of the sentence about it; more: test_task_checks.py.
 MISTAKES = [
     (
         {"training_example": lambda task, sample, key: {"x": sample["x"], "y": sample["y"]}},
         *("training_example", "inputs", "targets", "['x', 'y']"),
     ),
+    ({"loss": _remembers}, "changes a lookup table", "tf.Variable"),
     ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
     ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy']"),
     (

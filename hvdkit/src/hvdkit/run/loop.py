@@ -34,6 +34,7 @@ from hvdkit.train import batch_norm, reduction, task, task_checks
 from hvdkit.train.step import Result, Step, reached
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
+_ONE_STEP = "train.py: each batch of run.batches() takes one step: call step(batch) once"
 
 
 class Run:
@@ -77,7 +78,7 @@ class Run:
         self.health = Health(self, stop_signal)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
         self._ending: Ending | None = None
-        self._waits_for_result = False
+        self._waits_for_result, self._stepped = False, 0  # steps called since the newest batch
         self.actions: list[Action] = []  # once the run's folder is open
         self.seconds_in_steps = 0.0
         self.open_parts = contextlib.ExitStack()
@@ -134,6 +135,7 @@ class Run:
         def step(batch: Any) -> Result:
             if tf.inside_function():  # this step's votes would be those of every step
                 raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
+            self._stepped += 1
             return called(batch, self.health.votes())
 
         return step
@@ -169,7 +171,8 @@ class Run:
                 return
             self.step = step
             batch = self.feed.next()
-            self._waits_for_result, self._called = True, time.perf_counter()
+            self._waits_for_result, self._stepped = True, 0
+            self._called = time.perf_counter()
             yield batch
             if self._waits_for_result:
                 raise Stop(WRONG_USE, _ONE_EACH)
@@ -178,6 +181,8 @@ class Run:
         """Judges the step, then logs, saves and evaluates as is due; every rank must call it."""
         if not self._waits_for_result:
             raise Stop(WRONG_USE, _ONE_EACH)
+        if self._stepped != 1:
+            raise Stop(WRONG_USE, _ONE_STEP)
         self._waits_for_result = False
         self.seconds_in_steps += time.perf_counter() - self._called
         due = [action for action in self.actions if action.due(self.step)]

@@ -1,7 +1,8 @@
 """Checks of traced functions: what would silently break a promise of the run is refused."""
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -10,6 +11,7 @@ from tensorflow.python.eager import context
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
+from hvdkit.train import losses
 from hvdkit.train.state import State
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
@@ -26,12 +28,14 @@ _READS = {
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
     *("VarIsInitializedOp", "VarHandleOp"),
 }
+_CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
 # What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
 _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 _GROWS = "resize_if_index_out_of_bounds"
 # In XLA's messages.
 _NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
-# Names of the collectives of synchronized batch norm and of `gather`.
+# Names of the collectives of a step's figures and state; of synchronized batch norm and `gather`.
+_OF_STEP = re.compile(r"(^|/)(step\.totals|state\.)")
 _OF_ENGINE = re.compile(r"(\.batch|hvdkit\.gather)(\.gradient)?(_\d+)?$")
 
 
@@ -80,11 +84,16 @@ def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -
 
 
 def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = False) -> None:
-    """Raises ValueError where a traced function uses variables that nobody trains or saves.
+    """Raises ValueError where a traced function uses state that nobody trains or saves.
 
     Keras does not find a tf.Variable in a layer, nor layers that are no attributes of layers.
     Where it `trains`, what the task holds must be frozen (a teacher), or changed by the function.
     """
+    if tables := sorted({node.op for node in nodes(graph) if _CHANGES_TABLE.fullmatch(node.op)}):
+        raise ValueError(
+            f"{what} changes a lookup table ({join(tables)}), which is neither saved nor the same "
+            "on all ranks: keep numbers in a tf.Variable of the task, trainable=False"
+        )
     handles = {id(raw(v).handle) for v in state.variables.values()}
     if trains:
         changed = set(map(id, assigned_handles(graph)))
@@ -126,15 +135,41 @@ def check_weights(
         )
 
 
-def check_sums(graph: tf.Graph) -> None:
-    """Raises ValueError where Horovod's tape takes means of gradients: `update` divides them."""
-    for node in nodes(graph):
-        of_tape = node.op.startswith("Horovod") and "Tape_Allreduce" in node.name
-        if of_tape and "reduce_op" in node.attr and node.attr["reduce_op"].i == hvd.Average:
-            raise ValueError(
-                "hvd.DistributedGradientTape averages unless told otherwise, and run.update "
-                "divides by the global batch: give it op=hvd.Sum"
-            )
+def check_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
+    """Raises ValueError where `update` would apply a gradient to another variable, or a mean."""
+    shapes = [None if g is None else g.shape for g in gradients]
+    pairs = zip(shapes, variables)
+    fit = all(shape is None or v.value.shape.is_compatible_with(shape) for shape, v in pairs)
+    if len(shapes) != len(variables) or not fit:
+        raise ValueError(
+            "run.update takes a gradient for each of run.weights, in their order and shapes, and "
+            f"None where there is none: not {len(shapes)} of {list(map(str, shapes))} for "
+            f"{len(variables)} weights"
+        )
+    for op in (losses.origin(g).op for g in gradients if tf.is_symbolic_tensor(g)):
+        if op.type.startswith("Horovod") and "reduce_op" in op.node_def.attr:
+            _check_sum(op.node_def)
+
+
+def _check_sum(node: tf.compat.v1.NodeDef) -> None:
+    if node.attr["reduce_op"].i != hvd.Sum:
+        raise ValueError(
+            "Horovod averages gradients unless told otherwise, and run.update divides by the "
+            "global batch: give it op=hvd.Sum"
+        )
+
+
+def check_sums(graph: tf.Graph, ranks: int) -> None:
+    """Raises ValueError where gradients of `ranks` are not summed, which `update` counts on."""
+    found = [node for node in nodes(graph) if node.op.startswith("Horovod")]
+    for node in found:
+        if "Tape_Allreduce" in node.name and "reduce_op" in node.attr:
+            _check_sum(node)
+    if ranks > 1 and all(_OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in found):
+        raise ValueError(
+            "the step sums no gradients over ranks, whose weights would drift apart: wrap its "
+            "tape, tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)"
+        )
 
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:

@@ -126,6 +126,12 @@ class Step:
         step = self._step("run.loss")
         if step.known is not None:
             raise ValueError("run.loss is called once a step: add two losses in run.loss(batch, f)")
+        given, own = (tf.nest.flatten(part)[0].shape[:2] for part in (batch, self._spec))
+        if tuple(given) != tuple(own):
+            raise ValueError(
+                f"run.loss takes as many samples as the step's batch, {list(own)}, not "
+                f"{list(given)}: for two views of a sample return the mean of their losses"
+            )
         self._losses[losses] = None
         forward = partial(self._forward, losses=losses)
         targets, sums = self._micro_batches.loss(forward, batch)
@@ -159,6 +165,8 @@ class Step:
         step = self._step("run.update")
         if step.known is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
+        gradients = list(gradients)
+        graph_checks.check_gradients(gradients, self._variables)
         self._combiner.over_ranks(step.before)
         grads = gradients_lib.unscale(gradients, step.factor, self._variables)
         return self.apply(step.known._replace(grads=grads))
@@ -353,7 +361,7 @@ class Step:
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
         )
         graph_checks.check_draws(graph, "the step", instead)
-        graph_checks.check_sums(graph)
+        graph_checks.check_sums(graph, self._world.size)
         graph_checks.check_compiles(self._micro_batches.compiled)
 
     def _step(self, caller: str) -> _Traced:
@@ -373,7 +381,10 @@ def reached(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callab
         try:
             tf.nest.assert_same_structure(batch, spec)
             given = zip(tf.nest.flatten(batch), forms)
-            parts = [p if tf.is_tensor(p) else tf.convert_to_tensor(p, f[0]) for p, f in given]
+            # Not tf.is_tensor: it takes variables and ragged tensors for tensors.
+            parts = [
+                p if isinstance(p, tf.Tensor) else tf.convert_to_tensor(p, f[0]) for p, f in given
+            ]
         except (TypeError, ValueError):
             parts = []
         if [(part.dtype, part.shape) for part in parts] != forms:
