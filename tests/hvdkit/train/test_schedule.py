@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
@@ -47,3 +48,9 @@ def test_scaling_by_the_number_of_ranks(policy, rule, factor):
     for step in (0, 77, N, 10 * N):  # the last rate too
         alone = rate(step, **scaled | {"size": 1})
         assert rate(step, **scaled) == pytest.approx(factor * alone, rel=1e-12)
+
+
+def test_a_schedule_of_ones_own_may_give_python_numbers():
+    task = SimpleNamespace(schedule=lambda config: lambda step: 0.1, config=Settings())
+    rate = schedule.of_run(task, Settings(), 1)(tf.constant(1, tf.int64))
+    assert float(rate) == 0.1, "rounded to float32"

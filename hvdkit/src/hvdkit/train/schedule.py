@@ -32,7 +32,13 @@ def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
                 f"the task's schedule gives a learning rate of {rate:g} after {step} steps: it "
                 "must be a number from 0"
             )
-    return lambda step: tf.cast(policy(step), tf.float64) * factor
+
+    def rate_of(step: tf.Tensor) -> tf.Tensor:
+        rate = policy(step)  # tf.cast would make float32 of a Python float first
+        rate = tf.constant(rate, tf.float64) if isinstance(rate, float) else rate
+        return tf.cast(rate, tf.float64) * factor
+
+    return rate_of
 
 
 def describe(task: Task, config: Settings, world_size: int) -> str:
