@@ -268,6 +268,9 @@ def test_arrays_that_do_not_say_are_refused(fork, tmp_path, capfd, found, words)
         ("a,a\n1,2", "more than one column a"),
         ("a,b,c\n9,8,7", "Give --label=, of a, b, c"),
         ("a,label\n1,x\n2,", "row 2 has no label"),
+        ("a,label\n1,x\n2,NaN", "row 2 has no label"),
+        ("label,y\n7,x\n8,y", "y is the label: rename the column label"),
+        ("a;label\n1,218;x\n819;y", "1,218 of a may be a thousand or a decimal"),
         ("a,label\n1,0.5\n2,0.7", "label is no class but a number"),
         ("a;label\n9;0,5\n8;0,7", "label is no class but a number"),
         ("a,label\n9,x\n8,x", "label is x in all rows"),
@@ -294,6 +297,7 @@ def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words
         Image.new("RGB", (8, 8)).save(tmp_path / "set" / name)
     (tmp_path / "set" / "of.csv").write_text(text)
     given = ["--label=d"] * words.startswith("there is no column")
+    given = ["--label=y"] * words.startswith("y is the label") or given
     assert start.main(["hvdkit start", str(tmp_path / "set" / "of.csv"), "--yes", *given]) == 2
     printed = capfd.readouterr()
     assert words in printed.err and printed.err.count("error: ") == 1, printed
@@ -389,6 +393,16 @@ def test_of_each_class_a_fifth_is_held_back(names: list[str], held: tuple[int, .
 
 def test_too_few_pictures_are_refused():
     refused(lambda: held_back(["cat/1", "dog/1"]), "2 samples are too few")
+
+
+def test_pictures_in_a_folder_test_are_no_class_without_a_word(tmp_path):
+    for name in ("cat/1.png", "dog/1.png", "test/1.png"):
+        readers.save(tmp_path / name, readers.noise(1))
+    refused(lambda: arrangement.recognized(tmp_path), "test may be a class or pictures without one")
+    (tmp_path / "train").mkdir()
+    for name in ("cat", "dog"):
+        (tmp_path / name).rename(tmp_path / "train" / name)
+    assert {item.label for item in arrangement.recognized(tmp_path)} == {"cat", "dog"}
 
 
 def test_values_that_one_split_alone_calls_white_are_classes_of_the_other(fork, tmp_path, capfd):

@@ -17,6 +17,7 @@ from hvdkit.logs import join
 SUFFIXES = (".csv", ".tsv", ".parquet")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"([-+]?\d*),(\d+)")
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 
 
@@ -47,15 +48,21 @@ def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
         between = max(",;\t|", key=first.count)
         lines = csv.reader(file, delimiter=between, strict=True)
         names, *rows = [[text.strip() for text in line] for line in lines if line] or [[]]
-    if between != ",":  # where commas are in numbers
-        rows = [[_COMMA.sub(r"\1.\2", x) if _COMMA.fullmatch(x) else x for x in r] for r in rows]
     if number := next((n for n in names if "." in n and _NUMBER.fullmatch(n)), ""):
         raise ValueError(f"{path}: its first line must name the columns; {number} is no name")
     for number, row in enumerate(rows, 1):
         if len(row) != len(names):
             what = f"row {number} has {len(row)} values, the line of names {len(names)}"
             raise ValueError(f"{path}: {what}")
-    return names, rows
+    if between == ",":
+        return names, rows
+    for name, column in zip(names, zip(*rows)):
+        commas = [x for x in column if _COMMA.fullmatch(x)]
+        whole = any(map(_NUMBER.fullmatch, column))
+        if commas and whole and all(map(_THOUSANDS.fullmatch, commas)):
+            what = f"{commas[0]} of {name} may be a thousand or a decimal: write it without comma"
+            raise ValueError(f"{path}: {what}")
+    return names, [[_COMMA.sub(r"\1.\2", x) if _COMMA.fullmatch(x) else x for x in r] for r in rows]
 
 
 def _parquet(path: Path) -> tuple[list[str], list[list[str]]]:
