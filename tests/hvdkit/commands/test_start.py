@@ -270,7 +270,7 @@ def test_arrays_that_do_not_say_are_refused(fork, tmp_path, capfd, found, words)
         ("a,label\n1,x\n2,", "row 2 has no label"),
         ("a,label\n1,x\n2,NaN", "row 2 has no label"),
         ("label,y\n7,x\n8,y", "y is the label: rename the column label"),
-        ("a;label\n1,218;x\n819;y", "1,218 of a may be a thousand or a decimal"),
+        ("a;label\n1,218;x\n819;y", "1,218 of a may be 1218 or 1.218: write one"),
         ("a,label\n1,0.5\n2,0.7", "label is no class but a number"),
         ("a;label\n9;0,5\n8;0,7", "label is no class but a number"),
         ("a,label\n9,x\n8,x", "label is x in all rows"),

@@ -56,6 +56,9 @@ def main(argv: list[str]) -> int:
         run.send_signal(number)
 
     for seed in range(own.first, own.first + own.count):
+        if told:  # too late for the run before to stop
+            complain(f"told to stop before seed {seed}: the same command goes on")
+            return PREEMPTED
         folder = own.run_dir / f"seed-{seed}"
         run = subprocess.Popen([*own.command, f"--seed={seed}", f"--run_dir={folder}"])
         signal.signal(signal.SIGTERM, pass_on)
@@ -65,8 +68,6 @@ def main(argv: list[str]) -> int:
         name, value = score(folder)
         scores.append(value)
         print(printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
-        if told:  # too late for this run to stop
-            return PREEMPTED
     mean, deviation, half = interval(scores)
     spread = f"standard deviation {deviation:.3g}"
     spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"

@@ -13,7 +13,6 @@ from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
 
 LABELS = ["label", "labels", "class", "classes", "target", "category", "species", "y"]
-_NO_LABEL = ("na", "n/a", "nan", "null", "?")
 _MOST_WORDS = 100  # different ones in a column of features
 
 Table = dict[str, list[str]]
@@ -38,8 +37,6 @@ def understood(path: Path, label: str) -> tuple[list[Item], Table]:
     pictures, files = _pictures(path, table)
     label = _label(path, {name: c for name, c in table.items() if name != pictures}, label)
     labels = table.pop(label)
-    # As a folder's name these may be a class.
-    labels = ["" if x.lower() in _NO_LABEL else x for x in labels]
     classes = tables.classes(labels)
     values, counts = tables.numbers(classes), Counter(labels)
     print(

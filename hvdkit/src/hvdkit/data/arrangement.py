@@ -69,11 +69,11 @@ def recognized(root: Path) -> list[Item]:
                 f"{path} looks like the mask of {of}: put all masks into a folder masks/ beside a "
                 "folder images/, with a folder of each class in both or in none"
             )
-    bare = [path for k, path in pictures.items() if k[0] == "test" and len(k) == 2]
+    bare = {k: path for k, path in pictures.items() if k[0] == "test" and len(k) == 2}
     if bare and not {"train", "val"} & {k[0] for k in pictures}:
         what = "a class or pictures without one: rename the folder, or move it away"
-        raise ValueError(f"{bare[0].parent} may be {what}")
-    pictures = {k: path for k, path in pictures.items() if k[0] != "test" or len(k) > 2}
+        raise ValueError(f"{min(bare.values()).parent} may be {what}")
+    pictures = {k: path for k, path in pictures.items() if k not in bare}
     folders = [key[1:-1] for key in pictures]
     above = 1 + len([*takewhile(lambda names: len({*names}) == 1, zip(*folders))])
     if above > min(map(len, folders), default=0):

@@ -19,6 +19,7 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _COMMA = re.compile(r"([-+]?\d*),(\d+)")
 _THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?", "-")
+_NO_LABEL = {*_MISSING} - {"none", "-"}  # which may be classes
 
 
 def read(path: Path) -> dict[str, list[str]]:
@@ -58,9 +59,10 @@ def _csv(path: Path) -> tuple[list[str], list[list[str]]]:
         return names, rows
     for name, column in zip(names, zip(*rows)):
         commas = [x for x in column if _COMMA.fullmatch(x)]
-        whole = any(map(_NUMBER.fullmatch, column))
-        if commas and whole and all(map(_THOUSANDS.fullmatch, commas)):
-            what = f"{commas[0]} of {name} may be a thousand or a decimal: write it without comma"
+        others = any(map(_NUMBER.fullmatch, column))  # thousands begin at 1,000
+        if commas and others and all(map(_THOUSANDS.fullmatch, commas)):
+            ways = [commas[0].replace(",", between) for between in ("", ".")]
+            what = f"{commas[0]} of {name} may be {' or '.join(ways)}: write one of these"
             raise ValueError(f"{path}: {what}")
     return names, [[_COMMA.sub(r"\1.\2", x) if _COMMA.fullmatch(x) else x for x in r] for r in rows]
 
@@ -94,8 +96,7 @@ def ordered(values: Iterable[str]) -> list[str]:
 
 def classes(column: Sequence[str]) -> list[str]:
     """A column's labels, `ordered`; ValueError where a row has none."""
-    if "" in column:
-        row = [*column].index("") + 1
+    if row := next((n for n, x in enumerate(column, 1) if x.lower() in _NO_LABEL), 0):
         raise ValueError(f"row {row} has no label: fill it in, or remove the row")
     return ordered(column)
 

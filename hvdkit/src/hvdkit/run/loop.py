@@ -31,7 +31,7 @@ from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task, task_checks
-from hvdkit.train.step import Result, Step, reached
+from hvdkit.train.step import Result, Step, direct_call
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 _ONE_STEP = "train.py: each batch of run.batches() takes one step: call step(batch) once"
@@ -129,7 +129,7 @@ class Run:
 
     def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         self.traced_step = self.parts.trace(function)
-        called = reached(self.traced_step, self.feed.spec)
+        called = direct_call(self.traced_step, self.feed.spec)
 
         @tf.autograph.experimental.do_not_convert  # which would hide the sentence
         def step(batch: Any) -> Result:

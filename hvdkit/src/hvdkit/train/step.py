@@ -370,10 +370,11 @@ class Step:
         return self._traced
 
 
-def reached(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callable[..., Result]:
+def direct_call(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callable[..., Result]:
     """`traced` of (batch, votes), for batches as `spec` says; Stop for others.
 
-    A ConcreteFunction binds its arguments in Python at each call: a quarter of a small step.
+    A ConcreteFunction binds its arguments in Python at each call, a quarter of a small step; what
+    is called here instead is no public part of TensorFlow.
     """
     forms = [(form.dtype, form.shape) for form in tf.nest.flatten(spec)]
 
