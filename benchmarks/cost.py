@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from hvdkit.data import scenes
-from ranks import last_lines, launch
+from ranks import launch_well
 
 
 class Row(NamedTuple):
@@ -103,9 +103,7 @@ def _seconds_a_step(line: str, ranks: int, steps: int) -> float:
     with tempfile.TemporaryDirectory() as run_dir:
         usual = [f"--num_steps={steps}", f"--log_every={steps // 4}", "--benchmark"]
         command = ["train.py", *line.split(), *usual, f"--run_dir={run_dir}"]
-        ended = launch(ranks, command, "gloo", timeout=900)
-        if ended.code:
-            raise SystemExit(last_lines(ended.output))
+        launch_well(ranks, command, "gloo", timeout=900)
         lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line).get("samples_per_second") for line in lines]
     return 1 / statistics.median([rate for rate in rates if rate][1:])

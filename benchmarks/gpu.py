@@ -12,8 +12,7 @@ Each row trains ResNet-50 (224 pixels, --batch samples a GPU, SGD with momentum,
 lines without checks; "ours" is train.py --benchmark. Both get the same batch at every step; "input
 on" reads made-up JPEG photographs of 500x375 pixels instead (4 classes, so a smaller head). "over"
 is the time of a step over that of the row in brackets, on as many ranks; "of 1 rank" is the speed
-of a rank over that alone. PyTorch's is torchvision's ResNet-50 in DDP, channels last, with
-cudnn.benchmark.
+of a rank over that alone. PyTorch's is torchvision's in DDP, channels last, with cudnn.benchmark.
 
 Without a GPU it runs a small form: ResNet-20, 64 pixels, 4 samples a rank, 1 and 2 ranks on CPUs.
 That shows that all of it runs; its figures say nothing about GPUs.
@@ -37,18 +36,13 @@ sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 from ranks import last_lines, launch, launch_well
 
 TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
-USUAL = (
-    "--task=classification --optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant "
-    "--weight_decay=0"
-)
-LARGE = f"{USUAL} --model=resnet50 --image_size=224"
+USUAL = "--optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant --weight_decay=0"
+LARGE = f"--task=classification {USUAL} --model=resnet50 --image_size=224"
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
-SMALL = f"{USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
+SMALL = f"--task=classification {USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
 RANDOM = "--synthetic_data --num_classes=1000"
 PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
-DEEPLAB = (
-    f"{USUAL.replace('classification', 'segmentation')} --model=deeplabv3plus --image_size=512"
-)
+DEEPLAB = f"--task=segmentation {USUAL} --model=deeplabv3plus --image_size=512"
 HEAD = ("ranks", "setting", "PyTorch, samples/s", "bare, samples/s", "ours, samples/s")
 HEAD += ("ours / bare", "over")
 HEAD += ("of 1 rank", "of peak", "input wait", "reduction alone", "memory of a rank, GiB")
@@ -89,9 +83,7 @@ def rows(gpus: bool) -> dict[str, Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", help="with commas; by default powers of two, as many as GPUs")
-    parser.add_argument(
-        "--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: an eighth"
-    )
+    parser.add_argument("--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: 1/8")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--torch", type=Path, metavar="PYTHON", help="interpreter that has PyTorch")
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names")

@@ -253,8 +253,7 @@ def mwms(clock: Clock, ports: list[str]) -> None:
 
 
 def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
-    """ResNet-50 in PyTorch: on CPUs, or with a precision of gpu.py's (float32, tf32, bfloat16) on
-    a GPU a rank."""
+    """ResNet-50 in PyTorch: on CPUs, or a GPU a rank in float32, tf32 or bfloat16 (gpu.py)."""
     import torch
     import torchvision
 

@@ -5,8 +5,7 @@
 NAMEs are equivalence, peers, small, input and cost; without any, all of them, with the flags in
 PARTS: 40 minutes on two cores. Run it on an idle machine: the file says what the load was at the
 start. If a part fails, the file holds what it printed, the others run, and the exit code is 1.
---torch is the Python of an environment with requirements-peers.txt; without it PyTorch's rows are
-missing.
+--torch is the Python of an environment with requirements-peers.txt, for PyTorch's rows.
 """
 
 import argparse

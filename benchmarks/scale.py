@@ -85,10 +85,8 @@ def opening(samples: int) -> None:
                 source = records.Records(Path(folder), "train")
             for part in np.split(np.random.default_rng(1).integers(0, samples, 320), 10):
                 source.fetch(part)
-            seconds, files = time.perf_counter() - start, sum(n.startswith(folder) for n in opened)
-            print(
-                f"| {who} | {seconds:.1f} | {own_memory() - before:.0f} | {files:,} |", flush=True
-            )
+            taken, files = time.perf_counter() - start, sum(n.startswith(folder) for n in opened)
+            print(f"| {who} | {taken:.1f} | {own_memory() - before:.0f} | {files:,} |", flush=True)
 
 
 def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 100_000) -> None:
