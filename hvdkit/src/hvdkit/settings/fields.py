@@ -100,8 +100,7 @@ def setting(
 class Room:
     """Settings that belong together; a subclass becomes a frozen dataclass by being one.
 
-    The first line of its docstring is its heading in --help. What is wrong with its fields ends the
-    program as a wrong flag does.
+    The first line of its docstring is its heading in --help. A wrong field is refused as a flag is.
     """
 
     def __init_subclass__(cls) -> None:
@@ -184,9 +183,7 @@ def of(settings: Any) -> Fields:
     return {field.name: field for field in dataclasses.fields(settings)}
 
 
-def numbers(
-    settings: Room, name: str, must_be: str, *, fits: Callable[[list[float]], bool]
-) -> list[float]:
+def numbers(settings: Room, name: str, must_be: str, *, fits: Callable[..., bool]) -> list[float]:
     """The numbers in a text with commas between them; a ValueError ends with `must_be`."""
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
