@@ -140,8 +140,7 @@ class Combiner:
         What has no rule, or `same`, must end alike in all; what has another, as the rule says.
 
         `near`: relative difference that a rule's value may have; 0: rules are not tried, as where a
-        sample's outputs depend on its place or on the others. Raises Stop, on all ranks, where a
-        value differs.
+        sample's outputs depend on its place or others. Raises Stop, on all ranks, at a difference.
         """
         world = self._world
         names = {id(raw(v)): name for name, v in self._state.variables.items()}

@@ -111,16 +111,6 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
         )
 
 
-def check_variables(model: keras.Model, known: Iterable[tf.Variable]) -> None:
-    """Raises ValueError where a traced step made variables that are not among `known`."""
-    before = {id(raw(v)) for v in known}
-    if new := [v.path for v in model.variables if id(raw(v)) not in before]:
-        raise ValueError(
-            f"the model makes variables only when it trains: {join(new)}. Make them in its "
-            "__init__ or build, so that they are trained, saved and the same on every rank"
-        )
-
-
 def check_weights(
     tape: tf.GradientTape, weights: list[tf.Tensor], values: list[tf.Variable]
 ) -> None:

@@ -101,10 +101,8 @@ class Lamb(keras.optimizers.Lamb):
     def _corrected(self, average: tf.Variable, beta: float) -> tf.Tensor:
         """An average that started at 0, over the weights it has seen so far."""
         # In float64: in float32, 1 - 0.999 ** 1 is off by 5e-5.
-        seen = 1 - tf.pow(
-            tf.constant(beta, tf.float64), tf.cast(raw(self.iterations) + 1, tf.float64)
-        )
-        return average / tf.cast(seen, average.dtype)
+        steps = tf.cast(raw(self.iterations) + 1, tf.float64)
+        return average / tf.cast(1 - tf.pow(tf.constant(beta, tf.float64), steps), average.dtype)
 
 
 def build(

@@ -67,8 +67,7 @@ class Held:
         Layers such as Keras's Normalization compute with constants that they make of variables.
 
         Raises:
-          ValueError: a lookup table, which no variable holds, is another than that of rank 0 or of
-            the checkpoint.
+          ValueError: a lookup table, which no variable holds, is not as on rank 0 or when saved.
         """
         for layer in self.layers:
             if make := getattr(layer, "finalize_state", None):

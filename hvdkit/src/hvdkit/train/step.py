@@ -354,13 +354,10 @@ class Step:
                 objective.check_own(forward, tried, whose="the task's ", **how)
 
     def _check(self, graph: tf.Graph) -> None:
-        graph_checks.check_variables(self._state.model, self._state.variables.values())
         optimizers.check_trainable(self._state.optimizer, self._state.model)
         graph_checks.check_state(graph, self._state, "the step", trains=True)
-        instead = (
-            "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
-        )
-        graph_checks.check_draws(graph, "the step", instead)
+        use = "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
+        graph_checks.check_draws(graph, "the step", use)
         graph_checks.check_sums(graph, self._world.size)
         graph_checks.check_compiles(self._micro_batches.compiled)
 
