@@ -1,8 +1,7 @@
 """The checkpoints of a run: saved, scored, found and restored.
 
-Rank 0 reads and writes (hvdkit/checkpoint/files.py has the format). Every rank must call every
-method but those that write (hvdkit/checkpoint/saver.py calls them): results and errors are
-broadcast.
+Rank 0 reads and writes (hvdkit/checkpoint/files.py has the format). Every rank must call all
+methods but those that write (saver.py calls them): results and errors are broadcast.
 """
 
 import dataclasses
@@ -198,9 +197,8 @@ class Checkpoints:
         if resume != "auto" and files.is_checkpoint(path):
             files.verify(path)
             return self._found(path, asked=True)
-        newest, passed_over = files.newest_sound(
-            self.folder if resume == "auto" else path / "checkpoints"
-        )
+        folder = self.folder if resume == "auto" else path / "checkpoints"
+        newest, passed_over = files.newest_sound(folder)
         for why in passed_over:
             say(self.world, f"note: passed over: {why}")
         if not newest and resume != "auto":

@@ -38,8 +38,7 @@ def load(
 ) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
-    Random layers keep their own state. Names are those of hvdkit/train/state.py, which do not
-    depend on Keras's counters.
+    Random layers keep their own state. Names are those of hvdkit/train/state.py.
 
     `path`: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
     newest where none has a score), or a .keras file. `skip_mismatched`: leave a variable as it is
@@ -162,8 +161,7 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
     `model.backbone` is the network's last layer. Rank 0 alone needs to call it.
 
     --backbone_weights: a .h5 file as keras.applications publishes them. --backbone_preprocessing:
-    of preprocessing.MODES. Raises ValueError: the model names no backbone, or the file does not
-    fit it.
+    of preprocessing.MODES. Raises ValueError: the model names no backbone, or it does not fit.
     """
     path, mode = Path(config.backbone_weights), config.backbone_preprocessing
     here = f"--backbone_weights={path}"

@@ -102,8 +102,7 @@ def model_of(
     """Task, model with a checkpoint's weights, that checkpoint, what outputs mean; on this rank.
 
     `averaged`: of the weights' averages, where the run has them. Raises ValueError: there is no
-    such checkpoint, it is damaged, or it does not fit the model; nothing says what the model's
-    outputs mean.
+    such checkpoint, it is damaged or does not fit; nothing says what the model's outputs mean.
     """
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)

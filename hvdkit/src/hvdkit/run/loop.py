@@ -1,7 +1,6 @@
 """A run, as `train.py` sees it: the parts of a step, the batches, and what follows each step.
 
-`Run.__init__` prepares and begins, `batches` and `after_step` are the loop, `hvdkit.main` calls
-`finish` at the end.
+`Run.__init__` prepares and begins, `batches` and `after_step` loop, `hvdkit.main` calls `finish`.
 """
 
 import contextlib
@@ -120,8 +119,7 @@ class Run:
 
         Returns the function of a batch that runs it; votes and checks travel with it unseen.
 
-        Raises Stop: on all ranks, where the settings need the engine's step, which `make_step`
-        brings.
+        Raises Stop: on all ranks, where the settings need the engine's step (`make_step`).
         """
         if why := self.parts.special:
             raise Stop(WRONG_USE, f"{why} needs run.make_step in train.py")
@@ -189,8 +187,7 @@ class Run:
         at_once = any(action.settles for action in due)  # an action looks at the weights
         ending = self.health.after_step(result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
-            # A stop ends the run after this step, which is logged and saved like any other. A rerun
-            # makes up for an evaluation.
+            # After a stop this step is logged and saved like any other; a rerun evaluates.
             for action in due:
                 if not (ending and action is self.evaluate):
                     ending = action(self.step, result) or ending
