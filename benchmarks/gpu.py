@@ -35,7 +35,7 @@ sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from ranks import last_lines, launch, launch_well
 
-TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
+V_IS_N = "--virtual_ranks={ranks}"
 USUAL = "--optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant --weight_decay=0"
 LARGE = f"--task=classification {USUAL} --model=resnet50 --image_size=224"
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
@@ -62,7 +62,8 @@ class Row(NamedTuple):
 def rows(gpus: bool) -> dict[str, Row]:
     """The rows by name; {ranks} in their flags is how many there are."""
     plain = "float32, TF32 off" if gpus else "float32"
-    found = {plain: Row("", bare=True, torch="float32", env=TF32_OFF if gpus else None)}
+    tf32_off = {"NVIDIA_TF32_OVERRIDE": "0"} if gpus else None
+    found = {plain: Row("", bare=True, torch="float32", env=tf32_off)}
     bfloat16 = "--precision=bfloat16"
     if gpus:
         found["float32, TF32 on"] = Row("", bare=True, torch="tf32", over=plain)
@@ -74,9 +75,7 @@ def rows(gpus: bool) -> dict[str, Row]:
         "bfloat16, input on": Row(bfloat16, over="bfloat16", data=PHOTOS),
         "bfloat16, --bn_sync=full": Row(f"{bfloat16} --bn_sync=full", over="bfloat16", fewest=2),
         "bfloat16, --jit": Row(f"{bfloat16} --jit", over="bfloat16"),
-        f"{plain}, --virtual_ranks": Row(
-            "--virtual_ranks={ranks}", over=plain, fewest=2, env=found[plain].env
-        ),
+        f"{plain}, --virtual_ranks": Row(V_IS_N, over=plain, fewest=2, env=tf32_off),
     }
 
 

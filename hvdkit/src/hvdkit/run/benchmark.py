@@ -72,6 +72,8 @@ class Benchmark:
     def _own(self) -> dict[str, Any]:
         """This rank's figures. Every rank must call it: gradients are summed in it."""
         on_host, on_gpu = peak_bytes()
+        gpus = tf.config.get_visible_devices("GPU")
+        about = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
         _, per_step, *_ = tf.nest.flatten(self._loop.feed.spec)[0].shape
         samples = per_step * self._run.config.accumulation_steps * self._ends.step
         clocks = np.array(self._clocks)
@@ -79,7 +81,7 @@ class Benchmark:
         times = np.diff(clocks[:, 0])
         return {
             "host": world_lib.hostname(),
-            "device": _device_name() if on_gpu else "CPU",
+            "device": about.get("device_name", "GPU") if gpus else "CPU",
             "samples_per_second": (samples / times).tolist(),
             "seconds_a_step": whole / speed.WINDOWS / self._ends.step,
             "input": waited / whole,
@@ -181,11 +183,6 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
     if any(not layer.trainable for layer in run.model._flatten_layers()):
         return {"not_counted": "frozen layers take less than three passes"}
     return {"forward_a_sample": forward, "training_a_sample": speed.TRAINING * forward}
-
-
-def _device_name() -> str:
-    [gpu] = tf.config.get_visible_devices("GPU")
-    return tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
 
 
 def peak_bytes() -> tuple[int, int]:

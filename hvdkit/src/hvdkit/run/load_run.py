@@ -96,12 +96,10 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     return run, path
 
 
-def model_of(
-    config: Settings, which: str, averaged: bool
-) -> tuple[Task, keras.Model, Path, Decode]:
+def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model, Path, Decode]:
     """Task, model with a checkpoint's weights, that checkpoint, what outputs mean; on this rank.
 
-    `averaged`: of the weights' averages, where the run has them. Raises ValueError: there is no
+    `ema`: of the weights' averages, where the run has them. Raises ValueError: there is no
     such checkpoint, it is damaged or does not fit; nothing says what the model's outputs mean.
     """
     world_lib.set_numbers(config)
@@ -123,7 +121,7 @@ def model_of(
     # A model that makes its variables at the first call has them then.
     decode = outputs.decoder(task, task_checks.outputs(task, model, example))
     tasks.check_read(task, config, tasks.EVALUATION[:-1])
-    warm_start.load(model, path, skip_mismatched=False, averages=averaged and config.ema_decay > 0)
+    warm_start.load(model, path, skip=False, averages=ema and config.ema_decay > 0)
     warm_start.load_held(Held(task, model), path)
     return task, model, path, decode
 

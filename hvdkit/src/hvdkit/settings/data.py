@@ -28,9 +28,8 @@ class TaskSettings(Room):
         if not self.class_weights:
             return []
         what = "numbers from 0 up, not all 0, with commas between them: 1,2.5,1"
-        weights = numbers(
-            self, "class_weights", what, fits=lambda w: all(0 <= x < math.inf for x in w) and any(w)
-        )
+        fits = lambda w: all(0 <= x < math.inf for x in w) and any(w)  # noqa: E731
+        weights = numbers(self, "class_weights", what, fits=fits)
         if len(weights) != self.num_classes:
             classes = f"--num_classes={self.num_classes}"
             raise ValueError(f"--class_weights has {len(weights)} weights for {classes}")
@@ -140,10 +139,8 @@ class DataSettings(Room):
             return None
         what = "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2"
         # A factor of 0.1 reads a window of 100 times the crop's pixels.
-        low, high = numbers(
-            self, "scale_range", what, fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10
-        )
-        return low, high
+        fits = lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10  # noqa: E731
+        return tuple(numbers(self, "scale_range", what, fits=fits))
 
     @property
     def random_operations(self) -> tuple[int, float] | None:
@@ -171,10 +168,8 @@ class DataSettings(Room):
         if not self.colour_range:
             return None
         what = "three numbers from 0 to 1, of brightness, contrast and saturation; 0,0,0: unchanged"
-        found = numbers(
-            self, "colour_range", what, fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1
-        )
-        return tuple(found)
+        fits = lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1  # noqa: E731
+        return tuple(numbers(self, "colour_range", what, fits=fits))
 
     def notes(self) -> list[str]:
         both = f"--train_split and --val_split are both {self.train_split}"

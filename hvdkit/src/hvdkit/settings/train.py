@@ -93,10 +93,8 @@ class ScheduleSettings(Room):
     def boundary_steps(self) -> list[int]:
         """Steps at which the step policy lowers the rate, from fractions of num_steps."""
         what = "rising fractions between 0 and 1, with commas between them: 0.5,0.75"
-        fractions = numbers(
-            self, "lr_boundaries", what, fits=lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f})
-        )
-        return [round(f * self.num_steps) for f in fractions]
+        fits = lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f})  # noqa: E731
+        return [round(f * self.num_steps) for f in numbers(self, "lr_boundaries", what, fits=fits)]
 
     def notes(self) -> list[str]:
         longer = f"--warmup_steps={self.warmup_steps} is more than --num_steps={self.num_steps}"

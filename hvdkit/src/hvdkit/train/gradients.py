@@ -190,9 +190,7 @@ class LossScale(tf.Module):
         # Also where it is not used: a run in float16 may go on from this one's checkpoint.
         self.value = tf.Variable(2.0**15, trainable=False, name="value")
         self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
-        self.skipped_in_a_row = tf.Variable(
-            0, dtype=tf.int64, trainable=False, name="skipped_in_a_row"
-        )
+        self.skipped_in_a_row = tf.Variable(0, False, dtype=tf.int64, name="skipped_in_a_row")
 
     def read(self, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """The scale of this step, scalar; a constant where it never changes."""

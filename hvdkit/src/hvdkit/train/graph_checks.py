@@ -71,12 +71,8 @@ def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -
 
     `before`: names of the nodes that were there before the task's.
     """
-    own = {
-        n.op
-        for n in nodes(graph)
-        if n.op.startswith("Horovod") and n.name not in before and not _OF_ENGINE.search(n.name)
-    }
-    if own:
+    new = [n for n in nodes(graph) if n.op.startswith("Horovod") and n.name not in before]
+    if own := {n.op for n in new if not _OF_ENGINE.search(n.name)}:
         raise ValueError(
             f"{what} calls Horovod ({join(sorted(own))}), whose gradient is a mean over ranks, and "
             "in evaluation ranks have different numbers of batches: use hvdkit.train.across.gather"

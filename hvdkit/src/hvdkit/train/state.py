@@ -148,12 +148,8 @@ class State:
         trained = self.model.trainable_variables
         named |= {f"ema/{places[id(v)]}": average for v, average in zip(trained, averages)}
         averaged = set(map(id, averages))
-        slots = zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names))
-        named |= {
-            f"optimizer/{i:04d}/{name}": v
-            for i, (v, name) in enumerate(slots)
-            if id(v) not in averaged
-        }
+        slots = enumerate(zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names)))
+        named |= {f"optimizer/{i:04d}/{n}": v for i, (v, n) in slots if id(v) not in averaged}
         return named | self.held.variables
 
     @property

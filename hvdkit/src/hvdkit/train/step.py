@@ -100,12 +100,11 @@ class Step:
         self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
-        how = (settings.accumulation_steps, self._variables)
-        self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
+        steps = settings.accumulation_steps
+        self._micro_batches = gradients_lib.MicroBatches(steps, self._variables, jit=settings.jit)
         across.used = False
-        flag = f"--accumulation_steps={settings.accumulation_steps}"
-        why = f"{flag} computes a batch in parts, one after the other: leave it out"
-        refused = why if settings.accumulation_steps > 1 else ""
+        why = "computes a batch in parts, one after the other: leave it out"
+        refused = f"--accumulation_steps={steps} {why}" if steps > 1 else ""
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size, refused)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
@@ -334,6 +333,7 @@ class Step:
         model, near = self._state.model, objective.nearness(self._settings)
         varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
         divided = objective.divides(self._settings, self._world.size)
+        how = {"state": self._state, "settings": self._settings}
         for losses in self._losses or [None]:  # virtual ranks do not come to `loss`
             forward = partial(self._forward, losses=losses)
             passes = lambda batch, f=forward: f(batch)[1]  # noqa: E731
@@ -341,7 +341,6 @@ class Step:
             if losses and divided and not varies:
                 with self._world.fail_together("trying the loss"):
                     tried = [sample(place) for place in range(2)]
-                    how = {"state": self._state, "settings": self._settings}
                     objective.check_own(forward, tried, **how)
         # Targets of mixed samples come to the loss in training only; the model is at rest here.
         tries = divided and not self.own_losses and not across.used
@@ -350,7 +349,6 @@ class Step:
             forward = partial(self._forward, losses=rest)
             with self._world.fail_together("trying the loss"):
                 tried = [sample(place, draw=place) for place in range(4)]
-                how = {"state": self._state, "settings": self._settings}
                 objective.check_own(forward, tried, whose="the task's ", **how)
 
     def _check(self, graph: tf.Graph) -> None:
