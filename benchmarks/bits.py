@@ -35,16 +35,10 @@ from tasks import classification, segmentation
 
 FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.1"}
 # Name: ranks, backend, variables of Horovod.
-COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {
-    "1": (1, "alone", {}),
-    "2 Gloo": (2, "gloo", {}),
-    "3 Gloo": (3, "gloo", {}),
-    "4 Gloo": (4, "gloo", {}),
-    "8 Gloo": (8, "gloo", {}),
-    "2 MPI": (2, "mpirun", {}),
-    "3 MPI": (3, "mpi", {}),
-    "3 Gloo unfused": (3, "gloo", FUSION),
-}
+COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {"1": (1, "alone", {})}
+COLUMNS |= {f"{ranks} Gloo": (ranks, "gloo", {}) for ranks in (2, 3, 4, 8)}
+COLUMNS |= {"2 MPI": (2, "mpirun", {}), "3 MPI": (3, "mpi", {})}
+COLUMNS["3 Gloo unfused"] = (3, "gloo", FUSION)
 WORDS, LENGTH, WIDTH = 50, 12, 16
 
 

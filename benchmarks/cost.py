@@ -42,17 +42,9 @@ RESNET = (
 
 
 def rows(ranks: int, data: Path) -> dict[str, Row]:
-    settings = (
-        "--deterministic",
-        "--bn_sync=full",
-        "--bn_sync_every=1",
-        "--log_gradients",
-        "--compression=fp16",
-        "--compression=bf16",
-        "--gradient_groups=1",
-        "--accumulation_steps=2",
-        "--jit",
-    )
+    settings = ("--deterministic", "--bn_sync=full", "--bn_sync_every=1", "--log_gradients")
+    settings += ("--compression=fp16", "--compression=bf16", "--gradient_groups=1")
+    settings += ("--accumulation_steps=2", "--jit")
     found = {name: Row(DEMO.format(data=data), "", name) for name in settings}
     both = RESNET.format(size=64, batch=8 * ranks)
     found["--jit, ResNet-50, 64 px, 8 samples each"] = Row(both, "", "--jit")

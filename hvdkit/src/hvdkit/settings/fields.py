@@ -22,12 +22,8 @@ Fields = Mapping[str, dataclasses.Field]
 # Whole numbers end up in int32 (seeds) and in products that must fit int64 (steps x batch).
 INT_LIMIT = 2**31
 
-PARSERS = {
-    "int": flags.IntegerParser(),
-    "float": flags.FloatParser(),
-    "bool": flags.BooleanParser(),
-    "str": flags.ArgumentParser(),
-}
+PARSERS = {"int": flags.IntegerParser(), "float": flags.FloatParser()}
+PARSERS |= {"bool": flags.BooleanParser(), "str": flags.ArgumentParser()}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 _LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}

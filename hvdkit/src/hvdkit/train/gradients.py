@@ -134,11 +134,7 @@ def unscale(
 
 
 def finish(
-    grads: Sequence[tf.Tensor | None],
-    variables: Sequence[keras.Variable],
-    *,
-    l2: float,
-    clip_norm: float,
+    grads: list[tf.Tensor | None], variables: list[keras.Variable], *, l2: float, clip_norm: float
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
     """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
@@ -156,7 +152,7 @@ def finish(
     if clip_norm:
         shrink = clip_norm / tf.maximum(norm, clip_norm)
         grads = unscale(grads, shrink, variables)
-    return list(grads), norm
+    return grads, norm
 
 
 def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:

@@ -185,18 +185,10 @@ class Step:
         known = [g for g in found.grads if g is not None]
         norm, finite = self._end(updating.Offered(known, rate, sound, readable))
         state.advance(finite, readable)
-        result = {
-            "step": state.step.read_value(),
-            "loss": tf.reduce_sum(means),
-            "lr": rate,
-            "grad_norm": norm,
-            "finite": finite,
-            "skipped_in_a_row": state.loss_scale.skipped_in_a_row.read_value(),
-            "loss_scale": scale,
-            "votes": found.votes,
-            "losses": found.losses,
-            "layers": layers,
-        }
+        result = {"step": state.step.read_value(), "loss": tf.reduce_sum(means), "lr": rate}
+        result |= {"grad_norm": norm, "finite": finite, "loss_scale": scale, "layers": layers}
+        result |= {"votes": found.votes, "losses": found.losses}
+        result["skipped_in_a_row"] = state.loss_scale.skipped_in_a_row.read_value()
         if self._world.size > 1:
             result["moments"] = tf.stack([found.ready, moment(norm)])
         result |= {} if found.faults is None else {"faults": found.faults}
@@ -219,9 +211,8 @@ class Step:
         """As updating.py describes it."""
         optimizer = self._state.optimizer
         variables = [v for v, there in zip(self._variables, self._connected) if there]
-        how = {"l2": optimizers.l2_weight(self._settings, optimizer)}
-        how["clip_norm"] = self._settings.clip_norm
-        grads, norm = gradients_lib.finish(grads, variables, **how)
+        l2, most = optimizers.l2_weight(self._settings, optimizer), self._settings.clip_norm
+        grads, norm = gradients_lib.finish(grads, variables, l2=l2, clip_norm=most)
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         return norm, tf.math.is_finite(norm) & sound, lambda: optimizer.apply(grads, variables)
 
@@ -333,7 +324,7 @@ class Step:
         model, near = self._state.model, objective.nearness(self._settings)
         varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
         divided = objective.divides(self._settings, self._world.size)
-        how = {"state": self._state, "settings": self._settings}
+        how = {"state": self._state, "config": self._settings}
         for losses in self._losses or [None]:  # virtual ranks do not come to `loss`
             forward = partial(self._forward, losses=losses)
             passes = lambda batch, f=forward: f(batch)[1]  # noqa: E731
@@ -341,7 +332,7 @@ class Step:
             if losses and divided and not varies:
                 with self._world.fail_together("trying the loss"):
                     tried = [sample(place) for place in range(2)]
-                    objective.check_own(forward, tried, **how)
+                    objective.check_own("run.loss(batch, losses): ", forward, tried, **how)
         # Targets of mixed samples come to the loss in training only; the model is at rest here.
         tries = divided and not self.own_losses and not across.used
         if getattr(self._task, "mixes", False) and tries:
@@ -349,7 +340,7 @@ class Step:
             forward = partial(self._forward, losses=rest)
             with self._world.fail_together("trying the loss"):
                 tried = [sample(place, draw=place) for place in range(4)]
-                objective.check_own(forward, tried, whose="the task's ", **how)
+                objective.check_own("the task's ", forward, tried, **how)
 
     def _check(self, graph: tf.Graph) -> None:
         optimizers.check_trainable(self._state.optimizer, self._state.model)

@@ -18,13 +18,8 @@ EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split
 _OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
 _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
 _OF_TASKS += ("label_map", "colour_range", "rand_augment", "mixup", "cutmix", *EVALUATION)
-_REPLACED = {
-    "optimizer": ("optimizer", "momentum", "ema_decay"),
-    "schedule": (
-        *("lr_policy", "power", "end_lr", "warmup_steps"),
-        *("lr_boundaries", "lr_gamma", "base_lr"),
-    ),
-}
+_SCHEDULE = ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma", "base_lr")
+_REPLACED = {"optimizer": ("optimizer", "momentum", "ema_decay"), "schedule": _SCHEDULE}
 _REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
 _REQUIRED += ("loss", "sums", "metrics")
 

@@ -114,14 +114,9 @@ class Passes:
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
         self._set_state(total)
-        return Reduced(
-            grads=self._means(total.grads, sums, faults),
-            sums=sums,
-            votes=parts[-votes.shape[0] :],
-            losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
-            ready=ready,
-            faults=faults,
-        )
+        grads = self._means(total.grads, sums, faults)
+        losses = tf.reduce_sum(means_of(table[:, :num_sums]), 1)
+        return Reduced(sums, parts[-votes.shape[0] :], losses, ready, grads, faults)
 
     def _turn(
         self, body: Callable[..., Any], batch: Any, start: _Values, *, trace: Sequence[int] = ()
