@@ -59,8 +59,7 @@ class Transformer(Small):
     """Sequences of words: does the first word come again? Embedding, attention with dropout."""
 
     def sources(self):
-        rng = np.random.default_rng(1)
-        x = rng.integers(0, WORDS, (160, LENGTH)).astype(np.int32)
+        x = np.random.default_rng(1).integers(0, WORDS, (160, LENGTH)).astype(np.int32)
         again = (x[:, 1:] == x[:, :1]).any(1).astype(np.int32)
         return Arrays(x=x[:120], y=again[:120]), Arrays(x=x[120:], y=again[120:])
 

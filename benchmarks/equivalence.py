@@ -34,8 +34,7 @@ def main() -> int:
         root = Path(folder)
         settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
         scenes.ensure_demo(root / "data", settings)
-        times = {n: _train(root, n) for n in ranks}
-        return _table(root, ranks, times)
+        return _table(root, ranks, {n: _train(root, n) for n in ranks})
 
 
 def _train(root: Path, ranks: int) -> dict[str, float]:

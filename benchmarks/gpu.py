@@ -147,8 +147,7 @@ def checks(asked: dict[str, Any], ranks: int, gpus: int) -> list[str]:
 
 def doctor(folder: Path, ranks: int, gpus: int) -> str:
     command = [ROOT / "launch" / "doctor.py", f"--run_dir={folder}"]
-    ended = launch_well(ranks, command, timeout=1800)
-    return last_lines(ended.output).splitlines()[-1]
+    return last_lines(launch_well(ranks, command, timeout=1800).output).splitlines()[-1]
 
 
 def demo(folder: Path, ranks: int, gpus: int) -> str:
@@ -308,8 +307,7 @@ def measure(
     """A run's benchmark.json; or {} and why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--benchmark", f"--run_dir={folder}/run"]
-        command = [Path(__file__), "--worker", kind, *flags]
-        ended = launch(ranks, command, timeout=1800, env=env)
+        ended = launch(ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env)
         file = Path(folder) / "run" / "benchmark.json"
         if ended.code == 0 and file.exists():
             return json.loads(file.read_text()), ""

@@ -397,8 +397,7 @@ def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
     data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
     data = data.decode("pil").to_tuple("jpg", "__key__")
     data = data.map_tuple(v2.Compose(turns), lambda name: int(name[0]))
-    loader = torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers)
-    return iter(loader)
+    return iter(torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers))
 
 
 class _Pairs:

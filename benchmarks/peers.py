@@ -86,8 +86,7 @@ def run(way: str, torch: Path, windows: int, *, ranks: int) -> list[float]:
         command = [Path(__file__), "--worker", way, windows, Path(folder) / "run", *numbers]
         if way == "ddp":
             command = [*BECOME, torch, *command]
-        hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        ended = launch(ranks, command, launcher, timeout=TIMEOUT, env=hidden)
+        ended = launch(ranks, command, launcher, timeout=TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
     if ended.code or not (found := shown(ended.output)):
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
     return found
@@ -110,8 +109,7 @@ def table(seconds: dict[str, list[float]], ranks: int) -> None:
             whole = middle / statistics.median(seconds[ours])
             cell = f"{whole:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         samples, digits = (SMALL_BATCH, 2) if way.endswith("small") else (BATCH, 0)
-        rate = ranks * samples / middle
-        print(f"| {name} | {middle * 1e3:.{digits}f} | {rate:.1f} | {cell} |")
+        print(f"| {name} | {middle * 1e3:.{digits}f} | {ranks * samples / middle:.1f} | {cell} |")
 
 
 class Clock:
@@ -138,8 +136,7 @@ class Clock:
 
     def windows(self) -> list[float]:
         """Seconds a step of each; `tick` was called once more after the last step."""
-        edges = self._ticks[self.window :: self.window]
-        return [(b - a) / self.window for a, b in pairwise(edges)]
+        return [(b - a) / self.window for a, b in pairwise(self._ticks[self.window :: self.window])]
 
     def show(self) -> None:
         print(MARK + json.dumps(self.windows()), flush=True)

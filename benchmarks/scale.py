@@ -51,8 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps or args.samples:
         return growth(args.steps) if args.steps else opening(args.samples)
-    cores = len(os.sched_getaffinity(0))
-    print(f"Rank 0 of the blank task; real ranks share {cores} cores.\n")
+    print(f"Rank 0 of the blank task; real ranks share {len(os.sched_getaffinity(0))} cores.\n")
     print("| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |")
     print("| --- " * 9 + "|")
     for text, mocked in ((args.ranks, False), (args.mocked, True)):

@@ -151,8 +151,7 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     def work(world, stop_signal: StopSignal) -> None:
         run = Run(settings, world, stop_signal=stop_signal)
         step, batch = run.make_step(train.make_step), run.feed.next()
-        losses = [float(step(batch)["loss"]) for _ in range(steps)]
-        print(json.dumps(losses), flush=True)
+        print(json.dumps([float(step(batch)["loss"]) for _ in range(steps)]), flush=True)
 
     sys.exit(with_ranks(settings, work))
 

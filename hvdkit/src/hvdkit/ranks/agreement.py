@@ -31,8 +31,7 @@ NUM_VOTES = 4
 @functools.lru_cache  # a step's are mostly those of the last one
 def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    own = [float(data_failed), float(stop_asked), failed_saves, replaced]
-    return tf.constant(own, tf.float64)
+    return tf.constant([float(data_failed), float(stop_asked), failed_saves, replaced], tf.float64)
 
 
 def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:

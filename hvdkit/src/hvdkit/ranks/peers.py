@@ -83,8 +83,7 @@ class Peers:
         for server in servers:
             threading.Thread(target=self._serve, args=(server,), name="peers", daemon=True).start()
         if stall_seconds:
-            watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
-            watch.start()
+            threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self

@@ -70,8 +70,7 @@ class Log:
     def __call__(self, step: int, result: Result) -> None:
         config, state = self._run.config, self._run.state
         figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
-        terms = result.get("terms", {})
-        figures |= {f"loss/{name}": float(value) for name, value in terms.items()}
+        figures |= {f"loss/{name}": float(value) for name, value in result.get("terms", {}).items()}
         if config.precision == "float16":
             figures["loss_scale"] = float(state.loss_scale.value)
             figures["skipped"] = int(state.skipped)
@@ -211,8 +210,7 @@ class Evaluate:
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, **shown)
             if (counts := found.confusion()) is not None:
-                names = metrics.class_names(run.val_source, len(counts))
-                self._telemetry.confusion(names, counts)
+                self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
             self._saver.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)

@@ -78,11 +78,10 @@ class Benchmark:
         samples = per_step * self._run.config.accumulation_steps * self._ends.step
         clocks = np.array(self._clocks)
         whole, waited, in_step = (clocks[-1] - clocks[0]).tolist()
-        times = np.diff(clocks[:, 0])
         return {
             "host": world_lib.hostname(),
             "device": about.get("device_name", "GPU") if gpus else "CPU",
-            "samples_per_second": (samples / times).tolist(),
+            "samples_per_second": (samples / np.diff(clocks[:, 0])).tolist(),
             "seconds_a_step": whole / speed.WINDOWS / self._ends.step,
             "input": waited / whole,
             "bookkeeping": (whole - waited - in_step) / whole,

@@ -86,8 +86,7 @@ class FindLr:
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
         title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
         how = {"xlabel": "base_lr", "log_x": True, "marks": list(found or [])}
-        drawn = pages.curves(title, lines, **how)
-        pages.write(self._page, "Learning rate", [pages.cards([drawn])])
+        pages.write(self._page, "Learning rate", [pages.cards([pages.curves(title, lines, **how)])])
 
 
 class Slopes(NamedTuple):

@@ -136,8 +136,7 @@ class Health:
             why := self._world.broadcast_object(self._saver.error, "saves.failed")
         ):
             message = f"{failed} saves in a row were not written: {why}"
-            code = NOT_NOW if passes(message) else BUG
-            return Ending(code, "saves failed", message, save=False)
+            return Ending(NOT_NOW if passes(message) else BUG, "saves failed", message, save=False)
         if counted[agreement.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -222,10 +221,9 @@ class BadSamples:
     def _too_many(self) -> str:
         if len(self._why) <= self._most:
             return ""
-        last = [*self._why.values()][-1]
         return (
             f"{len(self._why):,} bad training samples, more than --max_bad_samples={self._limit}: "
-            f"{self._file} lists them; the last: {last}"
+            f"{self._file} lists them; the last: {[*self._why.values()][-1]}"
         )
 
 

@@ -42,8 +42,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     which = "best (highest score), last, a step, or the path of a checkpoint"
     made.add_argument("--checkpoint", default="best", help=which)
     why = "use the averaged weights, if the run has them (--ema_decay), as its scores do"
-    on_or_off = argparse.BooleanOptionalAction
-    made.add_argument("--ema", action=on_or_off, default=True, help=why)
+    made.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help=why)
     return made
 
 

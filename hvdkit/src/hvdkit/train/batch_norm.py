@@ -180,8 +180,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Positions of each channel that count on this rank, float64 [channels]."""
         if mask is None:
             channels = self.moving_mean.shape[0]
-            count = tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64)
-            return tf.fill([channels], count)
+            return tf.fill([channels], tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64))
         weights = tf.broadcast_to(tf.cast(mask, tf.float64)[..., None], tf.shape(inputs))
         return tf.reduce_sum(weights, self._reduction_axes)
 

@@ -44,8 +44,7 @@ class Seeds:
     """The states of a model's seed generators, drawn anew for every virtual rank and step."""
 
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
-        layers = model._flatten_layers()
-        found = {id(g): g for layer in layers for g in layer._seed_generators}
+        found = {id(g): g for layer in model._flatten_layers() for g in layer._seed_generators}
         self.variables = [raw(generator.state) for generator in found.values()]
         # Samples' keys are philox's words under the key `seed`: these bits give other keys.
         self._key = seed | 1 << 63 | int(evaluating) << 62
@@ -56,11 +55,10 @@ class Seeds:
             return
         # Philox increments the counter's first word for every four words: 2**32 lie between two
         # virtual ranks.
-        counter = tf.cast(tf.stack([number * 2**32, step]), tf.uint64)
         words = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[len(self.variables), 2],
             key=tf.constant([self._key], tf.uint64),
-            counter=counter,
+            counter=tf.cast(tf.stack([number * 2**32, step]), tf.uint64),
             alg=tf.random.Algorithm.PHILOX.value,
             dtype=tf.uint32,
         )

@@ -150,8 +150,7 @@ def finish(
     squares = [tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in summed]
     norm = tf.sqrt(tf.add_n(squares))  # finite only if all gradients are
     if clip_norm:
-        shrink = clip_norm / tf.maximum(norm, clip_norm)
-        grads = unscale(grads, shrink, variables)
+        grads = unscale(grads, clip_norm / tf.maximum(norm, clip_norm), variables)
     return grads, norm
 
 

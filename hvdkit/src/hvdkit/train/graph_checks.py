@@ -93,8 +93,7 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
     handles = {id(raw(v).handle) for v in state.variables.values()}
     if trains:
         changed = set(map(id, assigned_handles(graph)))
-        loose = {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable}
-        handles -= loose - changed
+        handles -= {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable} - changed
     named = {id(v.handle): v.name for v in graph.variables}
     used = [t for t in graph.external_captures if t.dtype == tf.resource and _of_variable(t)]
     if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:

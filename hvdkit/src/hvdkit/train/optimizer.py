@@ -139,8 +139,7 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
     own = {"momentum": number(config.momentum)} if config.optimizer == "lars" else betas
     # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
     rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb, "lars": Lars}[config.optimizer]
-    decay = number(config.weight_decay)
-    optimizer = rule(config.base_lr, weight_decay=decay, **own, **average)
+    optimizer = rule(config.base_lr, weight_decay=number(config.weight_decay), **own, **average)
     # Without decay too: the trust ratios of LAMB and LARS go by it.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer

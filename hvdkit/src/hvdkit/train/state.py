@@ -155,8 +155,7 @@ class State:
     @property
     def untrained(self) -> list[tf.Variable]:
         """What the optimizer does not train, of the model and of the task."""
-        held = self.held.of_task.values()
-        return [raw(v) for v in [*self.model.non_trainable_variables, *held]]
+        return [raw(v) for v in [*self.model.non_trainable_variables, *self.held.of_task.values()]]
 
     @property
     def of_forward(self) -> list[tf.Variable]:

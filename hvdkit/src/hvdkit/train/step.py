@@ -132,8 +132,7 @@ class Step:
                 f"{list(given)}: for two views of a sample return the mean of their losses"
             )
         self._losses[losses] = None
-        forward = partial(self._forward, losses=losses)
-        targets, sums = self._micro_batches.loss(forward, batch)
+        targets, sums = self._micro_batches.loss(partial(self._forward, losses=losses), batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
         # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
         alone = self._world.size == 1
@@ -288,8 +287,7 @@ class Step:
             if losses:
                 terms = objective.terms(found, samples)
             else:
-                pair = (outputs, micro["targets"])
-                terms = objective.loss(self._task, *pair, samples=samples)
+                terms = objective.loss(self._task, outputs, micro["targets"], samples=samples)
         if self._traced:
             self._traced.terms, self._traced.adds_losses = tuple(terms), added is not None
         graph_checks.check_collectives(graph, "the model or the task's loss", before)

@@ -90,8 +90,7 @@ class Passes:
                 f"--virtual_ranks does not add up {special[0]}, which its gradient overwrites (as "
                 "in float8): leave it out"
             )
-        held = [*self._untrained, *self._seeds.variables]
-        start = [(v, v.read_value()) for v in held]
+        start = [(v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]]
         total = None
         sizes = sorted({self._sizes[v] for v in self._own})  # two at most, each traced once
         self._shared = gathered.Rows()
@@ -134,8 +133,7 @@ class Passes:
             first = self._first - self._firsts[self._own[0]]  # among this rank's samples
 
             def cut(t: tf.Tensor) -> tf.Tensor:
-                shape = [t.shape[0], size, *t.shape[2:]]
-                return tf.ensure_shape(t[:, first : first + size], shape)
+                return tf.ensure_shape(t[:, first : first + size], [t.shape[0], size, *t.shape[2:]])
 
             for variable, value in start:
                 variable.assign(value)
