@@ -139,10 +139,8 @@ def table(rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict
     same = True
     for row in rows:
         every = [cells[row, column] for column in columns]
-        shown = [
-            f"`{cell['weights_sha256'][:12]}`{'!' * (cell['records'] != every[0]['records'])}"
-            for cell in every
-        ]
+        marks = ["!" * (cell["records"] != every[0]["records"]) for cell in every]
+        shown = [f"`{cell['weights_sha256'][:12]}`{mark}" for cell, mark in zip(every, marks)]
         same &= all(cell == every[0] for cell in every)
         print(f"| {ROWS[row][0]} | {' | '.join(shown)} |")
     return 0 if same else 1

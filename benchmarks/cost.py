@@ -7,8 +7,7 @@
 Prints the ratio of medians and, in brackets, the smallest and largest of a round; 1.00 is no cost.
 The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows that say so
 and those of virtual ranks (V) train ResNet-50 (25.6 million) on random pictures, one thread a rank;
-virtual ranks are set against the plain step of as many samples: with as many micro-batches where a
-rank holds several virtual ranks.
+virtual ranks are set against a plain step of as many samples, a micro-batch for each of a rank's.
 """
 
 import argparse

@@ -94,10 +94,9 @@ def main() -> int:
     if args.torch and not gpus:
         parser.error("--torch is for GPUs, and there is none here: see peers.py")
     known = rows(gpus > 0)
-    wanted, asked = (
-        {n: one for n, one in named.items() if n.startswith(tuple(args.names) or ("",))}
-        for named in (known, CHECKS)
-    )
+    first = tuple(args.names) or ("",)
+    wanted = {name: row for name, row in known.items() if name.startswith(first)}
+    asked = {name: what for name, what in CHECKS.items() if name.startswith(first)}
     if not wanted and not asked:
         parser.error(f"nothing begins with {args.names}; there are {[*CHECKS, *known]}")
     failures = checks(asked, max(counts), gpus) if asked else []

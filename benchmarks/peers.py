@@ -5,8 +5,7 @@
 
 WAYs are in NAMES. It prints medians over rounds (of a round: the median of windows of ten steps,
 after ten for warm-up), and this project's speed over the other's with the least and the most of a
-round; more than 1 is faster. --torch is the Python of an environment with requirements-peers.txt;
-without it PyTorch is left out.
+round; more than 1 is faster. --torch: a Python with requirements-peers.txt, for PyTorch's row.
 
 All train the same: ResNet-50 with the stride in the 3x3 convolution (25,557,032 parameters, 1,000
 classes), 64 pixels, 8 samples a rank, float32, SGD with momentum 0.9, batch norm by rank, one
@@ -195,8 +194,7 @@ def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> Non
 
 
 def watch_feed(tick, *, same_batch: bool = False) -> None:
-    """Each step of train.py that begins calls `tick`; with `same_batch` it gets the first batch
-    again, which stays on the device: no input."""
+    """Each step of train.py calls `tick`; `same_batch`: on the first batch, on the device."""
     import tensorflow as tf
 
     from hvdkit.run import loop

@@ -95,8 +95,7 @@ class Checkpoints:
     def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
         """The values as they are now; rank 0 calls it, between steps.
 
-        The next copy reuses its memory (new memory takes six times as long to fill): by then this
-        one must be written.
+        The next copy reuses its memory (new takes six times as long to fill): write it before.
         """
         arrays = {name: self._copied(name, raw(v).value()) for name, v in variables.items()}
         skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0

@@ -1,8 +1,7 @@
 """What happens after a step, in the order of run/modes.py; called as action(step, result).
 
 `due(step)`: whether it acts after a step. `settles`: whether the step must be known to be applied
-before. It returns why the run must end, or None. All ranks call the same actions at the same steps:
-an action may hold collectives.
+before. It returns why the run must end, or None. All ranks call the same: it may hold collectives.
 """
 
 from __future__ import annotations
@@ -230,5 +229,4 @@ def evaluates_first(run: RunContext, found: Found) -> bool:
         return False
     if found.step == config.num_steps or not found.scored:
         return True
-    gave_up = stopped_improving(config, found.step, best.step if best else 0)
-    return gave_up and found.own
+    return found.own and stopped_improving(config, found.step, best.step if best else 0)

@@ -141,8 +141,7 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     config, model = run.config, run.model
     graph = train_step.graph
     gathers = any(node.op == "HorovodAllgather" for node in graph_checks.nodes(graph))
-    sparse = gathers and config.compression != "bf16"
-    if run.world.size == 1 or sparse:
+    if run.world.size == 1 or (gathers and config.compression != "bf16"):
         return None
     virtual = [op for op in graph.get_operations() if op.name.startswith("virtual.gradients")]
     likes = [op.inputs[0] for op in virtual] or [raw(v) for v in model.trainable_variables]

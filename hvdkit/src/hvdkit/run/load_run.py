@@ -29,7 +29,6 @@ from hvdkit.train.task import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
 Work = Callable[..., None]  # of settings, world, stop signal; own: what `parser` found
-_ALIKE = ("checkpoint", "ema")  # the same on every rank
 # What only a new run begins with.
 _NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
 _NEW += ("--backbone_weights=", "--backbone_preprocessing=")
@@ -67,7 +66,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
         stop_signal.words = "stopping"
-        agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
+        agreement.check_settings(world, config, {"checkpoint": own.checkpoint, "ema": own.ema})
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
             resolved = config.for_ranks(world.size)

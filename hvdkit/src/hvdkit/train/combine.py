@@ -99,8 +99,7 @@ class Combiner:
     def over_ranks(self, before: Sequence[tf.Tensor]) -> None:
         """Sets state with a rule to what the ranks' values make; inside the step, on every rank.
 
-        `before`: values of `state.of_forward` at the start of the step. Moving statistics of the
-        model have a sync of their own.
+        `before`: `state.of_forward` at the start. Moving statistics have a sync of their own.
         """
         if self._world.size == 1:
             return

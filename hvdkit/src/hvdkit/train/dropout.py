@@ -53,8 +53,7 @@ class Seeds:
         """Args: step and number of the virtual rank (of the batch, evaluating), int64 scalars."""
         if not self.variables:
             return
-        # Philox increments the counter's first word for every four words: 2**32 lie between two
-        # virtual ranks.
+        # Philox counts one up for every four words: 2**32 lie between two virtual ranks.
         words = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[len(self.variables), 2],
             key=tf.constant([self._key], tf.uint64),
@@ -89,9 +88,8 @@ class SampleDropout(keras.layers.Layer):
         def keep(key: tf.Tensor) -> tf.Tensor:
             key = tf.random.experimental.stateless_fold_in(key, self.salt, alg="philox")
             # The floats that stateless_uniform gives; XLA makes others of the same bits.
-            bits = tf.random.stateless_uniform(
-                tf.shape(features)[1:], key, None, None, tf.int32, alg="philox"
-            )
+            shape = tf.shape(features)[1:]
+            bits = tf.random.stateless_uniform(shape, key, None, None, tf.int32, alg="philox")
             return tf.cast(bits & 0x7FFFFF, tf.float32) * 2.0**-23 >= self.rate
 
         mask = tf.map_fn(keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool))

@@ -37,9 +37,7 @@ class Rows(NamedTuple):
 class Passes:
     """The first two passes, and what goes between the ranks after each."""
 
-    def __init__(
-        self, in_turn: Callable[..., Any], scale: tf.Variable, *, rows: int, addends: int
-    ) -> None:
+    def __init__(self, in_turn: Callable, scale: tf.Variable, *, rows: int, addends: int) -> None:
         """`scale`: of the loss; `rows` of the global batch; `addends`: the virtual ranks."""
         self._in_turn, self._scale, self._addends = in_turn, scale, addends
         # A row's part of a mean is small: it is brought near to 1, by a power of two.

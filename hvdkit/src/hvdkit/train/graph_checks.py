@@ -106,14 +106,12 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
         )
 
 
-def check_weights(
-    tape: tf.GradientTape, weights: list[tf.Tensor], values: list[tf.Variable]
-) -> None:
+def check_weights(tape: tf.GradientTape, weights: list[tf.Tensor], own: list[tf.Variable]) -> None:
     """Raises ValueError where weights of a loss depend on what is trained.
 
     They also divide the loss, over all ranks; the step's gradient takes them for constants.
     """
-    if any(g is not None for g in tape.gradient(weights, values)):
+    if any(g is not None for g in tape.gradient(weights, own)):
         raise ValueError(
             "the task's loss returns weights that depend on the model's outputs: put them through "
             "tf.stop_gradient, or multiply them into the losses and return weights of their own"

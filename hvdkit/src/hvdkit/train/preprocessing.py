@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# The modes of keras.applications.imagenet_utils.preprocess_input, with its means and deviations;
-# a checkpoint holds a mode's place in this row.
+# Of keras.applications.imagenet_utils.preprocess_input; a checkpoint holds a mode's place here.
 MODES = ("tf", "caffe", "torch")
 MEANING = {
     "tf": "RGB in [-1, 1]",

@@ -243,15 +243,13 @@ def names_of_model(model: keras.Layer) -> list[str]:
     return [names[id(v)] for v in model.variables]
 
 
-def _names_of_optimizer(
-    optimizer: keras.optimizers.Optimizer, model_names: Mapping[int, str]
-) -> list[str]:
+def _names_of_optimizer(optimizer: keras.optimizers.Optimizer, names: dict[int, str]) -> list[str]:
     """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
     own = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
     for variable in optimizer._trainable_variables:
         start = variable.path.replace("/", "_")  # of a slot's name
-        owners.setdefault(start, []).append(model_names[id(variable)])
+        owners.setdefault(start, []).append(names[id(variable)])
     seen: Counter = Counter()
     return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
 

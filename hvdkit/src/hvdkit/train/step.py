@@ -16,8 +16,7 @@ sum(losses * weights) / sum(weights), however uneven the ranks' shares. Weights 
 
 A loss of several terms is the sum of theirs, each with sums, count and positions of its own. Losses
 that the model adds by itself are not divided by a count. Where there is more than one term or the
-model adds losses, the backward pass waits for the sums of all ranks and takes the whole loss at
-once.
+model adds losses, the backward pass waits for all ranks' sums and takes the whole loss at once.
 """
 
 import dataclasses
@@ -137,8 +136,7 @@ class Step:
         # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
         alone = self._world.size == 1
         ready = tf.zeros([], tf.float64) if alone else own_part(sums)
-        # One collective for both: constant size on any number of ranks. Its name holds those of the
-        # terms, so that ranks with other terms are told.
+        # One collective for both, of constant size. Its name holds the terms': other ones are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
         name = ".".join(filter(None, ["step.totals", *step.terms]))
         if not alone:

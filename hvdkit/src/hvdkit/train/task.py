@@ -35,8 +35,7 @@ class Task(Protocol):
     A setting that was given, that only tasks read and that this one does not is refused.
     """
 
-    # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
-    # "loss").
+    # Names the metric of the best checkpoint: a key of `metrics`, higher is better (so not "loss").
     main_metric: str
 
     # Whether `training_example` finds another sample of the training set, drawn by the key, as
@@ -116,8 +115,7 @@ class Task(Protocol):
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         """Metric counts of one evaluation batch, added over batches and ranks; of fixed shapes.
 
-        Any names but "loss" and "weight" (of terms "loss/NAME" and "weight/NAME"), which hold the
-        sums of the loss.
+        Any names but "loss" and "weight" (of terms "loss/NAME" and "weight/NAME"), the loss's sums.
         """
 
     def per_sample(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:

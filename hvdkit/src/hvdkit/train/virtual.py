@@ -243,11 +243,9 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        self._changed = [
-            Changed(v, self._rules.get(id(v), SAME), self._start[id(v)])
-            for v in self._untrained
-            if id(v.handle) in changed
-        ]
+        rules, start = self._rules, self._start
+        moved = [v for v in self._untrained if id(v.handle) in changed]
+        self._changed = [Changed(v, rules.get(id(v), SAME), start[id(v)]) for v in moved]
         check_micro_batches(self._changed, self._steps)
         if self._shared.pulls:
             pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
