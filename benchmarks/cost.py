@@ -7,8 +7,7 @@
 Prints the ratio of medians and, in brackets, the smallest and largest of a round; 1.00 is no cost.
 The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows that say so
 and those of virtual ranks (V) train ResNet-50 (25.6 million) on random pictures, one thread a rank;
-virtual ranks are set against the plain step of as many samples: with as many micro-batches where a
-rank holds several virtual ranks.
+virtual ranks are set against a plain step of as many samples, a micro-batch for each of a rank's.
 """
 
 import argparse
@@ -23,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from hvdkit.data import scenes
-from ranks import last_lines, launch
+from ranks import launch_well
 
 
 class Row(NamedTuple):
@@ -42,17 +41,9 @@ RESNET = (
 
 
 def rows(ranks: int, data: Path) -> dict[str, Row]:
-    settings = (
-        "--deterministic",
-        "--bn_sync=full",
-        "--bn_sync_every=1",
-        "--log_gradients",
-        "--compression=fp16",
-        "--compression=bf16",
-        "--gradient_groups=1",
-        "--accumulation_steps=2",
-        "--jit",
-    )
+    settings = ("--deterministic", "--bn_sync=full", "--bn_sync_every=1", "--log_gradients")
+    settings += ("--compression=fp16", "--compression=bf16", "--gradient_groups=1")
+    settings += ("--accumulation_steps=2", "--jit")
     found = {name: Row(DEMO.format(data=data), "", name) for name in settings}
     both = RESNET.format(size=64, batch=8 * ranks)
     found["--jit, ResNet-50, 64 px, 8 samples each"] = Row(both, "", "--jit")
@@ -103,9 +94,7 @@ def _seconds_a_step(line: str, ranks: int, steps: int) -> float:
     with tempfile.TemporaryDirectory() as run_dir:
         usual = [f"--num_steps={steps}", f"--log_every={steps // 4}", "--benchmark"]
         command = ["train.py", *line.split(), *usual, f"--run_dir={run_dir}"]
-        ended = launch(ranks, command, "gloo", timeout=900)
-        if ended.code:
-            raise SystemExit(last_lines(ended.output))
+        launch_well(ranks, command, "gloo", timeout=900)
         lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line).get("samples_per_second") for line in lines]
     return 1 / statistics.median([rate for rate in rates if rate][1:])

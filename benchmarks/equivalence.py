@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 import equivalence
 from hvdkit.data import scenes
-from ranks import last_lines, launch
+from ranks import launch_well
 
 
 def main() -> int:
@@ -34,8 +34,7 @@ def main() -> int:
         root = Path(folder)
         settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
         scenes.ensure_demo(root / "data", settings)
-        times = {n: _train(root, n) for n in ranks}
-        return _table(root, ranks, times)
+        return _table(root, ranks, {n: _train(root, n) for n in ranks})
 
 
 def _train(root: Path, ranks: int) -> dict[str, float]:
@@ -43,9 +42,7 @@ def _train(root: Path, ranks: int) -> dict[str, float]:
     print(f"training on {ranks} rank(s) ...", file=sys.stderr, flush=True)
     (root / str(ranks)).mkdir()
     worker = [equivalence.__file__, root / "data", root / str(ranks), "tiny"]
-    ended = launch(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=1800)
-    if ended.code:
-        raise SystemExit(last_lines(ended.output))
+    ended = launch_well(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=1800)
     found = re.findall(r"(float\d\d [a-z_ ]+): ([\d.]+) ms a step", ended.output)
     return {name: float(ms) for name, ms in found}
 

@@ -12,8 +12,7 @@ Each row trains ResNet-50 (224 pixels, --batch samples a GPU, SGD with momentum,
 lines without checks; "ours" is train.py --benchmark. Both get the same batch at every step; "input
 on" reads made-up JPEG photographs of 500x375 pixels instead (4 classes, so a smaller head). "over"
 is the time of a step over that of the row in brackets, on as many ranks; "of 1 rank" is the speed
-of a rank over that alone. PyTorch's is torchvision's ResNet-50 in DDP, channels last, with
-cudnn.benchmark.
+of a rank over that alone. PyTorch's is torchvision's in DDP, channels last, with cudnn.benchmark.
 
 Without a GPU it runs a small form: ResNet-20, 64 pixels, 4 samples a rank, 1 and 2 ranks on CPUs.
 That shows that all of it runs; its figures say nothing about GPUs.
@@ -36,19 +35,14 @@ sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 from ranks import last_lines, launch, launch_well
 
-TF32_OFF = {"NVIDIA_TF32_OVERRIDE": "0"}
-USUAL = (
-    "--task=classification --optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant "
-    "--weight_decay=0"
-)
-LARGE = f"{USUAL} --model=resnet50 --image_size=224"
+V_IS_N = "--virtual_ranks={ranks}"
+USUAL = "--optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant --weight_decay=0"
+LARGE = f"--task=classification {USUAL} --model=resnet50 --image_size=224"
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
-SMALL = f"{USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
+SMALL = f"--task=classification {USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
 RANDOM = "--synthetic_data --num_classes=1000"
 PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
-DEEPLAB = (
-    f"{USUAL.replace('classification', 'segmentation')} --model=deeplabv3plus --image_size=512"
-)
+DEEPLAB = f"--task=segmentation {USUAL} --model=deeplabv3plus --image_size=512"
 HEAD = ("ranks", "setting", "PyTorch, samples/s", "bare, samples/s", "ours, samples/s")
 HEAD += ("ours / bare", "over")
 HEAD += ("of 1 rank", "of peak", "input wait", "reduction alone", "memory of a rank, GiB")
@@ -68,7 +62,8 @@ class Row(NamedTuple):
 def rows(gpus: bool) -> dict[str, Row]:
     """The rows by name; {ranks} in their flags is how many there are."""
     plain = "float32, TF32 off" if gpus else "float32"
-    found = {plain: Row("", bare=True, torch="float32", env=TF32_OFF if gpus else None)}
+    tf32_off = {"NVIDIA_TF32_OVERRIDE": "0"} if gpus else None
+    found = {plain: Row("", bare=True, torch="float32", env=tf32_off)}
     bfloat16 = "--precision=bfloat16"
     if gpus:
         found["float32, TF32 on"] = Row("", bare=True, torch="tf32", over=plain)
@@ -80,18 +75,14 @@ def rows(gpus: bool) -> dict[str, Row]:
         "bfloat16, input on": Row(bfloat16, over="bfloat16", data=PHOTOS),
         "bfloat16, --bn_sync=full": Row(f"{bfloat16} --bn_sync=full", over="bfloat16", fewest=2),
         "bfloat16, --jit": Row(f"{bfloat16} --jit", over="bfloat16"),
-        f"{plain}, --virtual_ranks": Row(
-            "--virtual_ranks={ranks}", over=plain, fewest=2, env=found[plain].env
-        ),
+        f"{plain}, --virtual_ranks": Row(V_IS_N, over=plain, fewest=2, env=tf32_off),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", help="with commas; by default powers of two, as many as GPUs")
-    parser.add_argument(
-        "--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: an eighth"
-    )
+    parser.add_argument("--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: 1/8")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--torch", type=Path, metavar="PYTHON", help="interpreter that has PyTorch")
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names")
@@ -103,10 +94,9 @@ def main() -> int:
     if args.torch and not gpus:
         parser.error("--torch is for GPUs, and there is none here: see peers.py")
     known = rows(gpus > 0)
-    wanted, asked = (
-        {n: one for n, one in named.items() if n.startswith(tuple(args.names) or ("",))}
-        for named in (known, CHECKS)
-    )
+    first = tuple(args.names) or ("",)
+    wanted = {name: row for name, row in known.items() if name.startswith(first)}
+    asked = {name: what for name, what in CHECKS.items() if name.startswith(first)}
     if not wanted and not asked:
         parser.error(f"nothing begins with {args.names}; there are {[*CHECKS, *known]}")
     failures = checks(asked, max(counts), gpus) if asked else []
@@ -156,8 +146,7 @@ def checks(asked: dict[str, Any], ranks: int, gpus: int) -> list[str]:
 
 def doctor(folder: Path, ranks: int, gpus: int) -> str:
     command = [ROOT / "launch" / "doctor.py", f"--run_dir={folder}"]
-    ended = launch_well(ranks, command, timeout=1800)
-    return last_lines(ended.output).splitlines()[-1]
+    return last_lines(launch_well(ranks, command, timeout=1800).output).splitlines()[-1]
 
 
 def demo(folder: Path, ranks: int, gpus: int) -> str:
@@ -194,12 +183,8 @@ def demo_run(folder: Path, ranks: int, *flags: str) -> dict[str, Any]:
 
 
 DEMO = ["--flagfile=configs/demo.cfg"]
-CHECKS = {
-    "doctor": doctor,
-    "demo": demo,
-    "one rank more than GPUs": one_too_many,
-    "same bits": same_bits,
-}
+CHECKS = {"doctor": doctor, "demo": demo, "one rank more than GPUs": one_too_many}
+CHECKS["same bits"] = same_bits
 
 
 def powers(most: int) -> list[int]:
@@ -321,8 +306,7 @@ def measure(
     """A run's benchmark.json; or {} and why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--benchmark", f"--run_dir={folder}/run"]
-        command = [Path(__file__), "--worker", kind, *flags]
-        ended = launch(ranks, command, timeout=1800, env=env)
+        ended = launch(ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env)
         file = Path(folder) / "run" / "benchmark.json"
         if ended.code == 0 and file.exists():
             return json.loads(file.read_text()), ""

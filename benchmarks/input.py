@@ -6,8 +6,7 @@ The sets are made here: "photos" are 500 x 375 JPEG of about 66 KB in class fold
 random to 224; "pairs" 500 x 375 JPEG with label PNGs, scaled by 0.5 to 2 and cropped to 512; "demo"
 the demo's, to 64. "packed" are the same from `hvdkit pack`, photos with --short_side=256
 --quality=90. It prints medians over rounds and the ratio of ours to the others, with the smallest
-and largest of a round. --torch is the Python of an environment with requirements-peers.txt; without
-it PyTorch's column is left out.
+and largest of a round. --torch: a Python with requirements-peers.txt, for PyTorch's column.
 
 Batches have 32 samples. "template" is this project's pipeline, "tf.data" the plain one of
 TensorFlow's model garden (draws depend on the order of threads, a shuffle buffer), "torch" a
@@ -397,8 +396,7 @@ def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
     data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
     data = data.decode("pil").to_tuple("jpg", "__key__")
     data = data.map_tuple(v2.Compose(turns), lambda name: int(name[0]))
-    loader = torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers)
-    return iter(loader)
+    return iter(torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers))
 
 
 class _Pairs:

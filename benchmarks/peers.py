@@ -5,8 +5,7 @@
 
 WAYs are in NAMES. It prints medians over rounds (of a round: the median of windows of ten steps,
 after ten for warm-up), and this project's speed over the other's with the least and the most of a
-round; more than 1 is faster. --torch is the Python of an environment with requirements-peers.txt;
-without it PyTorch is left out.
+round; more than 1 is faster. --torch: a Python with requirements-peers.txt, for PyTorch's row.
 
 All train the same: ResNet-50 with the stride in the 3x3 convolution (25,557,032 parameters, 1,000
 classes), 64 pixels, 8 samples a rank, float32, SGD with momentum 0.9, batch norm by rank, one
@@ -86,8 +85,7 @@ def run(way: str, torch: Path, windows: int, *, ranks: int) -> list[float]:
         command = [Path(__file__), "--worker", way, windows, Path(folder) / "run", *numbers]
         if way == "ddp":
             command = [*BECOME, torch, *command]
-        hidden = {"CUDA_VISIBLE_DEVICES": ""}
-        ended = launch(ranks, command, launcher, timeout=TIMEOUT, env=hidden)
+        ended = launch(ranks, command, launcher, timeout=TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
     if ended.code or not (found := shown(ended.output)):
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
     return found
@@ -110,8 +108,7 @@ def table(seconds: dict[str, list[float]], ranks: int) -> None:
             whole = middle / statistics.median(seconds[ours])
             cell = f"{whole:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
         samples, digits = (SMALL_BATCH, 2) if way.endswith("small") else (BATCH, 0)
-        rate = ranks * samples / middle
-        print(f"| {name} | {middle * 1e3:.{digits}f} | {rate:.1f} | {cell} |")
+        print(f"| {name} | {middle * 1e3:.{digits}f} | {ranks * samples / middle:.1f} | {cell} |")
 
 
 class Clock:
@@ -138,8 +135,7 @@ class Clock:
 
     def windows(self) -> list[float]:
         """Seconds a step of each; `tick` was called once more after the last step."""
-        edges = self._ticks[self.window :: self.window]
-        return [(b - a) / self.window for a, b in pairwise(edges)]
+        return [(b - a) / self.window for a, b in pairwise(self._ticks[self.window :: self.window])]
 
     def show(self) -> None:
         print(MARK + json.dumps(self.windows()), flush=True)
@@ -198,8 +194,7 @@ def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> Non
 
 
 def watch_feed(tick, *, same_batch: bool = False) -> None:
-    """Each step of train.py that begins calls `tick`; with `same_batch` it gets the first batch
-    again, which stays on the device: no input."""
+    """Each step of train.py calls `tick`; `same_batch`: on the first batch, on the device."""
     import tensorflow as tf
 
     from hvdkit.run import loop
@@ -253,8 +248,7 @@ def mwms(clock: Clock, ports: list[str]) -> None:
 
 
 def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
-    """ResNet-50 in PyTorch: on CPUs, or with a precision of gpu.py's (float32, tf32, bfloat16) on
-    a GPU a rank."""
+    """ResNet-50 in PyTorch: on CPUs, or a GPU a rank in float32, tf32 or bfloat16 (gpu.py)."""
     import torch
     import torchvision
 

@@ -5,8 +5,7 @@
 NAMEs are equivalence, peers, small, input and cost; without any, all of them, with the flags in
 PARTS: 40 minutes on two cores. Run it on an idle machine: the file says what the load was at the
 start. If a part fails, the file holds what it printed, the others run, and the exit code is 1.
---torch is the Python of an environment with requirements-peers.txt; without it PyTorch's rows are
-missing.
+--torch is the Python of an environment with requirements-peers.txt, for PyTorch's rows.
 """
 
 import argparse
@@ -31,42 +30,39 @@ TIMEOUT = 1800  # seconds, of one part
 class Part(NamedTuple):
     title: str
     command: str  # file and flags
-    torch: bool  # whether it takes --torch
     about: str
+    torch: bool = False  # whether it takes --torch
 
 
 PARTS = {
     "equivalence": Part(
         "Same weights on any number of ranks",
         "equivalence.py",
-        False,
         "Largest relative difference of a variable to the run on 1 rank. On two cores 3 and 4 "
         "ranks share them, so that time a step grows.",
     ),
     "peers": Part(
         "A step, here and elsewhere",
         "peers.py --rounds=5 --windows=3",
-        True,
         "ResNet-50, 64 pixels, float32, SGD with momentum, one thread a rank. Our speed over "
         "another's: more than 1 is faster; in brackets the least and the most of a round.",
+        torch=True,
     ),
     "small": Part(
         "A small step of a rank alone",
         "peers.py --ranks=1 --rounds=5 'template, small' 'bare, small'",
-        False,
         "16 samples of the blank task: what is ours shows, and a GPU would wait for it.",
     ),
     "input": Part(
         "Input pipeline",
         "input.py --rounds=2 --seconds=3",
-        True,
         "Samples a second, and ratios with the least and the most of a round.",
+        torch=True,
     ),
     "cost": Part(
         "What settings cost",
         "cost.py --rounds=2 --steps=16 -- --deterministic --bn_sync --log_gradients --compression "
         "--gradient_groups --accumulation_steps '--virtual_ranks, 64 px, 8 samples each, V = N'",
-        False,
         "Time a step over the plain setting's: 1.00 is no cost.",
     ),
 }

@@ -5,8 +5,7 @@
 Trains with regular saves on two ranks of one thread each, and on one. A save's cost is the time of
 the first half of the steps from it to the next one, less that of the second half, when nothing is
 written: the median over saves, its standard error in brackets, and the share of the time at a save
-every hundred steps. On two cores, two ranks leave no core to the thread that writes; one rank does,
-as on hosts with GPUs.
+every hundred steps. On two cores, one rank leaves a core to the thread that writes, as on a GPU.
 """
 
 import argparse
@@ -56,10 +55,8 @@ def row(name: str, ranks: int, saves: int) -> None:
         files = list(Path(folder).glob("run/checkpoints/step-*/*"))
         size = sum(file.stat().st_size for file in files) / len({f.parent for f in files})
     step, save, error = cost(seconds, every)
-    times = f"{step * 1e3:.1f} | {save * 1e3:.0f} ({error * 1e3:.0f})"
-    print(
-        f"| {name} | {ranks} | {size / 1e6:.1f} | {times} | {save / (100 * step):.2%} |", flush=True
-    )
+    times = f"{step * 1e3:.1f} | {save * 1e3:.0f} ({error * 1e3:.0f}) | {save / (100 * step):.2%}"
+    print(f"| {name} | {ranks} | {size / 1e6:.1f} | {times} |", flush=True)
 
 
 def cost(seconds: list[float], every: int) -> tuple[float, float, float]:

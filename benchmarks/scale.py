@@ -51,8 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps or args.samples:
         return growth(args.steps) if args.steps else opening(args.samples)
-    cores = len(os.sched_getaffinity(0))
-    print(f"Rank 0 of the blank task; real ranks share {cores} cores.\n")
+    print(f"Rank 0 of the blank task; real ranks share {len(os.sched_getaffinity(0))} cores.\n")
     print("| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |")
     print("| --- " * 9 + "|")
     for text, mocked in ((args.ranks, False), (args.mocked, True)):
@@ -85,10 +84,8 @@ def opening(samples: int) -> None:
                 source = records.Records(Path(folder), "train")
             for part in np.split(np.random.default_rng(1).integers(0, samples, 320), 10):
                 source.fetch(part)
-            seconds, files = time.perf_counter() - start, sum(n.startswith(folder) for n in opened)
-            print(
-                f"| {who} | {seconds:.1f} | {own_memory() - before:.0f} | {files:,} |", flush=True
-            )
+            taken, files = time.perf_counter() - start, sum(n.startswith(folder) for n in opened)
+            print(f"| {who} | {taken:.1f} | {own_memory() - before:.0f} | {files:,} |", flush=True)
 
 
 def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 100_000) -> None:

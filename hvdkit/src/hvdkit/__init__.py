@@ -1,8 +1,7 @@
 """The engine of a training template for TensorFlow 2 and Horovod.
 
 A fork's train.py uses `Run` and `main`, its settings.py `Settings`, `setting` and `add_reader`;
-everything else has a room of its own, named for what it does: settings, ranks, data, train,
-checkpoint, observe, evaluate, run, commands.
+all else has a room: settings, ranks, data, train, checkpoint, observe, evaluate, run, commands.
 """
 
 from __future__ import annotations

@@ -70,8 +70,7 @@ def launch(
         where they are more than cores.
       kill_when: SIGKILL everything as soon as this is true; the code is then -9.
     Raises:
-      AssertionError: it did not end in `timeout` seconds; it was killed, and the message holds
-        each rank's last lines.
+      AssertionError: it was killed after `timeout` seconds; with each rank's last lines.
     """
     backend = backend or {1: "alone", 2: "mpirun"}.get(ranks, "gloo")
     prefix = {
@@ -102,8 +101,7 @@ def launch(
 def assert_same_weights(*flags: str, ranks: Sequence[int] = (1, 2), steps: int = 3) -> None:
     """Trains a few steps in float64 on each number of ranks: the weights differ by rounding alone.
 
-    Batch norm normalizes over all ranks (--bn_sync=full): with a rank's own statistics weights
-    depend on how many ranks share a batch.
+    Batch norm normalizes over all ranks (--bn_sync=full), or weights would depend on their number.
 
     Raises:
       AssertionError: a run did not end well, or a weight differs by more than 1e-9 of the largest
@@ -151,8 +149,7 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     def work(world, stop_signal: StopSignal) -> None:
         run = Run(settings, world, stop_signal=stop_signal)
         step, batch = run.make_step(train.make_step), run.feed.next()
-        losses = [float(step(batch)["loss"]) for _ in range(steps)]
-        print(json.dumps(losses), flush=True)
+        print(json.dumps([float(step(batch)["loss"]) for _ in range(steps)]), flush=True)
 
     sys.exit(with_ranks(settings, work))
 

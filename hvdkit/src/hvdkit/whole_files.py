@@ -135,8 +135,7 @@ class NoLocks(OSError):
 def lock(path: Path) -> IO[str]:
     """Locks the file, which it makes if needed, until the result is closed or the process ends.
 
-    Raises BlockingIOError: another process has it. NoLocks, OSError: the file cannot be locked, or
-    cannot be made.
+    Raises BlockingIOError: another process has it. NoLocks, OSError: it cannot be locked, or made.
     """
     file = opened(path, append=True)  # NFS locks only what may be written
     try:

@@ -180,7 +180,7 @@ def test_two_layers_of_one_path_each_get_their_own(tmp_path):
 
     fresh = twins(0.0)
     save(tmp_path / "checkpoints", twins(10.0))
-    warm_start.load(fresh, tmp_path, skip_mismatched=False)
+    warm_start.load(fresh, tmp_path, skip=False)
     assert first_weights(fresh) == [10.0] * 4
 
 

@@ -1,8 +1,7 @@
 """The checkpoints of a run: saved, scored, found and restored.
 
-Rank 0 reads and writes (hvdkit/checkpoint/files.py has the format). Every rank must call every
-method but those that write (hvdkit/checkpoint/saver.py calls them): results and errors are
-broadcast.
+Rank 0 reads and writes (hvdkit/checkpoint/files.py has the format). Every rank must call all
+methods but those that write (saver.py calls them): results and errors are broadcast.
 """
 
 import dataclasses
@@ -96,8 +95,7 @@ class Checkpoints:
     def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
         """The values as they are now; rank 0 calls it, between steps.
 
-        The next copy reuses its memory (new memory takes six times as long to fill): by then this
-        one must be written.
+        The next copy reuses its memory (new takes six times as long to fill): write it before.
         """
         arrays = {name: self._copied(name, raw(v).value()) for name, v in variables.items()}
         skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
@@ -198,9 +196,8 @@ class Checkpoints:
         if resume != "auto" and files.is_checkpoint(path):
             files.verify(path)
             return self._found(path, asked=True)
-        newest, passed_over = files.newest_sound(
-            self.folder if resume == "auto" else path / "checkpoints"
-        )
+        folder = self.folder if resume == "auto" else path / "checkpoints"
+        newest, passed_over = files.newest_sound(folder)
         for why in passed_over:
             say(self.world, f"note: passed over: {why}")
         if not newest and resume != "auto":

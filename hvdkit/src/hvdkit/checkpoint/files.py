@@ -169,8 +169,7 @@ def card_of(path: Path) -> dict[str, Any]:
 def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:
     """The checkpoint with the highest score of this measure, the oldest of equals, if any.
 
-    `there`: what `scored` returns for checkpoints by step. `measure`: None stands for that of the
-    newest score.
+    `there`: what `scored` returns for checkpoints by step. `measure`: None: the newest score's.
     """
     if measure is None:
         measure = [about.measure for about in there.values()][-1] if there else {}

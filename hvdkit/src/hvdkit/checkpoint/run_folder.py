@@ -61,7 +61,10 @@ def begin(
             raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
     if found is None and listed is not None:
-        _check_none_came(folder, listed)
+        there = {path.name for path in checkpoint_files.candidates(folder)}
+        if new := there - listed:
+            why = f"{folder} has {min(new)}, which was not there when this start looked for"
+            raise NotNow(f"{why} checkpoints: its disk came in between")
     lease.take(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
         replaced = f"--benchmark would replace the records of the run in {run_dir}"
@@ -87,15 +90,6 @@ def begin(
     with whole_files.written(run_dir / "config.cfg") as partial:
         settings_lib.write(config, partial)
     return note
-
-
-def _check_none_came(folder: Path, listed: Set[str]) -> None:
-    there = {path.name for path in checkpoint_files.candidates(folder)}
-    if new := there - listed:
-        raise NotNow(
-            f"{folder} has {min(new)}, which was not there when this start looked for checkpoints: "
-            "its disk came in between"
-        )
 
 
 def data_away(config: Settings) -> bool:
@@ -165,9 +159,5 @@ def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
         except (ValueError, RecursionError, TypeError, AttributeError):  # a kill cut the line
             return False
 
-    with (
-        whole_files.opened(path) as old,
-        whole_files.written(path) as partial,
-        partial.open("wb") as new,
-    ):
+    with whole_files.opened(path) as old, whole_files.written(path) as to, to.open("wb") as new:
         new.writelines(filter(stays, old))  # one at a time: gradients.jsonl may be of gigabytes

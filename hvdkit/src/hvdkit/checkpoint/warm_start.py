@@ -33,20 +33,17 @@ def start(model: keras.Model, config: Settings) -> None:
         logs.say(f"note: not in it, or of another shape, so left as made: {_listed(left)}")
 
 
-def load(
-    model: keras.Model, path: Path, skip_mismatched: bool, *, averages: bool = False
-) -> dict[str, str]:
+def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
-    Random layers keep their own state. Names are those of hvdkit/train/state.py, which do not
-    depend on Keras's counters.
+    Random layers keep their own state. Names are those of hvdkit/train/state.py.
 
     `path`: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
-    newest where none has a score), or a .keras file. `skip_mismatched`: leave a variable as it is
+    newest where none has a score), or a .keras file. `skip`: leave a variable as it is
     where there is none of its name and shape. `averages`: take the moving averages of the weights;
     variables without one (batch norm's moving statistics) are taken as they are. Returns the
     variables that were left as they were, by name, and why. Raises ValueError: the path holds no
-    weights, or no averages; none of them fit, or some do not and `skip_mismatched` is off; the kind
+    weights, or no averages; none of them fit, or some do not and `skip` is off; the kind
     of pictures is not known. The message names them.
     """
     there = _unique(_read(path, averages))
@@ -59,7 +56,7 @@ def load(
             faults[name] = "missing there"
         elif there[name].shape != tuple(variable.shape):
             faults[name] = f"{list(there[name].shape)} there, {list(variable.shape)} here"
-    if len(faults) == len(pairs) or (faults and not skip_mismatched):
+    if len(faults) == len(pairs) or (faults and not skip):
         way_out = "--init_skip_mismatched leaves such variables as they are made"
         if len(faults) == len(pairs):
             way_out = "it is of another model altogether"
@@ -162,8 +159,7 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
     `model.backbone` is the network's last layer. Rank 0 alone needs to call it.
 
     --backbone_weights: a .h5 file as keras.applications publishes them. --backbone_preprocessing:
-    of preprocessing.MODES. Raises ValueError: the model names no backbone, or the file does not
-    fit it.
+    of preprocessing.MODES. Raises ValueError: the model names no backbone, or it does not fit.
     """
     path, mode = Path(config.backbone_weights), config.backbone_preprocessing
     here = f"--backbone_weights={path}"

@@ -71,9 +71,7 @@ def check_types(variables: Mapping[str, Any]) -> None:
 
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     """Writes the arrays, NumPy's or not, and flushes them to disk; the file's SHA-256."""
-    known = {
-        n: a if _is_numpys(a.dtype) else a.view(f"V{a.dtype.itemsize}") for n, a in arrays.items()
-    }
+    known = {n: a if _is_numpys(a.dtype) else a.view(f"V{a.itemsize}") for n, a in arrays.items()}
     with open(path, "xb") as file:  # nothing that is there, nor a link
         hashed = _Hashed(file)
         np.savez(hashed, **known)

@@ -1,14 +1,13 @@
 """Whether all ranks do the same: settings, code, gradients, collectives, state and weights.
 
 Horovod matches collectives by name. A rank with another name waits for ever, one with another
-shape fails in mid-step. Both are known once the step is traced, so the traced steps are compared
-before the first one.
+shape fails in mid-step. So the traced steps are compared before the first one.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -24,8 +23,7 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 
 # Positions in a step's votes: what each rank reports in every step, summed with the loss. So a rank
 # that cannot read its data, or that received a stop signal, takes part in the step as always, and
-# all learn of it at the same step. FAILED_SAVES counts those in a row, of rank 0; the others are
-# 1 or 0 of each rank.
+# all learn of it at the same step. FAILED_SAVES: those of rank 0 in a row; others: 1 or 0 a rank.
 DATA_FAILED, STOP_ASKED, FAILED_SAVES, REPLACED = range(4)
 NUM_VOTES = 4
 
@@ -33,8 +31,7 @@ NUM_VOTES = 4
 @functools.lru_cache  # a step's are mostly those of the last one
 def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    own = [float(data_failed), float(stop_asked), failed_saves, replaced]
-    return tf.constant(own, tf.float64)
+    return tf.constant([float(data_failed), float(stop_asked), failed_saves, replaced], tf.float64)
 
 
 def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:
@@ -103,11 +100,9 @@ def check_code(world: World) -> None:
         raise Stop(WRONG_USE, f"{what}: {way_out}")
 
 
-def check_gradients(
-    world: World, variables: Sequence[keras.Variable], connected: Sequence[bool]
-) -> None:
+def check_gradients(world: World, variables: list[keras.Variable], connected: list[bool]) -> None:
     """Raises Stop on all ranks when a variable has a gradient, is `connected`, on some only."""
-    everyone = world.gather_alike(list(connected), "agreement.gradients")
+    everyone = world.gather_alike(connected, "agreement.gradients")
     for variable, flags in zip(variables, zip(*everyone)):
         without = [rank for rank, there in enumerate(flags) if not there]
         if 0 < len(without) < world.size:

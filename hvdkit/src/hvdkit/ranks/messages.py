@@ -1,8 +1,7 @@
 """What carries messages between ranks outside of a step: mpi4py, or Horovod where there is no MPI.
 
 Both carriers have the same calls: `largest`, `gather`, `beside`, `broadcast`. Every rank must make
-the same ones in the same order, from one thread. Their size is constant at any number of ranks,
-except for what `gather` returns.
+the same ones in the same order, from one thread. Only what `gather` returns grows with the ranks.
 
 Horovod gives all collectives of a kind outside a graph one name, and MPI gives them none. So
 `World` begins each exchange with the same call, `largest`, which shows that all are at one place.
@@ -112,8 +111,7 @@ class Horovod:
 class Mpi:
     """As Horovod, through mpi4py; its own communicator never meets a step's collectives.
 
-    Calls do not block in MPI: a rank that waits there would keep a core busy, hear no signal, and
-    count as one that computes.
+    Calls do not block: a rank that waits in MPI keeps a core busy, hears no signal, seems to work.
     """
 
     def __init__(self) -> None:

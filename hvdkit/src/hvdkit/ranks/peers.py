@@ -83,8 +83,7 @@ class Peers:
         for server in servers:
             threading.Thread(target=self._serve, args=(server,), name="peers", daemon=True).start()
         if stall_seconds:
-            watch = threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True)
-            watch.start()
+            threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +215,8 @@ class Peers:
                 with socket.create_connection(tuple(door), _CONNECT) as link:
                     nonces = link.recv(_NONCE) + os.urandom(_NONCE)
                     link.sendall(nonces[-_NONCE:] + self._sign(rank, nonces))
-                    answer = _all_of(link)
+                    with link.makefile("rb") as file:
+                        answer = file.read(2**16)
                 if hmac.compare_digest(answer[:_TAG], self._sign(rank, nonces, answer[_TAG:])):
                     return _Answer("", *json.loads(answer[_TAG:]))
                 gone = gone or bool(answer)  # another program has the port by now
@@ -288,10 +288,3 @@ def _is_in(network: str, name: str, address: str) -> bool:
         return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
     except ValueError:
         return name == network
-
-
-def _all_of(link: socket.socket) -> bytes:
-    parts = []
-    while len(parts) < 16 and (part := link.recv(4096)):
-        parts.append(part)
-    return b"".join(parts)

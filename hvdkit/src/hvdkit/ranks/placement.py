@@ -113,12 +113,11 @@ def choose_gpus(gpus: Sequence[Sequence[Gpu]], allowed: Sequence[frozenset[int]]
     chosen, taken = [-1] * len(gpus), set()
     nodes = {address: _node_of(address) for sees in gpus for _, address in sees}
     near = {node: _cpus_of(node) for node in {*nodes.values()} - {-1}}
-    for only_near in (True, False):
+    for near_only in (True, False):
         for rank, sees in enumerate(gpus):
             for number, (uuid, address) in enumerate(sees):
-                fits = not only_near or (
-                    allowed and allowed[rank] <= near.get(nodes[address], set())
-                )
+                close = allowed and allowed[rank] <= near.get(nodes[address], set())
+                fits = close or not near_only
                 if chosen[rank] < 0 and uuid not in taken and fits:
                     chosen[rank] = number
                     taken.add(uuid)
@@ -144,9 +143,8 @@ def report(world: World, own: Place) -> None:
         here = os.sched_getaffinity(0)
         cores = _ranges(own.cpus or (here if len(here) == 1 else ()))
         cores = cores or f"not bound, {own.threads} thread(s)"
-        rows = world.gather_objects(
-            [os.uname().nodename, own.address or "-", node, cores], "places"
-        )
+        row = [os.uname().nodename, own.address or "-", node, cores]
+        rows = world.gather_objects(row, "places")
         table = [["rank", "host", "GPU", "NUMA node", "cores"]]
         table += [[str(rank), *row] for rank, row in enumerate(rows)]
         widths = [max(map(len, column)) for column in zip(*table)]

@@ -15,9 +15,7 @@ import tempfile
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-_NOISE = re.compile(
-    rb"absl::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with"
-)
+_NOISE = re.compile(rb"::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with")
 
 
 def _import_tensorflow() -> None:

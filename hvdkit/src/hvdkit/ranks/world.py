@@ -148,8 +148,7 @@ class World:
         with unoptimized():
             sent = [v for v in values if v.dtype not in _NOT_SENT]
             hvd.broadcast_variables(sent, root_rank=0)
-        others = [v for v in values if v.dtype in _NOT_SENT]
-        if others:
+        if others := [v for v in values if v.dtype in _NOT_SENT]:
             own = [np.asarray(v.numpy()) for v in others] if self.is_chief else None
             known = self.broadcast_object(own, "broadcast.others")
             for variable, value in zip(others, known):

@@ -1,8 +1,7 @@
 """What happens after a step, in the order of run/modes.py; called as action(step, result).
 
 `due(step)`: whether it acts after a step. `settles`: whether the step must be known to be applied
-before. It returns why the run must end, or None. All ranks call the same actions at the same steps:
-an action may hold collectives.
+before. It returns why the run must end, or None. All ranks call the same: it may hold collectives.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Log:
     def __call__(self, step: int, result: Result) -> None:
         config, state = self._run.config, self._run.state
         figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
-        terms = result.get("terms", {})
-        figures |= {f"loss/{name}": float(value) for name, value in terms.items()}
+        figures |= {f"loss/{name}": float(value) for name, value in result.get("terms", {}).items()}
         if config.precision == "float16":
             figures["loss_scale"] = float(state.loss_scale.value)
             figures["skipped"] = int(state.skipped)
@@ -211,8 +209,7 @@ class Evaluate:
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, **shown)
             if (counts := found.confusion()) is not None:
-                names = metrics.class_names(run.val_source, len(counts))
-                self._telemetry.confusion(names, counts)
+                self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
             self._saver.add_score(step, score)
         if not math.isnan(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)
@@ -232,5 +229,4 @@ def evaluates_first(run: RunContext, found: Found) -> bool:
         return False
     if found.step == config.num_steps or not found.scored:
         return True
-    gave_up = stopped_improving(config, found.step, best.step if best else 0)
-    return gave_up and found.own
+    return found.own and stopped_improving(config, found.step, best.step if best else 0)

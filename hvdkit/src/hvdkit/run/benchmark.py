@@ -72,15 +72,16 @@ class Benchmark:
     def _own(self) -> dict[str, Any]:
         """This rank's figures. Every rank must call it: gradients are summed in it."""
         on_host, on_gpu = peak_bytes()
+        gpus = tf.config.get_visible_devices("GPU")
+        about = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
         _, per_step, *_ = tf.nest.flatten(self._loop.feed.spec)[0].shape
         samples = per_step * self._run.config.accumulation_steps * self._ends.step
         clocks = np.array(self._clocks)
         whole, waited, in_step = (clocks[-1] - clocks[0]).tolist()
-        times = np.diff(clocks[:, 0])
         return {
             "host": world_lib.hostname(),
-            "device": _device_name() if on_gpu else "CPU",
-            "samples_per_second": (samples / times).tolist(),
+            "device": about.get("device_name", "GPU") if gpus else "CPU",
+            "samples_per_second": (samples / np.diff(clocks[:, 0])).tolist(),
             "seconds_a_step": whole / speed.WINDOWS / self._ends.step,
             "input": waited / whole,
             "bookkeeping": (whole - waited - in_step) / whole,
@@ -140,8 +141,7 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     config, model = run.config, run.model
     graph = train_step.graph
     gathers = any(node.op == "HorovodAllgather" for node in graph_checks.nodes(graph))
-    sparse = gathers and config.compression != "bf16"
-    if run.world.size == 1 or sparse:
+    if run.world.size == 1 or (gathers and config.compression != "bf16"):
         return None
     virtual = [op for op in graph.get_operations() if op.name.startswith("virtual.gradients")]
     likes = [op.inputs[0] for op in virtual] or [raw(v) for v in model.trainable_variables]
@@ -181,11 +181,6 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
     if any(not layer.trainable for layer in run.model._flatten_layers()):
         return {"not_counted": "frozen layers take less than three passes"}
     return {"forward_a_sample": forward, "training_a_sample": speed.TRAINING * forward}
-
-
-def _device_name() -> str:
-    [gpu] = tf.config.get_visible_devices("GPU")
-    return tf.config.experimental.get_device_details(gpu).get("device_name", "GPU")
 
 
 def peak_bytes() -> tuple[int, int]:

@@ -238,8 +238,7 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
     with world.fail_together("locking the run folder"):
         if world.is_chief:
             lease.take(Path(config.run_dir))
-    resume = back.path if back else config.resume
-    found = context.checkpoints.find(resume, config.num_steps)
+    found = context.checkpoints.find(back.path if back else config.resume, config.num_steps)
     if found:
         context.checkpoints.restore(found, state.variables, config)
         state.passed_over.assign_add(back.last - found.step if back else 0)

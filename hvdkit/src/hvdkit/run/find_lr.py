@@ -86,8 +86,7 @@ class FindLr:
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
         title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
         how = {"xlabel": "base_lr", "log_x": True, "marks": list(found or [])}
-        drawn = pages.curves(title, lines, **how)
-        pages.write(self._page, "Learning rate", [pages.cards([drawn])])
+        pages.write(self._page, "Learning rate", [pages.cards([pages.curves(title, lines, **how)])])
 
 
 class Slopes(NamedTuple):
@@ -128,11 +127,8 @@ def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, f
     place = int(np.argmin(fall))
     if fall[place] > -_CLEAR * found.error[place]:
         return None
-    steep = fall <= fall[place] / 2
-    low, high = place, place
-    while low > 0 and steep[low - 1]:
-        low -= 1
-    while high + 1 < len(steep) and steep[high + 1]:
-        high += 1
+    gentle = np.flatnonzero(fall > fall[place] / 2)
+    low = max(gentle[gentle < place], default=-1) + 1
+    high = min(gentle[gentle > place], default=len(fall)) - 1
     above = min(math.sqrt(rates[high] / rates[place]), _ABOVE)
     return rates[place] * above, rates[low], rates[high]

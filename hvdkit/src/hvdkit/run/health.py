@@ -87,8 +87,7 @@ class Health:
         return None
 
     def after_step(self, result: Result, *, at_once: bool) -> Ending | None:
-        """`verdict` one step late, so that a GPU already has the next step to work on, unless
-        `at_once` or the run ends."""
+        """`verdict` one step late, so that a GPU has work meanwhile; not `at_once` or at an end."""
         ending = self.verdict()
         self._waits = result
         if ending or at_once:
@@ -136,8 +135,7 @@ class Health:
             why := self._world.broadcast_object(self._saver.error, "saves.failed")
         ):
             message = f"{failed} saves in a row were not written: {why}"
-            code = NOT_NOW if passes(message) else BUG
-            return Ending(code, "saves failed", message, save=False)
+            return Ending(NOT_NOW if passes(message) else BUG, "saves failed", message, save=False)
         if counted[agreement.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
         return None
@@ -222,10 +220,9 @@ class BadSamples:
     def _too_many(self) -> str:
         if len(self._why) <= self._most:
             return ""
-        last = [*self._why.values()][-1]
         return (
             f"{len(self._why):,} bad training samples, more than --max_bad_samples={self._limit}: "
-            f"{self._file} lists them; the last: {last}"
+            f"{self._file} lists them; the last: {[*self._why.values()][-1]}"
         )
 
 

@@ -29,7 +29,6 @@ from hvdkit.train.task import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
 Work = Callable[..., None]  # of settings, world, stop signal; own: what `parser` found
-_ALIKE = ("checkpoint", "ema")  # the same on every rank
 # What only a new run begins with.
 _NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
 _NEW += ("--backbone_weights=", "--backbone_preprocessing=")
@@ -42,8 +41,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     which = "best (highest score), last, a step, or the path of a checkpoint"
     made.add_argument("--checkpoint", default="best", help=which)
     why = "use the averaged weights, if the run has them (--ema_decay), as its scores do"
-    on_or_off = argparse.BooleanOptionalAction
-    made.add_argument("--ema", action=on_or_off, default=True, help=why)
+    made.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help=why)
     return made
 
 
@@ -68,7 +66,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
         stop_signal.words = "stopping"
-        agreement.check_settings(world, config, {n: getattr(own, n) for n in _ALIKE})
+        agreement.check_settings(world, config, {"checkpoint": own.checkpoint, "ema": own.ema})
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
             resolved = config.for_ranks(world.size)
@@ -96,14 +94,11 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     return run, path
 
 
-def model_of(
-    config: Settings, which: str, averaged: bool
-) -> tuple[Task, keras.Model, Path, Decode]:
+def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model, Path, Decode]:
     """Task, model with a checkpoint's weights, that checkpoint, what outputs mean; on this rank.
 
-    `averaged`: of the weights' averages, where the run has them. Raises ValueError: there is no
-    such checkpoint, it is damaged, or it does not fit the model; nothing says what the model's
-    outputs mean.
+    `ema`: of the weights' averages, where the run has them. Raises ValueError: there is no
+    such checkpoint, it is damaged or does not fit; nothing says what the model's outputs mean.
     """
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)
@@ -124,7 +119,7 @@ def model_of(
     # A model that makes its variables at the first call has them then.
     decode = outputs.decoder(task, task_checks.outputs(task, model, example))
     tasks.check_read(task, config, tasks.EVALUATION[:-1])
-    warm_start.load(model, path, skip_mismatched=False, averages=averaged and config.ema_decay > 0)
+    warm_start.load(model, path, skip=False, averages=ema and config.ema_decay > 0)
     warm_start.load_held(Held(task, model), path)
     return task, model, path, decode
 

@@ -1,7 +1,6 @@
 """A run, as `train.py` sees it: the parts of a step, the batches, and what follows each step.
 
-`Run.__init__` prepares and begins, `batches` and `after_step` are the loop, `hvdkit.main` calls
-`finish` at the end.
+`Run.__init__` prepares and begins, `batches` and `after_step` loop, `hvdkit.main` calls `finish`.
 """
 
 import contextlib
@@ -120,8 +119,7 @@ class Run:
 
         Returns the function of a batch that runs it; votes and checks travel with it unseen.
 
-        Raises Stop: on all ranks, where the settings need the engine's step, which `make_step`
-        brings.
+        Raises Stop: on all ranks, where the settings need the engine's step (`make_step`).
         """
         if why := self.parts.special:
             raise Stop(WRONG_USE, f"{why} needs run.make_step in train.py")
@@ -189,8 +187,7 @@ class Run:
         at_once = any(action.settles for action in due)  # an action looks at the weights
         ending = self.health.after_step(result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
-            # A stop ends the run after this step, which is logged and saved like any other. A rerun
-            # makes up for an evaluation.
+            # After a stop this step is logged and saved like any other; a rerun evaluates.
             for action in due:
                 if not (ending and action is self.evaluate):
                     ending = action(self.step, result) or ending
@@ -276,10 +273,9 @@ class Run:
         reason = "benchmark" if self.settings.benchmark else "done"
         self.telemetry.summary(
             {"step": int(state.step), "exit_reason": ending.reason if ending else reason}
-            | {"skipped_steps": int(state.skipped)}
+            | {"skipped_steps": int(state.skipped), "batches_passed_over": int(state.passed_over)}
             | {"samples_per_second": self.telemetry.median_speed()}
             | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
-            | {"batches_passed_over": int(state.passed_over)}
             | {"weights_sha256": sha, "ranks": world.size, "fingerprint": self.context.fingerprint}
         )
         if self.keeps_weights and world.is_chief:

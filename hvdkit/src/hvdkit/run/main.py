@@ -41,9 +41,7 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
         return end.code or DONE
 
 
-def run_on(
-    world: World, settings: Settings, train: Callable[[Run], None], *, stop_signal: StopSignal
-) -> None:
+def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal) -> None:
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
     beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
     agreement.check_settings(world, settings, beside)

@@ -159,9 +159,8 @@ def _loss_of_zeros(run: Run) -> float:
     """The task's loss of one sample if the model's outputs were 0; 0 where it takes none."""
     with contextlib.suppress(Exception):  # on all ranks or on none: it is the same sample
         batch, found = run.evaluator.one(0)
-        terms = objective.loss(
-            run.task, tf.nest.map_structure(tf.zeros_like, found), batch["targets"]
-        )
+        zeros = tf.nest.map_structure(tf.zeros_like, found)
+        terms = objective.loss(run.task, zeros, batch["targets"])
         return sum(float(tf.reduce_sum(x * w) / tf.reduce_sum(w)) for x, w in terms.values())
     return 0.0
 

@@ -55,8 +55,7 @@ class Settings(
             )
         if not self.batch_per_rank:
             return self
-        field = fields.of(self)["global_batch_size"]
-        whole = fields.value(field, str(self.batch_per_rank * size))
+        whole = fields.value(fields.of(self)["global_batch_size"], str(self.batch_per_rank * size))
         resolved = dataclasses.replace(self, global_batch_size=whole, batch_per_rank=0)
         resolved.check()
         return resolved

@@ -28,9 +28,8 @@ class TaskSettings(Room):
         if not self.class_weights:
             return []
         what = "numbers from 0 up, not all 0, with commas between them: 1,2.5,1"
-        weights = numbers(
-            self, "class_weights", what, fits=lambda w: all(0 <= x < math.inf for x in w) and any(w)
-        )
+        fits = lambda w: all(0 <= x < math.inf for x in w) and any(w)  # noqa: E731
+        weights = numbers(self, "class_weights", what, fits=fits)
         if len(weights) != self.num_classes:
             classes = f"--num_classes={self.num_classes}"
             raise ValueError(f"--class_weights has {len(weights)} weights for {classes}")
@@ -74,19 +73,13 @@ def add_reader(name: str, reader: str) -> None:
 class DataSettings(Room):
     """Data"""
 
-    data_dir: str = setting(
-        "datasets/demo", "folder of the data set, or URL of a packed one", path=True
-    )
-    cache_dir: str = setting(
-        "", "folder for shards of a remote set; empty: ~/.cache/hvdkit", path=True
-    )
+    data_dir: str = setting("datasets/demo", "folder of the data, or URL of packed ones", path=True)
+    cache_dir: str = setting("", "folder for remote shards; empty: ~/.cache/hvdkit", path=True)
     cache_gb: float = setting(100.0, "size of --cache_dir, in GB of 10^9 bytes", above=0)
     data_format: str = setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
     train_split: str = setting("train", "split of data_dir to train on")
     val_split: str = setting("val", "split of data_dir to evaluate")
-    shuffle_shards: int = setting(
-        0, "shards of a packed set that are shuffled together; 0: all samples", low=0
-    )
+    shuffle_shards: int = setting(0, "packed shards to shuffle together; 0: all samples", low=0)
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
     label_map: str = setting("", "values of label pictures to classes: 255:1,0:ignore, or a file")
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
@@ -101,12 +94,8 @@ class DataSettings(Room):
     rand_augment: str = setting(
         "", "RandAugment's number of operations and magnitude, 0 to 30: 2,9; empty: none"
     )
-    mixup: float = setting(
-        0.0, "mix pictures: parameter of the Beta distribution; 0: off", low=0, below=1000
-    )
-    cutmix: float = setting(
-        0.0, "boxes of other pictures: parameter of the Beta; 0: off", low=0, below=1000
-    )
+    mixup: float = setting(0.0, "mix pictures: Beta's parameter; 0: off", low=0, below=1000)
+    cutmix: float = setting(0.0, "paste boxes: Beta's parameter; 0: off", low=0, below=1000)
     max_pixels: int = setting(64_000_000, "pixels of a picture at most, else it is refused", low=1)
     max_bad_samples: str = setting("0", "bad samples to replace, a number or a share: 100 or 0.1%")
     data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
@@ -150,10 +139,8 @@ class DataSettings(Room):
             return None
         what = "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2"
         # A factor of 0.1 reads a window of 100 times the crop's pixels.
-        low, high = numbers(
-            self, "scale_range", what, fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10
-        )
-        return low, high
+        fits = lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10  # noqa: E731
+        return tuple(numbers(self, "scale_range", what, fits=fits))
 
     @property
     def random_operations(self) -> tuple[int, float] | None:
@@ -181,10 +168,8 @@ class DataSettings(Room):
         if not self.colour_range:
             return None
         what = "three numbers from 0 to 1, of brightness, contrast and saturation; 0,0,0: unchanged"
-        found = numbers(
-            self, "colour_range", what, fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1
-        )
-        return tuple(found)
+        fits = lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1  # noqa: E731
+        return tuple(numbers(self, "colour_range", what, fits=fits))
 
     def notes(self) -> list[str]:
         both = f"--train_split and --val_split are both {self.train_split}"

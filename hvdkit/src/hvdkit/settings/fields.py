@@ -22,12 +22,8 @@ Fields = Mapping[str, dataclasses.Field]
 # Whole numbers end up in int32 (seeds) and in products that must fit int64 (steps x batch).
 INT_LIMIT = 2**31
 
-PARSERS = {
-    "int": flags.IntegerParser(),
-    "float": flags.FloatParser(),
-    "bool": flags.BooleanParser(),
-    "str": flags.ArgumentParser(),
-}
+PARSERS = {"int": flags.IntegerParser(), "float": flags.FloatParser()}
+PARSERS |= {"bool": flags.BooleanParser(), "str": flags.ArgumentParser()}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 _LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}
@@ -100,8 +96,7 @@ def setting(
 class Room:
     """Settings that belong together; a subclass becomes a frozen dataclass by being one.
 
-    The first line of its docstring is its heading in --help. What is wrong with its fields ends the
-    program as a wrong flag does.
+    The first line of its docstring is its heading in --help. A wrong field is refused as a flag is.
     """
 
     def __init_subclass__(cls) -> None:
@@ -184,9 +179,7 @@ def of(settings: Any) -> Fields:
     return {field.name: field for field in dataclasses.fields(settings)}
 
 
-def numbers(
-    settings: Room, name: str, must_be: str, *, fits: Callable[[list[float]], bool]
-) -> list[float]:
+def numbers(settings: Room, name: str, must_be: str, *, fits: Callable[..., bool]) -> list[float]:
     """The numbers in a text with commas between them; a ValueError ends with `must_be`."""
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):

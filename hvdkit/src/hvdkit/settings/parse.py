@@ -152,5 +152,4 @@ def write(settings: Settings, path: Path) -> None:
             fields.value(field, str(value))
             lines.append(f"--{name}={value}")
     lines += [flag.serialize() for flag in absl_flags.of_the_fork().values() if flag.present]
-    text = "\n".join(lines) + "\n"
-    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")

@@ -66,9 +66,7 @@ class ObserveSettings(Room):
 
     log_every: int = setting(20, "steps between log lines", low=1, steps=True)
     log_gradients: bool = setting(False, "log each layer's gradient to gradients.jsonl")
-    trackers: str = setting(
-        "tensorboard", "comma-separated: tensorboard, MODULE:CLASS; empty: none"
-    )
+    trackers: str = setting("tensorboard", "with commas: tensorboard, MODULE:CLASS; empty: none")
 
     def check(self) -> None:
         _ = self.tracker_names
@@ -89,7 +87,5 @@ class RanksSettings(Room):
     device: str = setting("auto", "auto: GPUs, else CPUs", choices=("auto", "gpu", "cpu"))
     bind: bool = setting(True, "run each rank on cores of its own, near its GPU")
     cpu_threads: int = setting(0, "CPU threads of a rank; 0: its share of the cores", low=0)
-    start_limit_s: int = setting(
-        600, "seconds to wait for ranks until the first step; 0: for ever", low=0
-    )
+    start_limit_s: int = setting(600, "seconds to wait for ranks at the start; 0: for ever", low=0)
     stall_shutdown_s: int = setting(1800, "seconds to wait for a hanging rank; 0: for ever", low=0)

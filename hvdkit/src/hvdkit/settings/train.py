@@ -9,16 +9,12 @@ class TrainSettings(Room):
     """Batch size, optimizer, precision, batch norm"""
 
     global_batch_size: int = setting(32, "samples a step, over all ranks", low=1)
-    batch_per_rank: int = setting(
-        0, "samples a step on each rank, instead of global_batch_size; 0: not used", low=0
-    )
+    batch_per_rank: int = setting(0, "samples a step on each rank, not over all; 0: off", low=0)
     accumulation_steps: int = setting(1, "micro-batches in a step (gradient accumulation)", low=1)
 
     optimizer: str = setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lamb", "lars"))
     momentum: float = setting(0.9, "momentum of sgd and lars", low=0, below=1)
-    weight_decay: float = setting(
-        0.0, "L2 of kernels; adamw, lamb, lars: decay of their own", low=0
-    )
+    weight_decay: float = setting(0.0, "L2 of kernels; adamw, lamb, lars: their own decay", low=0)
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
     ema_decay: float = setting(0.0, "decay of a moving average of weights; 0: none", low=0, below=1)
 
@@ -76,9 +72,7 @@ class ScheduleSettings(Room):
     lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, comma-separated")
     lr_gamma: float = setting(0.1, "step policy: factor at each boundary", above=0)
     lr_scaling: str = setting(
-        "none",
-        "multiply base_lr by the number of ranks or its root",
-        choices=("none", "linear", "sqrt"),
+        "none", "multiply base_lr by the ranks, or their root", choices=("none", "linear", "sqrt")
     )
 
     def check(self) -> None:
@@ -99,10 +93,8 @@ class ScheduleSettings(Room):
     def boundary_steps(self) -> list[int]:
         """Steps at which the step policy lowers the rate, from fractions of num_steps."""
         what = "rising fractions between 0 and 1, with commas between them: 0.5,0.75"
-        fractions = numbers(
-            self, "lr_boundaries", what, fits=lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f})
-        )
-        return [round(f * self.num_steps) for f in fractions]
+        fits = lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f})  # noqa: E731
+        return [round(f * self.num_steps) for f in numbers(self, "lr_boundaries", what, fits=fits)]
 
     def notes(self) -> list[str]:
         longer = f"--warmup_steps={self.warmup_steps} is more than --num_steps={self.num_steps}"

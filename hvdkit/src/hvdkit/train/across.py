@@ -15,16 +15,13 @@ from typing import NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 from tensorflow.python.framework import func_graph
-from tensorflow.python.ops import control_flow_v2_func_graphs
+from tensorflow.python.ops import control_flow_v2_func_graphs as graphs
 
 from hvdkit.data.sampler import share
 from hvdkit.train.losses import at_least_float32
 
 _NAME = "hvdkit.gather"
-_BRANCH_OR_LOOP = (
-    control_flow_v2_func_graphs.CondBranchFuncGraph,
-    control_flow_v2_func_graphs.WhileBodyFuncGraph,
-)
+_BRANCH_OR_LOOP = (graphs.CondBranchFuncGraph, graphs.WhileBodyFuncGraph)
 
 
 class Turn:

@@ -4,8 +4,7 @@ By default each rank normalizes with its own batch and keeps its own moving mean
 They are averaged over ranks before they are read (evaluation, checkpoint, export). In `mean` mode
 that equals averaging at every step, because a moving average is linear.
 
-With `SyncBatchNormalization` every rank normalizes with the global batch's statistics, so that
-N ranks compute what one would.
+With `SyncBatchNormalization` ranks normalize with the global batch's, and compute what one would.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,9 +38,7 @@ def normalizing(model: keras.Model) -> list[str]:
     return [_name(x) for x in layers if not isinstance(x, SyncBatchNormalization)]
 
 
-def make_sync(
-    model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0
-) -> Callable[[], None]:
+def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0) -> Callable:
     """Returns the function that averages the moving statistics; all ranks must call it.
 
     One allreduce carries the statistics of all layers.
@@ -180,8 +177,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Positions of each channel that count on this rank, float64 [channels]."""
         if mask is None:
             channels = self.moving_mean.shape[0]
-            count = tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64)
-            return tf.fill([channels], count)
+            return tf.fill([channels], tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64))
         weights = tf.broadcast_to(tf.cast(mask, tf.float64)[..., None], tf.shape(inputs))
         return tf.reduce_sum(weights, self._reduction_axes)
 

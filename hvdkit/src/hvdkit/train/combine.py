@@ -99,8 +99,7 @@ class Combiner:
     def over_ranks(self, before: Sequence[tf.Tensor]) -> None:
         """Sets state with a rule to what the ranks' values make; inside the step, on every rank.
 
-        `before`: values of `state.of_forward` at the start of the step. Moving statistics of the
-        model have a sync of their own.
+        `before`: `state.of_forward` at the start. Moving statistics have a sync of their own.
         """
         if self._world.size == 1:
             return
@@ -140,8 +139,7 @@ class Combiner:
         What has no rule, or `same`, must end alike in all; what has another, as the rule says.
 
         `near`: relative difference that a rule's value may have; 0: rules are not tried, as where a
-        sample's outputs depend on its place or on the others. Raises Stop, on all ranks, where a
-        value differs.
+        sample's outputs depend on its place or others. Raises Stop, on all ranks, at a difference.
         """
         world = self._world
         names = {id(raw(v)): name for name, v in self._state.variables.items()}

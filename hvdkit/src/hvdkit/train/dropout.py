@@ -44,8 +44,7 @@ class Seeds:
     """The states of a model's seed generators, drawn anew for every virtual rank and step."""
 
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
-        layers = model._flatten_layers()
-        found = {id(g): g for layer in layers for g in layer._seed_generators}
+        found = {id(g): g for layer in model._flatten_layers() for g in layer._seed_generators}
         self.variables = [raw(generator.state) for generator in found.values()]
         # Samples' keys are philox's words under the key `seed`: these bits give other keys.
         self._key = seed | 1 << 63 | int(evaluating) << 62
@@ -54,13 +53,11 @@ class Seeds:
         """Args: step and number of the virtual rank (of the batch, evaluating), int64 scalars."""
         if not self.variables:
             return
-        # Philox increments the counter's first word for every four words: 2**32 lie between two
-        # virtual ranks.
-        counter = tf.cast(tf.stack([number * 2**32, step]), tf.uint64)
+        # Philox counts one up for every four words: 2**32 lie between two virtual ranks.
         words = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[len(self.variables), 2],
             key=tf.constant([self._key], tf.uint64),
-            counter=counter,
+            counter=tf.cast(tf.stack([number * 2**32, step]), tf.uint64),
             alg=tf.random.Algorithm.PHILOX.value,
             dtype=tf.uint32,
         )
@@ -91,9 +88,8 @@ class SampleDropout(keras.layers.Layer):
         def keep(key: tf.Tensor) -> tf.Tensor:
             key = tf.random.experimental.stateless_fold_in(key, self.salt, alg="philox")
             # The floats that stateless_uniform gives; XLA makes others of the same bits.
-            bits = tf.random.stateless_uniform(
-                tf.shape(features)[1:], key, None, None, tf.int32, alg="philox"
-            )
+            shape = tf.shape(features)[1:]
+            bits = tf.random.stateless_uniform(shape, key, None, None, tf.int32, alg="philox")
             return tf.cast(bits & 0x7FFFFF, tf.float32) * 2.0**-23 >= self.rate
 
         mask = tf.map_fn(keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool))

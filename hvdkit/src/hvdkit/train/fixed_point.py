@@ -3,8 +3,7 @@
 Integer addition is exact, so neither the number of ranks nor fusion, ring, tree or backend changes
 a bit of a sum. docs/same-weights.md has the analysis of the grids.
 
-XLA compiles what is done to each gradient into one loop over memory; TensorFlow's own operations
-would make a dozen passes.
+XLA compiles what is done to each gradient into one loop over memory, instead of a dozen.
 """
 
 from collections.abc import Mapping, Sequence

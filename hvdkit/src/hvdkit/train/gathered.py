@@ -37,9 +37,7 @@ class Rows(NamedTuple):
 class Passes:
     """The first two passes, and what goes between the ranks after each."""
 
-    def __init__(
-        self, in_turn: Callable[..., Any], scale: tf.Variable, *, rows: int, addends: int
-    ) -> None:
+    def __init__(self, in_turn: Callable, scale: tf.Variable, *, rows: int, addends: int) -> None:
         """`scale`: of the loss; `rows` of the global batch; `addends`: the virtual ranks."""
         self._in_turn, self._scale, self._addends = in_turn, scale, addends
         # A row's part of a mean is small: it is brought near to 1, by a power of two.
@@ -64,20 +62,15 @@ class Passes:
     def over_ranks(self, learned: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """From what each of this rank's shares gathered to the rows of all, by call."""
         own = [tf.concat(rows, 0) for rows in zip(*learned)]
-        named = ((rows, f"virtual.gathered.{number}") for number, rows in enumerate(own))
-        shapes = [[self._rows, *rows.shape[1:]] for rows in own]
-        everyone = [hvd.allgather(rows, name=name) for rows, name in named]
-        return [tf.ensure_shape(rows, shape) for rows, shape in zip(everyone, shapes)]
+        every = [hvd.allgather(x, name=f"virtual.gathered.{i}") for i, x in enumerate(own)]
+        return [tf.ensure_shape(x, [self._rows, *one.shape[1:]]) for x, one in zip(every, own)]
 
     def rows(self, everyone: Sequence[tf.Tensor], total: tf.Tensor) -> Rows:
         """`total`: what `pull` found, added up over all virtual ranks."""
-        shapes = [x.shape for x in _floats(everyone)]
-        unit = self._unit()
+        shapes, unit = [x.shape for x in _floats(everyone)], self._unit()
         sound = tf.where(tf.reduce_any(total[-2:] > 0), math.nan * unit, unit)
-        found = fixed_point.unpack_gradients(
-            total[:-2], sound, shapes=shapes * self._targets, dtype=tf.float64
-        )
-        count = len(shapes)
+        how = {"shapes": shapes * self._targets, "dtype": tf.float64}
+        found, count = fixed_point.unpack_gradients(total[:-2], sound, **how), len(shapes)
         pulls = [found[i * count :][:count] for i in range(self._targets)]
         return Rows(everyone, pulls, beyond=total[-1] > 0)
 

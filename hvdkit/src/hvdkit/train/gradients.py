@@ -59,8 +59,7 @@ class MicroBatches:
             return forward(tf.nest.map_structure(lambda t: t[0], batch))
         targets, sums, grads = self.gradients(forward, batch)
 
-        # The loop's own gradient would keep every micro-batch's activations, so the known gradients
-        # are attached to the targets.
+        # The loop's own gradient would keep all activations, so the known ones are attached.
         @tf.custom_gradient
         def attach(*reads: tf.Tensor):
             def backward(*upstreams: tf.Tensor):
@@ -135,11 +134,7 @@ def unscale(
 
 
 def finish(
-    grads: Sequence[tf.Tensor | None],
-    variables: Sequence[keras.Variable],
-    *,
-    l2: float,
-    clip_norm: float,
+    grads: list[tf.Tensor | None], variables: list[keras.Variable], *, l2: float, clip_norm: float
 ) -> tuple[list[tf.Tensor | None], tf.Tensor]:
     """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
@@ -155,9 +150,8 @@ def finish(
     squares = [tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in summed]
     norm = tf.sqrt(tf.add_n(squares))  # finite only if all gradients are
     if clip_norm:
-        shrink = clip_norm / tf.maximum(norm, clip_norm)
-        grads = unscale(grads, shrink, variables)
-    return list(grads), norm
+        grads = unscale(grads, clip_norm / tf.maximum(norm, clip_norm), variables)
+    return grads, norm
 
 
 def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
@@ -191,9 +185,7 @@ class LossScale(tf.Module):
         # Also where it is not used: a run in float16 may go on from this one's checkpoint.
         self.value = tf.Variable(2.0**15, trainable=False, name="value")
         self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
-        self.skipped_in_a_row = tf.Variable(
-            0, dtype=tf.int64, trainable=False, name="skipped_in_a_row"
-        )
+        self.skipped_in_a_row = tf.Variable(0, False, dtype=tf.int64, name="skipped_in_a_row")
 
     def read(self, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """The scale of this step, scalar; a constant where it never changes."""

@@ -71,12 +71,8 @@ def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -
 
     `before`: names of the nodes that were there before the task's.
     """
-    own = {
-        n.op
-        for n in nodes(graph)
-        if n.op.startswith("Horovod") and n.name not in before and not _OF_ENGINE.search(n.name)
-    }
-    if own:
+    new = [n for n in nodes(graph) if n.op.startswith("Horovod") and n.name not in before]
+    if own := {n.op for n in new if not _OF_ENGINE.search(n.name)}:
         raise ValueError(
             f"{what} calls Horovod ({join(sorted(own))}), whose gradient is a mean over ranks, and "
             "in evaluation ranks have different numbers of batches: use hvdkit.train.across.gather"
@@ -97,8 +93,7 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
     handles = {id(raw(v).handle) for v in state.variables.values()}
     if trains:
         changed = set(map(id, assigned_handles(graph)))
-        loose = {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable}
-        handles -= loose - changed
+        handles -= {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable} - changed
     named = {id(v.handle): v.name for v in graph.variables}
     used = [t for t in graph.external_captures if t.dtype == tf.resource and _of_variable(t)]
     if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:
@@ -111,24 +106,12 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
         )
 
 
-def check_variables(model: keras.Model, known: Iterable[tf.Variable]) -> None:
-    """Raises ValueError where a traced step made variables that are not among `known`."""
-    before = {id(raw(v)) for v in known}
-    if new := [v.path for v in model.variables if id(raw(v)) not in before]:
-        raise ValueError(
-            f"the model makes variables only when it trains: {join(new)}. Make them in its "
-            "__init__ or build, so that they are trained, saved and the same on every rank"
-        )
-
-
-def check_weights(
-    tape: tf.GradientTape, weights: list[tf.Tensor], values: list[tf.Variable]
-) -> None:
+def check_weights(tape: tf.GradientTape, weights: list[tf.Tensor], own: list[tf.Variable]) -> None:
     """Raises ValueError where weights of a loss depend on what is trained.
 
     They also divide the loss, over all ranks; the step's gradient takes them for constants.
     """
-    if any(g is not None for g in tape.gradient(weights, values)):
+    if any(g is not None for g in tape.gradient(weights, own)):
         raise ValueError(
             "the task's loss returns weights that depend on the model's outputs: put them through "
             "tf.stop_gradient, or multiply them into the losses and return weights of their own"

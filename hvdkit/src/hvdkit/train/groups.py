@@ -28,8 +28,7 @@ class Group(NamedTuple):
 class Groups(keras.optimizers.Optimizer):
     """Applies each group's optimizer to its weights.
 
-    One whose weights get no gradient at all in a step, as in a GAN's other turn, does nothing: its
-    own count of updates (Adam's t) stays.
+    One whose weights get no gradient in a step (a GAN's other turn) does nothing: Adam's t stays.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:

@@ -22,10 +22,9 @@ def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
     """
     wide = tf.reshape(tf.cast(labels, tf.int64), [-1])
     known = (wide >= 0) & (wide < num_classes)
-    wrong = tf.boolean_mask(wide, ~known)
-    first = tf.strings.reduce_join(tf.strings.as_string(wrong[:1]))
-    rest = f" is no class: classes are 0 to {num_classes - 1}"
-    text = tf.strings.join(["label ", first, rest])
+    first = tf.reduce_sum(tf.boolean_mask(wide, ~known)[:1])
+    rest = f"is no class: classes are 0 to {num_classes - 1}"
+    text = tf.strings.format(f"label {{}} {rest}", first)
     with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(known), [text])]):
         return tf.identity(labels)
 

@@ -128,12 +128,7 @@ def divides(settings: Settings, ranks: int) -> bool:
 
 
 def check_sum(
-    whose: str,
-    sums: Callable[..., Mapping[str, float]],
-    samples: Sequence[Any],
-    *,
-    draws: Callable[[], bool],
-    near: float,
+    whose: str, sums: Callable, samples: Sequence[Any], *, draws: Callable[[], bool], near: float
 ) -> None:
     """Raises ValueError where sums of a few samples are not those of each one added up.
 
@@ -145,8 +140,7 @@ def check_sum(
         least = near * (1 + sum(map(abs, parts)))
         if not abs(total - sum(parts)) > least:
             continue
-        # A loss that draws may do it by a sample's place in its batch: then what each place adds
-        # depends on its own sample alone.
+        # A loss may draw by a sample's place: then what a place adds depends on its sample alone.
         one, other = samples[:2]
         crossed = sums(one, other)[name] + sums(other, one)[name]
         apart = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
@@ -186,18 +180,13 @@ def gradient(task: Task) -> Callable[[Any, Any], float]:
 
 
 def check_own(
-    forward: Callable[[Any], Any],
-    samples: list[Any],
-    *,
-    state: State,
-    settings: Settings,
-    whose: str = "run.loss(batch, losses): ",
+    whose: str, forward: Callable[[Any], Any], samples: list[Any], *, state: State, config: Settings
 ) -> None:
     """`check_sum` of the losses that run.loss was given, and of their gradient by the weights.
 
     `forward` makes targets, means over the global batch, and sums of a batch.
     """
-    weights, whole = list(map(raw, state.model.trainable_variables)), settings.global_batch_size
+    weights, whole = list(map(raw, state.model.trainable_variables)), config.global_batch_size
     graphs: list[tf.Graph] = []
 
     def along(g: tf.Tensor) -> tf.Tensor:
@@ -223,4 +212,4 @@ def check_own(
         return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
     random = lambda: graph_checks.draws(graphs[0])  # noqa: E731
-    check_sum(whose, sums, samples, draws=random, near=nearness(settings))
+    check_sum(whose, sums, samples, draws=random, near=nearness(config))

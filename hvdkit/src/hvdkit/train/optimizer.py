@@ -101,10 +101,8 @@ class Lamb(keras.optimizers.Lamb):
     def _corrected(self, average: tf.Variable, beta: float) -> tf.Tensor:
         """An average that started at 0, over the weights it has seen so far."""
         # In float64: in float32, 1 - 0.999 ** 1 is off by 5e-5.
-        seen = 1 - tf.pow(
-            tf.constant(beta, tf.float64), tf.cast(raw(self.iterations) + 1, tf.float64)
-        )
-        return average / tf.cast(seen, average.dtype)
+        steps = tf.cast(raw(self.iterations) + 1, tf.float64)
+        return average / tf.cast(1 - tf.pow(tf.constant(beta, tf.float64), steps), average.dtype)
 
 
 def build(
@@ -141,8 +139,7 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
     own = {"momentum": number(config.momentum)} if config.optimizer == "lars" else betas
     # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
     rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb, "lars": Lars}[config.optimizer]
-    decay = number(config.weight_decay)
-    optimizer = rule(config.base_lr, weight_decay=decay, **own, **average)
+    optimizer = rule(config.base_lr, weight_decay=number(config.weight_decay), **own, **average)
     # Without decay too: the trust ratios of LAMB and LARS go by it.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer

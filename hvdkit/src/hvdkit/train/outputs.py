@@ -83,8 +83,7 @@ def _require_softmax(task: Task, outputs: Any) -> None:
     except Exception as error:
         why = " ".join(str(error).split())[:200]
         raise ValueError(f"{where}its loss could not be looked at ({why}): {_DEFINE}") from error
-    logits = softmax_logits(graph)
-    logits = [part for part in logits if part.shape[-1] == outputs.shape[-1]]
+    logits = [part for part in softmax_logits(graph) if part.shape[-1] == outputs.shape[-1]]
     if not any(origin(part) is graph.inputs[0] for part in logits):
         raise ValueError(f"{where}its loss is no softmax cross-entropy of all outputs: {_DEFINE}")
 

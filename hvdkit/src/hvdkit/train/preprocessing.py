@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# The modes of keras.applications.imagenet_utils.preprocess_input, with its means and deviations;
-# a checkpoint holds a mode's place in this row.
+# Of keras.applications.imagenet_utils.preprocess_input; a checkpoint holds a mode's place here.
 MODES = ("tf", "caffe", "torch")
 MEANING = {
     "tf": "RGB in [-1, 1]",
@@ -15,15 +14,9 @@ MEANING = {
     "torch": "RGB in [0, 1] less ImageNet's mean, over its deviation",
 }
 _ORDERS = np.array([[0, 1, 2], [2, 1, 0], [0, 1, 2]])
-_DEVIATION = np.array([0.229, 0.224, 0.225])
+_MEAN, _DEVIATION = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])
 _SCALES = np.array([[1.0 / 127.5] * 3, [1.0] * 3, 1.0 / (255.0 * _DEVIATION)])
-_OFFSETS = np.array(
-    [
-        [-1.0] * 3,
-        -np.array([103.939, 116.779, 123.68]),
-        -np.array([0.485, 0.456, 0.406]) / _DEVIATION,
-    ]
-)
+_OFFSETS = np.array([[-1.0] * 3, [-103.939, -116.779, -123.68], -_MEAN / _DEVIATION])
 
 
 def wide() -> str:
@@ -48,9 +41,7 @@ class Preprocess(keras.layers.Layer):
         super().__init__(**{"dtype": wide()} | kwargs)
 
     def build(self, input_shape: tuple) -> None:
-        self.mode = self.add_weight(
-            name="mode", shape=(), dtype="int64", initializer="zeros", trainable=False
-        )
+        self.mode = self.add_weight((), "zeros", "int64", trainable=False, name="mode")
 
     def call(self, image):
         def chosen(table: np.ndarray, dtype: str):

@@ -158,11 +158,8 @@ def rank_sums(
     """
     special = [i for i, g in enumerate(own) if g is not None and overwritten(variables[i])]
     ordinary = [None if i in special else g for i, g in enumerate(own)]
-    sums = (
-        _sums_as_bfloat16(ordinary)
-        if config.compression == "bf16"
-        else _sums_in_groups(ordinary, config, variables)
-    )
+    bf16 = config.compression == "bf16"
+    sums = _sums_as_bfloat16(ordinary) if bf16 else _sums_in_groups(ordinary, config, variables)
     if special:
         flat = [tf.reshape(tf.cast(own[i], tf.float64), [-1]) for i in special]
         how = {"name": "grads.overwriting", "device_dense": device(config)}

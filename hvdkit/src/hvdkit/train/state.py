@@ -67,8 +67,7 @@ class Held:
         Layers such as Keras's Normalization compute with constants that they make of variables.
 
         Raises:
-          ValueError: a lookup table, which no variable holds, is another than that of rank 0 or of
-            the checkpoint.
+          ValueError: a lookup table, which no variable holds, is not as on rank 0 or when saved.
         """
         for layer in self.layers:
             if make := getattr(layer, "finalize_state", None):
@@ -149,19 +148,14 @@ class State:
         trained = self.model.trainable_variables
         named |= {f"ema/{places[id(v)]}": average for v, average in zip(trained, averages)}
         averaged = set(map(id, averages))
-        slots = zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names))
-        named |= {
-            f"optimizer/{i:04d}/{name}": v
-            for i, (v, name) in enumerate(slots)
-            if id(v) not in averaged
-        }
+        slots = enumerate(zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names)))
+        named |= {f"optimizer/{i:04d}/{n}": v for i, (v, n) in slots if id(v) not in averaged}
         return named | self.held.variables
 
     @property
     def untrained(self) -> list[tf.Variable]:
         """What the optimizer does not train, of the model and of the task."""
-        held = self.held.of_task.values()
-        return [raw(v) for v in [*self.model.non_trainable_variables, *held]]
+        return [raw(v) for v in [*self.model.non_trainable_variables, *self.held.of_task.values()]]
 
     @property
     def of_forward(self) -> list[tf.Variable]:
@@ -249,15 +243,13 @@ def names_of_model(model: keras.Layer) -> list[str]:
     return [names[id(v)] for v in model.variables]
 
 
-def _names_of_optimizer(
-    optimizer: keras.optimizers.Optimizer, model_names: Mapping[int, str]
-) -> list[str]:
+def _names_of_optimizer(optimizer: keras.optimizers.Optimizer, names: dict[int, str]) -> list[str]:
     """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
     own = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
     for variable in optimizer._trainable_variables:
         start = variable.path.replace("/", "_")  # of a slot's name
-        owners.setdefault(start, []).append(model_names[id(variable)])
+        owners.setdefault(start, []).append(names[id(variable)])
     seen: Counter = Counter()
     return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
 

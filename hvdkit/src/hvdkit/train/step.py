@@ -16,8 +16,7 @@ sum(losses * weights) / sum(weights), however uneven the ranks' shares. Weights 
 
 A loss of several terms is the sum of theirs, each with sums, count and positions of its own. Losses
 that the model adds by itself are not divided by a count. Where there is more than one term or the
-model adds losses, the backward pass waits for the sums of all ranks and takes the whole loss at
-once.
+model adds losses, the backward pass waits for all ranks' sums and takes the whole loss at once.
 """
 
 import dataclasses
@@ -100,12 +99,11 @@ class Step:
         self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
-        how = (settings.accumulation_steps, self._variables)
-        self._micro_batches = gradients_lib.MicroBatches(*how, jit=settings.jit)
+        steps = settings.accumulation_steps
+        self._micro_batches = gradients_lib.MicroBatches(steps, self._variables, jit=settings.jit)
         across.used = False
-        flag = f"--accumulation_steps={settings.accumulation_steps}"
-        why = f"{flag} computes a batch in parts, one after the other: leave it out"
-        refused = why if settings.accumulation_steps > 1 else ""
+        why = "computes a batch in parts, one after the other: leave it out"
+        refused = f"--accumulation_steps={steps} {why}" if steps > 1 else ""
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size, refused)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
@@ -133,14 +131,12 @@ class Step:
                 f"{list(given)}: for two views of a sample return the mean of their losses"
             )
         self._losses[losses] = None
-        forward = partial(self._forward, losses=losses)
-        targets, sums = self._micro_batches.loss(forward, batch)
+        targets, sums = self._micro_batches.loss(partial(self._forward, losses=losses), batch)
         own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
         # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
         alone = self._world.size == 1
         ready = tf.zeros([], tf.float64) if alone else own_part(sums)
-        # One collective for both: constant size on any number of ranks. Its name holds those of the
-        # terms, so that ranks with other terms are told.
+        # One collective for both, of constant size. Its name holds the terms': other ones are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
         name = ".".join(filter(None, ["step.totals", *step.terms]))
         if not alone:
@@ -186,18 +182,10 @@ class Step:
         known = [g for g in found.grads if g is not None]
         norm, finite = self._end(updating.Offered(known, rate, sound, readable))
         state.advance(finite, readable)
-        result = {
-            "step": state.step.read_value(),
-            "loss": tf.reduce_sum(means),
-            "lr": rate,
-            "grad_norm": norm,
-            "finite": finite,
-            "skipped_in_a_row": state.loss_scale.skipped_in_a_row.read_value(),
-            "loss_scale": scale,
-            "votes": found.votes,
-            "losses": found.losses,
-            "layers": layers,
-        }
+        result = {"step": state.step.read_value(), "loss": tf.reduce_sum(means), "lr": rate}
+        result |= {"grad_norm": norm, "finite": finite, "loss_scale": scale, "layers": layers}
+        result |= {"votes": found.votes, "losses": found.losses}
+        result["skipped_in_a_row"] = state.loss_scale.skipped_in_a_row.read_value()
         if self._world.size > 1:
             result["moments"] = tf.stack([found.ready, moment(norm)])
         result |= {} if found.faults is None else {"faults": found.faults}
@@ -220,9 +208,8 @@ class Step:
         """As updating.py describes it."""
         optimizer = self._state.optimizer
         variables = [v for v, there in zip(self._variables, self._connected) if there]
-        how = {"l2": optimizers.l2_weight(self._settings, optimizer)}
-        how["clip_norm"] = self._settings.clip_norm
-        grads, norm = gradients_lib.finish(grads, variables, **how)
+        l2, most = optimizers.l2_weight(self._settings, optimizer), self._settings.clip_norm
+        grads, norm = gradients_lib.finish(grads, variables, l2=l2, clip_norm=most)
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
         return norm, tf.math.is_finite(norm) & sound, lambda: optimizer.apply(grads, variables)
 
@@ -298,8 +285,7 @@ class Step:
             if losses:
                 terms = objective.terms(found, samples)
             else:
-                pair = (outputs, micro["targets"])
-                terms = objective.loss(self._task, *pair, samples=samples)
+                terms = objective.loss(self._task, outputs, micro["targets"], samples=samples)
         if self._traced:
             self._traced.terms, self._traced.adds_losses = tuple(terms), added is not None
         graph_checks.check_collectives(graph, "the model or the task's loss", before)
@@ -334,6 +320,7 @@ class Step:
         model, near = self._state.model, objective.nearness(self._settings)
         varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
         divided = objective.divides(self._settings, self._world.size)
+        how = {"state": self._state, "config": self._settings}
         for losses in self._losses or [None]:  # virtual ranks do not come to `loss`
             forward = partial(self._forward, losses=losses)
             passes = lambda batch, f=forward: f(batch)[1]  # noqa: E731
@@ -341,8 +328,7 @@ class Step:
             if losses and divided and not varies:
                 with self._world.fail_together("trying the loss"):
                     tried = [sample(place) for place in range(2)]
-                    how = {"state": self._state, "settings": self._settings}
-                    objective.check_own(forward, tried, **how)
+                    objective.check_own("run.loss(batch, losses): ", forward, tried, **how)
         # Targets of mixed samples come to the loss in training only; the model is at rest here.
         tries = divided and not self.own_losses and not across.used
         if getattr(self._task, "mixes", False) and tries:
@@ -350,17 +336,13 @@ class Step:
             forward = partial(self._forward, losses=rest)
             with self._world.fail_together("trying the loss"):
                 tried = [sample(place, draw=place) for place in range(4)]
-                how = {"state": self._state, "settings": self._settings}
-                objective.check_own(forward, tried, whose="the task's ", **how)
+                objective.check_own("the task's ", forward, tried, **how)
 
     def _check(self, graph: tf.Graph) -> None:
-        graph_checks.check_variables(self._state.model, self._state.variables.values())
         optimizers.check_trainable(self._state.optimizer, self._state.model)
         graph_checks.check_state(graph, self._state, "the step", trains=True)
-        instead = (
-            "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
-        )
-        graph_checks.check_draws(graph, "the step", instead)
+        use = "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__"
+        graph_checks.check_draws(graph, "the step", use)
         graph_checks.check_sums(graph, self._world.size)
         graph_checks.check_compiles(self._micro_batches.compiled)
 

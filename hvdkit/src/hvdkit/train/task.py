@@ -18,13 +18,8 @@ EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split
 _OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
 _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
 _OF_TASKS += ("label_map", "colour_range", "rand_augment", "mixup", "cutmix", *EVALUATION)
-_REPLACED = {
-    "optimizer": ("optimizer", "momentum", "ema_decay"),
-    "schedule": (
-        *("lr_policy", "power", "end_lr", "warmup_steps"),
-        *("lr_boundaries", "lr_gamma", "base_lr"),
-    ),
-}
+_SCHEDULE = ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma", "base_lr")
+_REPLACED = {"optimizer": ("optimizer", "momentum", "ema_decay"), "schedule": _SCHEDULE}
 _REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
 _REQUIRED += ("loss", "sums", "metrics")
 
@@ -40,8 +35,7 @@ class Task(Protocol):
     A setting that was given, that only tasks read and that this one does not is refused.
     """
 
-    # The metric by which the best checkpoint is kept; a key of `metrics`, higher is better (so not
-    # "loss").
+    # Names the metric of the best checkpoint: a key of `metrics`, higher is better (so not "loss").
     main_metric: str
 
     # Whether `training_example` finds another sample of the training set, drawn by the key, as
@@ -121,8 +115,7 @@ class Task(Protocol):
     def sums(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         """Metric counts of one evaluation batch, added over batches and ranks; of fixed shapes.
 
-        Any names but "loss" and "weight" (of terms "loss/NAME" and "weight/NAME"), which hold the
-        sums of the loss.
+        Any names but "loss" and "weight" (of terms "loss/NAME" and "weight/NAME"), the loss's sums.
         """
 
     def per_sample(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:

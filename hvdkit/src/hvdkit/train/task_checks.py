@@ -181,10 +181,8 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
                 f"the task's sums have {name}, {value.dtype.name} {value.shape}: add numbers up "
                 "over the batch; the shape must not depend on it (tf.ensure_shape says it)"
             )
-    return {
-        name: tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
-        for name, value in found.items()
-    }
+    wide = {True: tf.float64, False: tf.int64}
+    return {name: tf.cast(x, wide[x.dtype.is_floating]) for name, x in found.items()}
 
 
 def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> dict[str, tf.Tensor]:

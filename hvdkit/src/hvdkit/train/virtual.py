@@ -90,8 +90,7 @@ class Passes:
                 f"--virtual_ranks does not add up {special[0]}, which its gradient overwrites (as "
                 "in float8): leave it out"
             )
-        held = [*self._untrained, *self._seeds.variables]
-        start = [(v, v.read_value()) for v in held]
+        start = [(v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]]
         total = None
         sizes = sorted({self._sizes[v] for v in self._own})  # two at most, each traced once
         self._shared = gathered.Rows()
@@ -114,14 +113,9 @@ class Passes:
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
         self._set_state(total)
-        return Reduced(
-            grads=self._means(total.grads, sums, faults),
-            sums=sums,
-            votes=parts[-votes.shape[0] :],
-            losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
-            ready=ready,
-            faults=faults,
-        )
+        grads = self._means(total.grads, sums, faults)
+        losses = tf.reduce_sum(means_of(table[:, :num_sums]), 1)
+        return Reduced(sums, parts[-votes.shape[0] :], losses, ready, grads, faults)
 
     def _turn(
         self, body: Callable[..., Any], batch: Any, start: _Values, *, trace: Sequence[int] = ()
@@ -139,8 +133,7 @@ class Passes:
             first = self._first - self._firsts[self._own[0]]  # among this rank's samples
 
             def cut(t: tf.Tensor) -> tf.Tensor:
-                shape = [t.shape[0], size, *t.shape[2:]]
-                return tf.ensure_shape(t[:, first : first + size], shape)
+                return tf.ensure_shape(t[:, first : first + size], [t.shape[0], size, *t.shape[2:]])
 
             for variable, value in start:
                 variable.assign(value)
@@ -250,11 +243,9 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        self._changed = [
-            Changed(v, self._rules.get(id(v), SAME), self._start[id(v)])
-            for v in self._untrained
-            if id(v.handle) in changed
-        ]
+        rules, start = self._rules, self._start
+        moved = [v for v in self._untrained if id(v.handle) in changed]
+        self._changed = [Changed(v, rules.get(id(v), SAME), start[id(v)]) for v in moved]
         check_micro_batches(self._changed, self._steps)
         if self._shared.pulls:
             pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
