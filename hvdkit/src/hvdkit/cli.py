@@ -26,7 +26,7 @@ COMMANDS = {
     "report": ("hvdkit.observe.report", "a run's report.html again"),
 }
 _RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export", "serve"}
-_NEEDS_TENSORFLOW = {"check", "pack"} | _RUNS_A_TASK
+_NEEDS_TENSORFLOW = {"check", "pack", "report"} | _RUNS_A_TASK
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,6 +7,7 @@ pixels in colours beside their picture, a class below it. The task's inputs must
 uint8 or float32 of 0 to 255.
 """
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,8 @@ from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.data import classes
 from hvdkit.data.labels import COLOURS
-from hvdkit.data.pipeline import TrainingFeed
+from hvdkit.data.pipeline import read_one
 from hvdkit.data.sampler import Sampler, shards_of
-from hvdkit.logs import printable
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
@@ -44,16 +44,10 @@ def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[st
     micro, seed = config.accumulation_steps, config.seed
     shares = (0, 1, config.virtual_ranks, 0, shards_of(source, config.shuffle_shards))
     sampler = Sampler(len(source), config.global_batch_size, micro, seed, *shares)
-    found: list[dict[str, Any]] = []
-    with TrainingFeed(source, sampler, reader, num_steps=config.num_steps) as feed:
-        while len(found) < min(count, config.num_steps * config.global_batch_size):
-            batch = feed.next()
-            if feed.error:
-                raise ValueError(feed.error)
-            size = sampler.micro_batches * sampler.local_micro_size
-            flat = [t.numpy().reshape([size, *t.shape[2:]]) for t in tf.nest.flatten(batch)]
-            found += [tf.nest.pack_sequence_as(batch, parts) for parts in zip(*flat)]
-    return found[:count], classes.of(source)
+    batches = map(sampler.local_samples, range(config.num_steps))
+    drawn = ((int(index), key) for ids, keys in batches for index, key in zip(ids, keys))
+    found = [read_one(reader, source, *one) for one in itertools.islice(drawn, count)]
+    return tf.nest.map_structure(lambda part: part.numpy(), found), classes.of(source)
 
 
 def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
@@ -98,10 +92,8 @@ def _picture(inputs: Any) -> np.ndarray:
         if np.ndim(part) == 3 and part.shape[-1] in (1, 3) and part.dtype in (np.uint8, np.float32):
             image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
             return image if image.shape[-1] == 3 else image.repeat(3, -1)
-    raise ValueError(
-        "the task's inputs hold no picture: browse shows uint8 or float32 "
-        "[height, width, 1 or 3], of 0 to 255"
-    )
+    shown = "browse shows uint8 or float32 [height, width, 1 or 3], of 0 to 255"
+    raise ValueError(f"the task's inputs hold no picture: {shown}")
 
 
 @logs.explained
@@ -116,5 +108,5 @@ def main(argv: list[str]) -> int:
     config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
     examples, names = samples(config.for_ranks(1), own.count)
     Image.fromarray(sheet(examples, names)).save(own.out)
-    print(printable(f"{len(examples)} samples: {own.out}"))
+    print(logs.printable(f"{len(examples)} samples: {own.out}"))
     return DONE

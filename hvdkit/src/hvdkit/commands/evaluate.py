@@ -35,7 +35,6 @@ from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import objective, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.state import averaged_weights
-from hvdkit.train.task import Example
 
 
 class Worst:
@@ -45,7 +44,7 @@ class Worst:
         self._run, self._most, self._rounds, self._done = run, most, rounds, 0
         self._found: list[tuple[float, int]] = []  # loss, and the sample's number, negated
 
-    def add(self, batch: Example, outputs: Any, ids: list[int]) -> None:
+    def add(self, batch: tasks.Example, outputs: Any, ids: list[int]) -> None:
         """Takes a batch of this rank, as Evaluator.on_batch."""
         means = 0.0  # of a sample, its terms added up
         for losses, weights in objective.loss(self._run.task, outputs, batch["targets"]).values():

@@ -107,9 +107,8 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
             whole_files.write_json(file, card)
         # As a graph, like the loaded model: eager operations round differently.
         wanted = signatures["serving_default"](tf.constant([data, data]))
-        inputs = tf.nest.map_structure(
-            lambda part: part[None], task.picture_inputs(pictures.decode_image(tf.constant(data)))
-        )
+        example = task.picture_inputs(pictures.decode_image(tf.constant(data)))
+        inputs = tf.nest.map_structure(lambda part: part[None], example)
         shapes_of_network = to_onnx(model, inputs, own.out / "model.onnx") if own.onnx else ""
     print(printable(f"exported {path}: {folder}, {own.out / 'model.keras'}"))
     kinds = {type(layer) for layer in model._flatten_layers()}
@@ -140,9 +139,8 @@ def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
         import onnxruntime
         import tf2onnx  # noqa: F401  (Keras calls it)
     except ImportError as error:
-        raise ValueError(
-            f"--onnx: there is no {error.name}: pip install tf2onnx onnx onnxruntime"
-        ) from None
+        how = "pip install tf2onnx onnx onnxruntime"
+        raise ValueError(f"--onnx: there is no {error.name}: {how}") from None
     wanted = [np.asarray(x) for x in tf.nest.flatten(model(inputs, training=False))]
     with whole_files.written(file) as partial:
         try:
@@ -159,10 +157,9 @@ def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
             near = _NEAR * np.median(usual) if usual.size else 0.0
             if ours.shape != theirs.shape or not np.allclose(ours, theirs, _NEAR, near, True):
                 raise Stop(BUG, f"{file} would have other outputs in ONNX Runtime: not written")
-    return ", ".join(
-        f"{x.name} {x.type} {[n if isinstance(n, int) else 'any' for n in x.shape]}"
-        for x in (*takes, *session.get_outputs())
-    )
+    ends = (*takes, *session.get_outputs())
+    shapes = ([n if isinstance(n, int) else "any" for n in x.shape] for x in ends)
+    return ", ".join(f"{x.name} {x.type} {shape}" for x, shape in zip(ends, shapes))
 
 
 def _fed(takes: Sequence[Any], inputs: Any) -> dict[str, np.ndarray]:

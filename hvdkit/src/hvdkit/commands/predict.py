@@ -41,6 +41,8 @@ _OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Gh
 WRITTEN = ("labels", "overlays", "predictions.csv", "predictions.jsonl")  # in --out
 # Of predictions.csv: file, then classes and probabilities in turn; of predictions.jsonl: file, dict
 Row = list[Any]
+Drawn = tuple[Image.Image, Image.Image]  # classes, overlay
+OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # of a picture
 
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
@@ -87,9 +89,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
         raise Stop(BUG, f"{len(faults)} of {len(found)} files were skipped, see above")
 
 
-def of_picture(
-    task: Task, model: keras.Model, decode: load_run.Decode
-) -> Callable[[np.ndarray], dict[str, np.ndarray]]:
+def of_picture(task: Task, model: keras.Model, decode: load_run.Decode) -> OutputsOf:
     """The function from a picture, uint8 [height, width, 3], to what its outputs mean, by name."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
@@ -176,9 +176,7 @@ def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -
     return []
 
 
-def drawn(
-    name: str, *, image: np.ndarray, outputs: dict[str, Any]
-) -> tuple[Image.Image, Image.Image] | None:
+def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawn | None:
     """ "classes" [height, width] at the picture's size, and drawn over it; None: there are none."""
     classes, chances = outputs.get("classes"), outputs.get("probabilities")
     if np.ndim(classes) != 2:
@@ -206,8 +204,7 @@ def _plain(value: Any) -> Any:
         return value.decode(errors="replace")
     if isinstance(value, np.ndarray) and value.ndim:
         return [_plain(part) for part in value]
-    plain = value.item() if hasattr(value, "item") else value
-    return None if isinstance(plain, float) and not np.isfinite(plain) else plain
+    return whole_files.without_nan(value.item() if hasattr(value, "item") else value)
 
 
 def record(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:

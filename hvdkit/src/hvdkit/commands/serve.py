@@ -103,9 +103,7 @@ class Server(http.server.ThreadingHTTPServer):
         """Nothing: a client went away."""
 
 
-def answered(
-    data: bytes, outputs_of: Callable[[np.ndarray], dict[str, np.ndarray]], names: list[str]
-) -> dict[str, Any]:
+def answered(data: bytes, outputs_of: predict.OutputsOf, names: list[str]) -> dict[str, Any]:
     """What the page shows: rows of name, value, perhaps colour, and an overlay; or an "error"."""
     try:
         image = predict.decoded(data, "the file")

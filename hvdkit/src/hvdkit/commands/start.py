@@ -28,7 +28,9 @@ from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
 from hvdkit.commands import browse, start_arrays, start_measured, start_tables
 from hvdkit.commands.start_choices import Data, Measured, choices, most
+from hvdkit.commands.start_tables import Table
 from hvdkit.data import arrangement, check, tables
+from hvdkit.data.arrangement import Item
 from hvdkit.data.labels import IGNORE
 from hvdkit.settings import project
 from hvdkit.stop import DONE
@@ -80,10 +82,8 @@ def _check_masks(root: Path, of: np.ndarray) -> None:
     blurred = len(used) > 20 and of[1:IGNORE].sum() < of[IGNORE]  # what resizing leaves at edges
     if len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1] or blurred:
         seen = logs.join(np.flatnonzero(of), 8)
-        raise ValueError(
-            f"{root}: the masks hold the values {seen}, and a value is a class: save them with 0, "
-            f"1, 2, ... for classes, at least two; {IGNORE} means ignored"
-        )
+        how = f"save them with 0, 1, 2, ... for classes, at least two; {IGNORE} means ignored"
+        raise ValueError(f"{root}: the masks hold the values {seen}, and a value is a class: {how}")
 
 
 def _refuse_label(label: str, root: Path) -> None:
@@ -93,43 +93,38 @@ def _refuse_label(label: str, root: Path) -> None:
         raise ValueError(f"{what}: leave it out, or give the table")
 
 
-def _recognized(
-    root: Path, layout: str, label: str, *, links: Path
-) -> tuple[list[arrangement.Item], start_tables.Table]:
+def _recognized(root: Path, layout: str, label: str, *, links: Path) -> tuple[list[Item], Table]:
     """The samples of a folder, a table or arrays, and columns where they are rows of features."""
-    kinds, kind = (*tables.SUFFIXES, *start_arrays.SUFFIXES), root.suffix.lower()
-    found: list[arrangement.Item] = []
-    try:
-        if root.is_dir():  # tables and arrays beside what is recognized are notes
-            found = arrangement.recognized(root)
-        elif kind not in kinds:
+    if not root.is_dir():
+        kinds, kind = (*tables.SUFFIXES, *start_arrays.SUFFIXES), root.suffix.lower()
+        if kind not in kinds:
             raise ValueError(f"{root} is no folder, and no table or arrays ({', '.join(kinds)})")
-    except ValueError:
-        table = None if layout else start_tables.of(root)
-        if table and (beside := start_arrays.files(root)):
-            raise ValueError(f"{root} holds {table.name} and {beside[0].name}: give one") from None
-        if table:
-            return start_tables.understood(table, label)
-        if layout or not start_arrays.files(root):
-            raise
+        if kind in tables.SUFFIXES:
+            return start_tables.understood(root, label)
         _refuse_label(label, root)
-        if not (arrays := start_arrays.understood(root, links))[0]:
-            raise
-        return arrays
-    if found or kind in start_arrays.SUFFIXES:
-        _refuse_label(label, root)
-    if found:
-        if beside := start_arrays.files(root):
-            print(logs.printable(f"  not read: {logs.join(beside)}"))
-        return found, {}
-    if kind in start_arrays.SUFFIXES:
         return start_arrays.understood(root, links)
-    return start_tables.understood(root, label)
+    arrays = start_arrays.files(root)
+    try:  # tables and arrays beside what is recognized are notes
+        found = arrangement.recognized(root)
+    except ValueError:
+        if not layout and (table := start_tables.of(root)):
+            if arrays:
+                what = f"{table.name} and {arrays[0].name}"
+                raise ValueError(f"{root} holds {what}: give one") from None
+            return start_tables.understood(table, label)
+        if layout or not arrays:
+            raise
+        _refuse_label(label, root)
+        if not (read := start_arrays.understood(root, links))[0]:
+            raise
+        return read
+    _refuse_label(label, root)
+    if arrays:
+        print(logs.printable(f"  not read: {logs.join(arrays)}"))
+    return found, {}
 
 
-def _of_rows(
-    items: list[arrangement.Item], table: start_tables.Table, *, about: str, folder: Path
-) -> Data:
+def _of_rows(items: list[Item], table: Table, *, about: str, folder: Path) -> Data:
     if "tabular" not in tasks.available():
         raise ValueError("a table needs --task=tabular: copy examples/tabular/tabular.py to tasks/")
     labels = [item.label for item in items if item.split == "train"]
@@ -150,9 +145,8 @@ def start(root: Path, name: str, own: Namespace) -> str:
     cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
     links = links.with_name(f"{name}-links") if links == root else links
     if not root.exists():
-        raise ValueError(
-            f"{root} is not there: give the folder with the pictures, a table or arrays"
-        )
+        what = "the folder with the pictures, a table or arrays"
+        raise ValueError(f"{root} is not there: give {what}")
     if links.is_relative_to(root):
         raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
     if there := [path for path in (cfg, links) if path.exists()]:
@@ -183,9 +177,8 @@ def start(root: Path, name: str, own: Namespace) -> str:
             Image.fromarray(browse.sheet(examples, names)).save(sheet)
             print(logs.printable(f"written: {sheet}, samples to look at"))
         if not own.quick:
-            print(
-                "measuring batch and learning rate, a minute or two; --quick: neither", flush=True
-            )
+            about = "measuring batch and learning rate, a minute or two; --quick: neither"
+            print(about, flush=True)
             measured = Measured(*start_measured.batch(flag, most(data)))
             write(measured)
             write(measured._replace(rate=start_measured.rate(flag)))

@@ -189,16 +189,12 @@ def _shades(root: Path, samples: np.ndarray) -> np.ndarray:
     low, high = samples.min(), samples.max()
     most = 1 if samples.dtype.kind in "fb" or high == 1 else 255
     if not 0 <= low <= high <= most:
-        raise ValueError(
-            f"{root}: pictures are whole numbers from 0 to 255, or floats from 0 to 1; these are "
-            f"{samples.dtype} from {low:g} to {high:g}"
-        )
+        rule = "pictures are whole numbers from 0 to 255, or floats from 0 to 1"
+        raise ValueError(f"{root}: {rule}; these are {samples.dtype} from {low:g} to {high:g}")
     if most == 1 and samples.dtype.kind != "f":
         print("  shades 0 and 1 become black and white")
     if high < _DARK and most == 255:
         print(f"  the brightest shade is {high} of 255: such pictures are nearly black")
-    return (
-        samples
-        if samples.dtype == np.uint8 and most == 255
-        else np.rint(samples * np.float64(255 / most)).astype(np.uint8)
-    )
+    if samples.dtype == np.uint8 and most == 255:
+        return samples
+    return np.rint(samples * np.float64(255 / most)).astype(np.uint8)

@@ -10,6 +10,7 @@ from hvdkit.data.check import Counts
 from hvdkit.data.labels import IGNORE
 from hvdkit.settings import project
 
+Choice = tuple[str, str]  # reason, flag
 _MANY = 2000  # pictures: with fewer a large network learns little
 _OF = {"segmentation": "pixel", "classification": "picture", "tabular": "row"}
 
@@ -47,17 +48,13 @@ def most(data: Data) -> int:
     return 1 << min(limit, max(share // devices(), 1)).bit_length() - 1
 
 
-def choices(
-    name: str, data: Data, measured: Measured, *, mirror: bool
-) -> Iterator[tuple[str, str]]:
+def choices(name: str, data: Data, measured: Measured, *, mirror: bool) -> Iterator[Choice]:
     """Reason and flag of each choice."""
     count, of, own = len(data.read.sizes), _OF[data.task], project.folder()
     where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder
     yield f"A label for each {of}", f"--task={data.task}"
-    yield (
-        f"{count:,} {'rows' if of == 'row' else 'pictures'} to train on; {data.about}",
-        f"--data_dir={where}",
-    )
+    what = "pictures" if data.layout else "rows"
+    yield f"{count:,} {what} to train on; {data.about}", f"--data_dir={where}"
     if data.layout:
         yield "How they lie there", f"--data_format={data.layout}"
     if data.white:
@@ -87,7 +84,7 @@ def choices(
     yield "Without its first #, rare classes count as much as others", f"# {data.read.weights()}"
 
 
-def _of_pictures(task: str, count: int, *, side: int, mirror: bool) -> Iterator[tuple[str, str]]:
+def _of_pictures(task: str, count: int, *, side: int, mirror: bool) -> Iterator[Choice]:
     """Returns whether the network is a large one; `side`: pixels that half of all have."""
     maps, gpu = task == "segmentation", bool(tf.config.list_physical_devices("GPU"))
     large = gpu and count >= _MANY and side > 64 and not maps

@@ -20,7 +20,7 @@ Table = dict[str, list[str]]
 
 def of(root: Path) -> Path | None:
     """The one table of a folder; ValueError for several."""
-    there = sorted(root.glob("[!.]*")) if root.is_dir() else ()
+    there = sorted(root.glob("[!.]*"))
     found = [path for path in there if path.suffix.lower() in tables.SUFFIXES]
     if len(found) > 1:
         raise ValueError(f"{root} holds several tables: give one of {join(found)}")
@@ -39,9 +39,8 @@ def understood(path: Path, label: str) -> tuple[list[Item], Table]:
     labels = table.pop(label)
     classes = tables.classes(labels)
     values, counts = tables.numbers(classes), Counter(labels)
-    print(
-        printable(f"  {label}: " + ", ".join(f"{name} ({counts[name]})" for name in classes[:40]))
-    )
+    shown = ", ".join(f"{name} ({counts[name]})" for name in classes[:40])
+    print(printable(f"  {label}: {shown}"))
     if (values is not None and (values % 1).any()) or 2 * len(classes) > len(labels) > 20:
         raise ValueError(f"{path}: {label} is no class but a number: see examples/regression")
     if len(classes) < 2:
@@ -106,9 +105,8 @@ def _splits(table: Table) -> list[str]:
         if all(words.values()):
             return [words[value] for value in table.pop(name)]
         if name.lower() == "split":
-            raise ValueError(
-                f"the column {name} holds {join(sorted(words))}: give train, val or test"
-            )
+            found = join(sorted(words))
+            raise ValueError(f"the column {name} holds {found}: give train, val or test")
     return [""] * len(next(iter(table.values()), []))
 
 

@@ -155,9 +155,8 @@ class Supervisor:
         """One start of the command; its exit code, as a shell has it."""
         self._starting, self._died = True, None
         try:
-            self._child = child = subprocess.Popen(
-                self._command, stderr=subprocess.PIPE, preexec_fn=end_with_parent
-            )
+            how = {"stderr": subprocess.PIPE, "preexec_fn": end_with_parent}
+            self._child = child = subprocess.Popen(self._command, **how)
         except OSError as error:
             complain(f"{self._command[0]}: {error.strerror}")
             return 127

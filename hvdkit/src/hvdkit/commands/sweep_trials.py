@@ -158,6 +158,8 @@ class Sweep:
         run.trial.set_user_attr("seconds", seconds)
         run.trial.set_user_attr("steps", newest_step(run.folder))
         state, score, why = TrialState.FAIL, None, f"exit code {code}"
+        # Wrong use, or, before any score, the third failure.
+        hopeless = code == WRONG_USE or len(self._trials(TrialState.FAIL)) >= _FAILURES - 1
         self._running.remove(run)
         if run.pruned and run.stopped:
             state = TrialState.PRUNED
@@ -173,15 +175,11 @@ class Sweep:
             self._running.append(run)
             time.sleep(_PAUSE)
             return self._start(run)
-        elif code not in (DONE, DIVERGED) and not self._trials(*_SCORED) and self._hopeless(code):
+        elif hopeless and code not in (DONE, DIVERGED) and not self._trials(*_SCORED):
             self._code = code
             self._study.tell(run.trial, state=state)  # not drawn again
             return complain(f"{run.folder}.log: {_last_error(run.folder.with_suffix('.log'))}")
         self._tell(self._study.tell(run.trial, score, state), why)
-
-    def _hopeless(self, code: int) -> bool:
-        """Whether to end: wrong use, or, before any score, the third failure."""
-        return code == WRONG_USE or len(self._trials(TrialState.FAIL)) >= _FAILURES - 1
 
     def _tell(self, trial: FrozenTrial, why: str) -> None:
         """Prints a line about a trial, writes the files anew."""

@@ -56,10 +56,8 @@ def recognized(root: Path) -> list[Item]:
             raise ValueError(f"{other} and {path} would have one name: rename or remove one")
     endings = IMAGE_SUFFIXES + OTHER_SUFFIXES
     if unread := [path for path in others if path.name.lower().endswith(endings)]:
-        raise ValueError(
-            f"{unread[0]} ({len(unread)} such files) is not read: pictures must be PNG, JPEG or "
-            "WebP, masks PNG: convert it, or move it away"
-        )
+        rule = "pictures must be PNG, JPEG or WebP, masks PNG: convert it, or move it away"
+        raise ValueError(f"{unread[0]} ({len(unread)} such files) is not read: {rule}")
     if masks and pictures:
         return _pairs(root, pictures, masks)
     for key, path in pictures.items():
@@ -147,17 +145,14 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
     for item, group in zip(items, groups):
         whole = grouped and group and len(of_label[item.label]) > 1
         units[group if whole else f"{item.label}/{item.name}"].append(item)
-    held = _held_back([units[k] for k in sorted(units, key=_digest)])
+    by_hash = sorted(units, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    held = _held_back([units[name] for name in by_hash])
     if not held:
         raise ValueError(f"{len(items)} samples are too few to hold any back to score: add more")
     kept = {item.picture for item in held}
     found = [i._replace(split="val" if i.picture in kept else "train") for i in items]
     how = f"whole groups as {next(filter(None, groups))}" if grouped else "a hash of names"
     return found, f"scored on {len(held):,} of {len(items):,} that are held back, by {how}"
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.sha256(os.fsencode(name)).digest()
 
 
 def _held_back(units: list[list[Item]]) -> list[Item]:
@@ -201,9 +196,8 @@ def link(items: list[Item], folder: Path) -> None:
             to = place / f"{name}{path.suffix}"
             to.parent.mkdir(parents=True, exist_ok=True)
             if to.is_symlink():
-                raise ValueError(
-                    f"{to.readlink()} and {path} would have one name: rename or remove one"
-                )
+                both = f"{to.readlink()} and {path}"
+                raise ValueError(f"{both} would have one name: rename or remove one")
             to.symlink_to(path)
     for file, names in lists.items():
         (folder / "splits").mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ from hvdkit.data import image_ops
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import pictures
 
+Pair = tuple[tf.Tensor, tf.Tensor]  # image, label
 _TRIES = 10  # of random_resized; as in torchvision's RandomResizedCrop and fb.resnet.torch
 _WIDEST = 4.0 / 3.0  # width over height of its part; its inverse at least
 
@@ -45,9 +46,7 @@ class Cut(NamedTuple):
     mirrored: tf.Tensor  # bool scalar: flip it left-right
 
 
-def training_pair(
-    sample: dict[str, tf.Tensor], key: tf.Tensor, how: Augmentation
-) -> tuple[tf.Tensor, tf.Tensor]:
+def training_pair(sample: dict[str, tf.Tensor], key: tf.Tensor, how: Augmentation) -> Pair:
     """Augments a sample's image and label: uint8 [*how.size, 3] and uint8 [*how.size, 1]."""
     of_window, of_colour = tf.split(image_ops.uniform(key, 7), [4, 3])
     where = _drawn(tf.shape(sample["label"])[:2], of_window, how)
@@ -65,7 +64,7 @@ def training_pair(
     return tf.ensure_shape(image, [*how.size, 3]), tf.ensure_shape(label, [*how.size, 1])
 
 
-def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> tuple[tf.Tensor, tf.Tensor]:
+def evaluation_pair(sample: dict[str, tf.Tensor], how: Augmentation) -> Pair:
     """The centre of a pair, cropped or padded to `how.size`, with no draws."""
     shape, size = tf.shape(sample["label"])[:2], tf.constant(how.size)
     where = _cut((shape - size) // 2, size, tf.constant(False), shape=shape, how=how)

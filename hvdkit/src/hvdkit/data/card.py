@@ -23,17 +23,14 @@ Card = Mapping[str, Any]
 _MOST_NAMES, _MOST_BYTES = 5_000_000, 2**31  # that are kept; of more, their number only
 
 
-def made(
-    config: Settings, train: Source, val: Source, *, augmentation: Mapping[str, Any]
-) -> dict[str, Any]:
+def made(config: Settings, train: Source, val: Source, *, augmentation: Card) -> dict[str, Any]:
     """The card of a run, as JSON; `augmentation`: what the task says that it does to samples."""
     splits = {"train": (config.train_split, train), "val": (config.val_split, val)}
-    about = {
-        part: {"split": name, "samples": len(source), "fingerprint": source.fingerprint()}
-        for part, (name, source) in splits.items()
-    }
-    for part, (_, source) in splits.items():  # where `hvdkit check --hash` found them
-        about[part] |= {"contents": found} if (found := getattr(source, "contents", "")) else {}
+    about = {}
+    for part, (name, source) in splits.items():
+        about[part] = {"split": name, "samples": len(source), "fingerprint": source.fingerprint()}
+        if contents := getattr(source, "contents", ""):  # where `hvdkit check --hash` found them
+            about[part]["contents"] = contents
     return about | {
         "class_names": classes.of(train),
         "num_classes": config.num_classes,
@@ -75,10 +72,9 @@ def check(
     else:
         return []
     if not accepted:
-        raise ValueError(
-            f"the training data changed since {checkpoint.name} ({what}): put them back, give "
-            "--accept_changed_data, or begin anew with --resume=never or another --run_dir"
-        )
+        ways = "give --accept_changed_data, or begin anew with --resume=never or another --run_dir"
+        since = f"the training data changed since {checkpoint.name} ({what})"
+        raise ValueError(f"{since}: put them back, {ways}")
     return [f"the training data changed: {what}"]
 
 

@@ -5,7 +5,6 @@ then come sizes, how often each class occurs, and --class_weights that balance t
 code 0: all is well; 1: faults found; 2: wrong flags.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from hvdkit.data.open import check_ids, kind_of, reader_of
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source
-from hvdkit.logs import join
 from hvdkit.settings import of_project
 from hvdkit.settings.data import READERS, DataSettings
 
@@ -97,16 +95,12 @@ def check(
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     if hashes:
-        _hash(source, split, tell)
+        try:
+            print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
+        except OSError as error:
+            tell(str(error))
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
-
-
-def _hash(source: Source, split: str, tell: Callable[[str], None]) -> None:
-    try:
-        print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
-    except OSError as error:
-        tell(str(error))
 
 
 class _Sample(NamedTuple):
@@ -198,7 +192,7 @@ class Counts:
         if self.unit == "pixels" and (ignored := self.of[IGNORE]):
             lines.append(f"  {'ignored':<24} {ignored:>16,} pixels")
         if missing := [names[number] for number in np.flatnonzero(counts == 0)]:
-            lines.append(f"warning: {len(missing)} class(es) never occur: {join(missing)}")
+            lines.append(f"warning: {len(missing)} class(es) never occur: {logs.join(missing)}")
         return lines
 
     def weights(self) -> str:
@@ -225,7 +219,7 @@ def layout_of(root: Path) -> str:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 all is well, 1 faults were found, 2 wrong use."""
     of_project()  # it may add readers
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = logs.parser(__doc__)
     parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
@@ -235,7 +229,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
     pictures.limit(args.max_pixels)
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files may not be text
     faults: list[str] = []
 
     def tell(fault: str) -> None:
@@ -247,10 +240,8 @@ def main(argv: list[str]) -> int:
     if url := remote.url_of(args.data_dir):
         parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
     if not (layout := args.data_format or layout_of(args.data_dir)):
-        parser.error(
-            f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "
-            f"--data_format ({', '.join(READERS)})"
-        )
+        asks = f"is that the folder? Then give --data_format ({', '.join(READERS)})"
+        parser.error(f"--data_dir={args.data_dir} does not show its layout: {asks}")
     values = DataSettings(label_map=args.label_map).label_values
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]

@@ -51,11 +51,9 @@ def numbered(source: Source, where: object, names: Sequence[str] = ()) -> Source
         has = {composed(name) for name in own}
         lacks = [name for name in model if composed(name) not in has]
         whose = "the training split" if names else "the model"
-        raise ValueError(
-            f"{where} has {join(strange)}, and {whose} has no such class"
-            f"{f'; it lacks {join(lacks)}' if lacks else ''}: name its classes as {whose} does, "
-            "or leave them out"
-        )
+        what = "has no such class" + f"; it lacks {join(lacks)}" * bool(lacks)
+        rule = f"name its classes as {whose} does, or leave them out"
+        raise ValueError(f"{where} has {join(strange)}, and {whose} {what}: {rule}")
     table = np.array([numbers[composed(name)] for name in own], np.int64)
     return Mapped(source, table, len(model), class_names=model)
 
@@ -77,11 +75,10 @@ def without_foreground(values: np.ndarray) -> str:
     nothing but 0 and 255; "" for others."""
     if not values[IGNORE] or not values[0] or values[1:IGNORE].any():
         return ""
-    return (
-        f"label pictures hold the values 0 and {IGNORE} only, and {IGNORE} means ignored, so there "
-        f"is nothing to learn: give --label_map={IGNORE}:1 if it is a class (--num_classes=2), or "
-        f"--label_map={IGNORE}:ignore if it is not"
-    )
+    what = f"label pictures hold the values 0 and {IGNORE} only, and {IGNORE} means ignored"
+    give = f"--label_map={IGNORE}:1 if it is a class (--num_classes=2)"
+    give += f", or --label_map={IGNORE}:ignore if it is not"
+    return f"{what}, so there is nothing to learn: give {give}"
 
 
 class Mapped(Wrapper):
@@ -100,9 +97,8 @@ class Mapped(Wrapper):
             table = np.r_[table, np.arange(len(table), 256)]  # IGNORE stays; others are no class
         self._table = table
         if hasattr(source, "class_counts"):
-            self.class_counts = lambda: np.bincount(
-                self._table, weights=source.class_counts(), minlength=classes
-            )
+            own = source.class_counts
+            self.class_counts = lambda: np.bincount(self._table, own(), minlength=classes)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = self._source.read(index)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvdkit.data.readers import pictures
 from hvdkit.data.readers.pictures import seldom
+from hvdkit.data.sampler import WORDS, philox
 
 
 def uniform(key: tf.Tensor, count: int) -> tf.Tensor:
@@ -16,24 +17,13 @@ def uniform(key: tf.Tensor, count: int) -> tf.Tensor:
 
     tf.random.stateless_uniform takes twenty ops to scramble its seed; a key is random already.
     """
-    return tf.raw_ops.StatelessRandomUniformV2(
-        shape=[count],
-        key=tf.bitcast(key, tf.uint64)[None],
-        counter=tf.zeros([2], tf.uint64),
-        alg=tf.random.Algorithm.PHILOX.value,  # the same on every device
-    )
+    return philox(tf.raw_ops.StatelessRandomUniformV2, key, [0, 0], shape=[count])
 
 
 def keys(key: tf.Tensor, count: int) -> tf.Tensor:
     """Keys of their own for what is drawn beside `uniform` of this key: int32 [count, 2]."""
-    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=[2 * count],
-        key=tf.bitcast(key, tf.uint64)[None],
-        counter=tf.constant([0, 1], tf.uint64),  # `uniform` counts from [0, 0]
-        alg=tf.random.Algorithm.PHILOX.value,
-        dtype=tf.int32,
-    )
-    return tf.reshape(words, [count, 2])
+    # `uniform` counts from [0, 0].
+    return philox(WORDS, key, [0, 1], shape=[count, 2], dtype=tf.int32)
 
 
 def size(sample: dict[str, tf.Tensor]) -> tf.Tensor:

@@ -9,10 +9,8 @@ IGNORE = 255  # in a label picture: a pixel that loss and metrics leave out
 
 def one_class(folder: object) -> str:
     """A message about a data set where `folder` holds a single class."""
-    return (
-        f"{folder} holds one class only, so there is nothing to classify: is --data_dir one level "
-        "too deep, or too high? A split holds a folder for each class"
-    )
+    asks = "is --data_dir one level too deep, or too high? A split holds a folder for each class"
+    return f"{folder} holds one class only, so there is nothing to classify: {asks}"
 
 
 def _colours() -> np.ndarray:

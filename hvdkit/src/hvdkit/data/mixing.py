@@ -8,11 +8,12 @@ sample's key (hvdkit.data.sampler.partner), so that it does not depend on how ra
 import tensorflow as tf
 
 from hvdkit.data import image_ops
+from hvdkit.data.sampler import philox
+
+Pair = tuple[tf.Tensor, tf.Tensor]
 
 
-def mixed(
-    pair: tuple[tf.Tensor, tf.Tensor], key: tf.Tensor, *, mixup: float, cutmix: float
-) -> tuple[tf.Tensor, tf.Tensor]:
+def mixed(pair: Pair, key: tf.Tensor, *, mixup: float, cutmix: float) -> Pair:
     """Two pictures, uint8 [H, W, 3], as one, and the first one's share of it (float32 scalar).
 
     `mixup`, `cutmix`: parameter of each one's Beta distribution, 0: off; one at least is on. Of
@@ -21,11 +22,11 @@ def mixed(
     of_share, of_place = tf.unstack(image_ops.keys(key, 2))
     draws = image_ops.uniform(of_place, 3)
 
-    def by_mixup() -> tuple[tf.Tensor, tf.Tensor]:
+    def by_mixup() -> Pair:
         share = beta(of_share, mixup)
         return blended(pair, share), share
 
-    def by_cutmix() -> tuple[tf.Tensor, tf.Tensor]:
+    def by_cutmix() -> Pair:
         return cut(pair, beta(of_share, cutmix), draws[:2])
 
     if mixup and cutmix:
@@ -40,26 +41,19 @@ def beta(key: tf.Tensor, a: float) -> tf.Tensor:
     Tsang 2000, section 6), in logarithms: a small `a` would make both 0.
     """
     of_gamma, of_uniform = tf.unstack(image_ops.keys(key, 2))
-    gammas = tf.raw_ops.StatelessRandomGammaV3(
-        shape=[2],
-        key=tf.bitcast(of_gamma, tf.uint64)[None],
-        counter=tf.zeros([2], tf.uint64),
-        alg=tf.random.Algorithm.PHILOX.value,
-        alpha=tf.constant(a + 1.0),
-    )
+    alpha = tf.constant(a + 1.0)
+    gammas = philox(tf.raw_ops.StatelessRandomGammaV3, of_gamma, [0, 0], shape=[2], alpha=alpha)
     logs, powers = tf.math.log(gammas), tf.math.log(1.0 - image_ops.uniform(of_uniform, 2))
     return tf.sigmoid(logs[0] - logs[1] + (powers[0] - powers[1]) / a)
 
 
-def blended(pair: tuple[tf.Tensor, tf.Tensor], share: tf.Tensor) -> tf.Tensor:
+def blended(pair: Pair, share: tf.Tensor) -> tf.Tensor:
     """MixUp: `share` of the first picture and the rest of the second, rounded to whole shades."""
     first, second = (tf.cast(image, tf.float32) for image in pair)
     return tf.cast(second + share * (first - second) + 0.5, tf.uint8)
 
 
-def cut(
-    pair: tuple[tf.Tensor, tf.Tensor], share: tf.Tensor, draws: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
+def cut(pair: Pair, share: tf.Tensor, draws: tf.Tensor) -> Pair:
     """CutMix: a box of the second picture in the first; and the first one's share of the pixels.
 
     The box has the picture's aspect and 1 - `share` of its area; its centre is anywhere (`draws`:

@@ -50,10 +50,8 @@ class Mixture(ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         which, own = self._place(indices)
-        order, found = np.argsort(which, kind="stable"), []
-        for number in np.unique(which):
-            found.append(self._sources[number].fetch(own[which == number]))
-        back = np.argsort(order)
+        found = [self._sources[n].fetch(own[which == n]) for n in np.unique(which)]
+        back = np.argsort(np.argsort(which, kind="stable"))
         return [np.concatenate(part)[back] for part in zip(*found)]
 
     def read(self, index: tf.Tensor) -> Parts:
@@ -63,7 +61,6 @@ class Mixture(ReadAhead):
         own = (index - tf.gather(np.append(0, self._ends), which)) % tf.gather(self._sizes, which)
 
         def sample(source: Source) -> Parts:
-            # All pictures are decoded whole here: of a file, nothing is gained.
             return {name: part for name, part in source.read(own).items() if name != "file"}
 
         return tf.switch_case(which, [lambda of=of: sample(of) for of in self._sources])

@@ -44,10 +44,9 @@ def kind_of(reader: object) -> str:
 def check_ids(kind: str, classes: int) -> None:
     """Raises ValueError for more classes than label pictures can hold."""
     if kind == "map" and classes > IGNORE:
-        raise ValueError(
-            f"--num_classes={classes}: {IGNORE} in a label picture means ignored, which leaves at "
-            f"most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
-        )
+        most = f"at most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
+        why = f"{IGNORE} in a label picture means ignored"
+        raise ValueError(f"--num_classes={classes}: {why}, which leaves {most}")
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
@@ -109,10 +108,8 @@ def _opened(config: Settings, split: str, default: str) -> Source:
     source = reader_of(name)(root or Path(config.data_dir), split, number)
     if kind_of(source) != kind:
         has, takes = (_KINDS.get(found, found) for found in (kind_of(source), kind))
-        raise ValueError(
-            f"--data_format={name}: {config.data_dir} has {has}, --task={config.task} takes "
-            f"{takes}; choose other data or another task"
-        )
+        both = f"{config.data_dir} has {has}, --task={config.task} takes {takes}"
+        raise ValueError(f"--data_format={name}: {both}; choose other data or another task")
     if values:
         return classes.relabelled(source, values, config.num_classes)
     key = ("values", name, config.data_dir, split)
@@ -127,7 +124,5 @@ def _check_number(config: Settings, source: Source, *, split: str, name: str) ->
         raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
     # A packed split knows only the classes that occur in it; the whole set may have more.
     if known > config.num_classes or (known < config.num_classes and name != "records"):
-        raise ValueError(
-            f"--num_classes={config.num_classes}: {config.data_dir} ({name}, split {split}) has "
-            f"{known} classes; give --num_classes={known}"
-        )
+        has = f"{config.data_dir} ({name}, split {split}) has {known} classes"
+        raise ValueError(f"--num_classes={config.num_classes}: {has}; give --num_classes={known}")

@@ -18,7 +18,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -48,10 +47,8 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     if shards < 0:
         raise ValueError(f"--shards={shards}: give at least 1")
     if not split or split.startswith(".") or "/" in split:  # hidden ones are unfinished packs
-        raise ValueError(
-            f"{split!r} cannot be the name of a packed split: it must be a folder's name that does "
-            "not begin with '.'; give another --as"
-        )
+        rule = "it must be a folder's name that does not begin with '.'; give another --as"
+        raise ValueError(f"{split!r} cannot be the name of a packed split: {rule}")
     out.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(out / split):
         raise ValueError(f"{out / split} is there already; remove it, or give another --out")
@@ -72,9 +69,8 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
             (work / "whole").rename(out / split)  # onto nothing, or it fails
             (work / key).unlink()  # first: what is left of a kill is of no use
     if not rank:
-        shutil.rmtree(
-            work, ignore_errors=True
-        )  # not earlier: on NFS a file that is open, as the lock is, stays
+        # Not earlier: on NFS a file that is open, as the lock is, stays.
+        shutil.rmtree(work, ignore_errors=True)
     return out / split
 
 
@@ -165,47 +161,33 @@ class _Encoder:
         # Sources that do not read files have none.
         file = sample["file"] if "file" in sample else tf.io.encode_png(image)
         again = pictures.decode_image(file)  # the same, unless it was replaced since it was decoded
-        same = tf.cond(
-            tf.reduce_all(tf.shape(again) == tf.shape(image)),
-            lambda: tf.reduce_all(again == image),
-            lambda: False,
-        )
+        alike = tf.reduce_all(tf.shape(again) == tf.shape(image))
+        same = tf.cond(alike, lambda: tf.reduce_all(again == image), lambda: False)
         ids = tf.io.encode_png(label) if label.shape.rank == 3 else b""
         return {"file": file, "label": label, "ids": ids, "same": same}
 
     def of(self, indices: range) -> Iterator[tuple[bytes, int]]:
         """A tf.train.Example of each, and its highest class; ValueError: one cannot be read."""
-
-        def feature(value: bytes | int) -> tf.train.Feature:
-            if isinstance(value, int):
-                return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
-            return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
-
-        for index, sample in zip(indices, self._samples(indices)):
+        ids = tf.data.Dataset.range(indices.start, indices.stop, indices.step)
+        samples = ids.map(pipeline.as_written(self._encode), tf.data.AUTOTUNE, deterministic=True)
+        samples = samples.as_numpy_iterator()
+        for index in indices:
+            try:
+                sample = next(samples)
+            except tf.errors.OpError as error:
+                raise ValueError(pipeline.explain(self._source, [index], error)) from None
             label, is_map = sample["label"], self.kind == "map"
             if not sample["same"]:
-                raise ValueError(
-                    f"sample {index} differs from what was packed of it: its file changed "
-                    "meanwhile; pack again"
-                )
-            kept = {"image": sample["file"], "label": sample["ids"] if is_map else int(label)}
-            features = tf.train.Features(feature={n: feature(part) for n, part in kept.items()})
-            data = tf.train.Example(features=features).SerializeToString()
+                why = "its file changed meanwhile; pack again"
+                raise ValueError(f"sample {index} differs from what was packed of it: {why}")
+            parts = (example := tf.train.Example()).features.feature
+            parts["image"].bytes_list.value.append(sample["file"])
+            if is_map:
+                parts["label"].bytes_list.value.append(sample["ids"])
+            else:
+                parts["label"].int64_list.value.append(int(label))
             counted = label != IGNORE if is_map else True  # in class folders, 255 is a class
-            yield data, int(np.max(label, initial=0, where=counted))
-
-    def _samples(self, indices: range) -> Iterator[dict[str, Any]]:
-        """As NumPy values, read on several threads."""
-        ids = tf.data.Dataset.range(indices.start, indices.stop, indices.step)
-        read, done = pipeline.as_written(self._encode), 0
-        try:
-            samples = ids.map(read, tf.data.AUTOTUNE, deterministic=True)
-            for sample in samples.as_numpy_iterator():
-                yield sample
-                done += 1
-        except tf.errors.OpError as error:
-            why = pipeline.explain(self._source, [indices[done]], error)
-            raise ValueError(why) from None
+            yield example.SerializeToString(), int(np.max(label, initial=0, where=counted))
 
 
 class Smaller(Wrapper):
@@ -218,10 +200,8 @@ class Smaller(Wrapper):
 
     def __init__(self, larger: Source, short_side: int, quality: int) -> None:
         if short_side < 1 or not 1 <= quality <= 100:
-            raise ValueError(
-                f"--short_side={short_side} --quality={quality}: give at least 1 pixel, and a "
-                "quality of 1 to 100"
-            )
+            rule = "give at least 1 pixel, and a quality of 1 to 100"
+            raise ValueError(f"--short_side={short_side} --quality={quality}: {rule}")
         super().__init__(larger)
         self._side, self._quality = short_side, quality
 
@@ -291,10 +271,8 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
         try:
             locks.enter_context(whole_files.lock(work / _LOCK))
         except BlockingIOError:
-            raise ValueError(
-                f"{out / name} is being written by another process: wait until it ends, or give "
-                "another --as"
-            ) from None
+            what = "is being written by another process: wait until it ends, or give another --as"
+            raise ValueError(f"{out / name} {what}") from None
         except whole_files.NoLocks:
             pass
         if not (work / key).exists():
@@ -327,7 +305,6 @@ def main(argv: list[str]) -> int:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")
     if url := remote.url_of(args.out):
         parser.error(f"--out={url} is a URL: pack into a folder, then copy that to the server")
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of folders may not be text
     name = args.split if args.name is None else args.name
     try:
         source = reader_of(args.layout)(args.root, args.split, 0)
@@ -347,5 +324,5 @@ def main(argv: list[str]) -> int:
     packed = records.Records(args.out, name)
     ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
     what = f"{len(source)} samples, labels below {packed.num_classes}{ignored}"
-    print(f"{folder}: {what}, read back and found the same")
+    print(logs.printable(f"{folder}: {what}, read back and found the same"))
     return 0

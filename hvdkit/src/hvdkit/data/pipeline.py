@@ -20,6 +20,7 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
 Example = dict[str, Any]
+Transform = Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example]
 
 # The second: TensorFlow's message names a file whose name is not UTF-8.
 _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
@@ -85,13 +86,7 @@ class Reader(NamedTuple):
         return options
 
 
-def reader(
-    source: Source,
-    transform: Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example],
-    keyed: bool,
-    *,
-    paired: bool = False,
-) -> Reader:
+def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = False) -> Reader:
     """Reads a sample and applies `transform`; traced once and shared by training and evaluation.
 
     The index is an argument of the graph, so that shapes hold for every sample. `keyed`: whether
@@ -109,9 +104,8 @@ def reader(
         with fetched(owner, index, rest[0]) if ahead else contextlib.nullcontext():
             sample = source.read(index)
         if not isinstance(sample, Mapping):
-            raise ValueError(
-                f"the source's read() must return a dict of tensors, not {type(sample).__name__}"
-            )
+            kind = type(sample).__name__
+            raise ValueError(f"the source's read() must return a dict of tensors, not {kind}")
         parts.update(sample)
         if paired:
             sample = {**sample, "partner": source.read(partner(index, *key, len(source)))}
@@ -345,8 +339,7 @@ class EvaluationFeed:
     def _batches(self, first: int) -> tf.data.Dataset:
         """This rank's batches from number `first` on."""
         ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
-        samples = tf.data.Dataset.from_tensor_slices(ids)
-        examples = self.reader.examples(samples, self._workers)
+        examples = self.reader.examples(tf.data.Dataset.from_tensor_slices(ids), self._workers)
         batches = examples.batch(self.batch_size).prefetch(2)
         return batches.with_options(self.reader.options(self._workers))
 

@@ -40,15 +40,11 @@ def _moved(image: Picture, of_x: Row, of_y: Row) -> Picture:
     numbers = []
     for a, b, c in (of_x, of_y):
         numbers += [a, b, c + (a + b - 1.0) / 2.0]  # TensorFlow counts from pixels' centres
-    moved = tf.raw_ops.ImageProjectiveTransformV3(
-        images=image[None],
-        transforms=tf.stack([*map(tf.convert_to_tensor, numbers), 0.0, 0.0])[None],
-        output_shape=tf.shape(image)[:2],
-        fill_value=_FILL,
-        interpolation="NEAREST",
-        fill_mode="CONSTANT",
-    )
-    return moved[0]
+    transform = tf.stack([*map(tf.convert_to_tensor, numbers), 0.0, 0.0])[None]
+    how = {"output_shape": tf.shape(image)[:2], "interpolation": "NEAREST"}
+    how |= {"fill_value": _FILL, "fill_mode": "CONSTANT"}
+    op = tf.raw_ops.ImageProjectiveTransformV3
+    return op(images=image[None], transforms=transform, **how)[0]
 
 
 def _side(image: Picture, axis: int) -> tf.Tensor:
@@ -83,9 +79,8 @@ def _sharpness(image: Picture, strength: tf.Tensor) -> Picture:
     kernel = tf.reshape([1.0, 1, 1, 1, 5, 1, 1, 1, 1], [3, 3, 1, 1]) / 13.0 * tf.eye(3)
     pixels = tf.cast(image, tf.float32)
     smooth = tf.floor(tf.nn.conv2d(pixels[None], kernel, 1, "SAME")[0] + 0.5)
-    rows, columns = (
-        tf.range(n) % tf.maximum(n - 1, 1) > 0 for n in tf.unstack(tf.shape(image)[:2])
-    )
+    sides = tf.unstack(tf.shape(image)[:2])
+    rows, columns = (tf.range(n) % tf.maximum(n - 1, 1) > 0 for n in sides)
     inside = rows[:, None, None] & columns[None, :, None]
     return _from(tf.where(inside, smooth, pixels), image, strength)
 

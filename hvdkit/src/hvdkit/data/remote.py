@@ -89,22 +89,16 @@ class Server:
             self.allowed = True
             return data
         except FileNotFoundError:
-            raise ValueError(
-                f"{where} is missing: is that what hvdkit pack wrote, and --data_dir its folder "
-                "above the splits?"
-            ) from None
+            asks = "is that what hvdkit pack wrote, and --data_dir its folder above the splits?"
+            raise ValueError(f"{where} is missing: {asks}") from None
         except Exception as error:  # each client has its own
             text = " ".join(f"{type(error).__name__}: {error}".split())
             text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's may be a signature
-            if passes(error) or _of_network(error) or (self.allowed and _forbidden(error)):
-                failed = os.strerror(errno.EREMOTEIO)
-                raise OSError(f"{failed}: {where}: {text}") from None
+            refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+            refused |= _status(error) in (401, 403)
+            if passes(error) or _of_network(error) or (self.allowed and refused):
+                raise OSError(f"{os.strerror(errno.EREMOTEIO)}: {where}: {text}") from None
             raise ValueError(f"{where} cannot be read: {text}") from None
-
-
-def _forbidden(error: Exception) -> bool:
-    refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
-    return refused or _status(error) in (401, 403)
 
 
 def _status(error: Exception) -> Any:
@@ -294,12 +288,10 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
         for source in sources
     )
     if not shuffled or needed > _bound:
-        why = (
-            f"two windows of --shuffle_shards={shuffled} and some shards of validation take "
-            f"{needed / 1e9:.3g} GB: lower it, or raise --cache_gb"
-            if shuffled
-            else "give --shuffle_shards, which reads few shards at a time, or raise --cache_gb"
-        )
+        why = "give --shuffle_shards, which reads few shards at a time, or raise --cache_gb"
+        if shuffled:
+            why = f"two windows of --shuffle_shards={shuffled} and some shards of validation take "
+            why += f"{needed / 1e9:.3g} GB: lower it, or raise --cache_gb"
         raise ValueError(f"--cache_gb={_bound / 1e9:g} is less than the remote sets: {why}")
     for source in sources:
         source.keep_open(min(_OPEN, shuffled if source is train else 1))

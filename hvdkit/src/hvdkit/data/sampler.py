@@ -6,13 +6,15 @@ at step k needs nothing but k.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.source import Source
 
+WORDS = tf.raw_ops.StatelessRandomUniformFullIntV2  # of random bits
 _ORDERS, _KEYS, _SHARDS, _WINDOWS = 1, 2, 3, 4  # uses of the random words
 _PARTNERS = 2  # of those of a sample's key
 
@@ -43,6 +45,16 @@ def shards_of(source: Source, at_once: int) -> Shards | None:
     return Shards(sizes, at_once)
 
 
+def philox(op: Callable, key: tf.Tensor, counter: Sequence[Any], **how: Any) -> tf.Tensor:
+    """What a raw op draws by a key of 64 bits from a counter of two such numbers on.
+
+    Philox (Salmon et al. 2011) is made for this: even regular keys and counters give words that
+    look independent, the same on every device.
+    """
+    bits, counter = tf.bitcast(key, tf.uint64), tf.cast(tf.stack(counter), tf.uint64)
+    return op(key=bits[None], counter=counter, alg=tf.random.Algorithm.PHILOX.value, **how)
+
+
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
     """First and one-past-last index of `rank`'s part of `total`, split as evenly as possible."""
     return total * rank // size, total * (rank + 1) // size
@@ -53,13 +65,8 @@ def partner(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
 
     `index`: int64 scalar; `key`: int32 [2]. Of a single sample, itself.
     """
-    word = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=[],
-        key=tf.bitcast(key, tf.uint64)[None],
-        counter=tf.constant([0, _PARTNERS], tf.uint64),  # what augmentation draws has 0 and 1
-        alg=tf.random.Algorithm.PHILOX.value,
-        dtype=tf.int64,
-    )
+    # What augmentation draws counts from [0, 0] and [0, 1].
+    word = philox(WORDS, key, [0, _PARTNERS], shape=[], dtype=tf.int64)
     return (index + 1 + word % max(total - 1, 1)) % total
 
 
@@ -85,17 +92,14 @@ class Sampler:
     shards: Shards | None = None
 
     def __post_init__(self) -> None:
-        micro = self.global_batch_size // self.micro_batches
-        if micro < self.size:
+        if self.global_batch_size // self.micro_batches < self.size:
             per = f" / --accumulation_steps={self.micro_batches}" if self.micro_batches > 1 else ""
-            raise ValueError(
-                f"--global_batch_size={self.global_batch_size}{per} is smaller than the number of "
-                f"ranks, {self.size}: every rank needs a sample a step"
-            )
+            than = f"the number of ranks, {self.size}: every rank needs a sample a step"
+            batch = f"--global_batch_size={self.global_batch_size}{per}"
+            raise ValueError(f"{batch} is smaller than {than}")
         if self.num_samples < self.size:
-            raise ValueError(
-                f"{self.num_samples} training samples are fewer than the {self.size} ranks"
-            )
+            samples = f"{self.num_samples} training samples"
+            raise ValueError(f"{samples} are fewer than the {self.size} ranks")
 
     @property
     def local_micro_size(self) -> int:
@@ -207,17 +211,10 @@ class Sampler:
     ) -> tf.Tensor:
         """Four random 32-bit words for each of `count` numbers from `first` on: [count, 4].
 
-        Philox (Salmon et al. 2011) is made for this: even regular keys and counters give words that
-        look independent. The seed is the 64-bit key, the rest the 128-bit counter, which goes up by
-        one after four words.
+        The seed is the key; the counter goes up by one after four words.
         """
-        words = tf.raw_ops.StatelessRandomUniformFullIntV2(
-            shape=[4 * count],
-            key=tf.constant([self.seed], tf.uint64),
-            counter=tf.cast(tf.stack([first, use]), tf.uint64),
-            alg=tf.random.Algorithm.PHILOX.value,
-            dtype=dtype,
-        )
+        seed = tf.constant(self.seed, tf.uint64)
+        words = philox(WORDS, seed, [first, use], shape=[4 * count], dtype=dtype)
         return tf.reshape(words, [-1, 4])
 
 

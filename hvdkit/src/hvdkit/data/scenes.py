@@ -7,8 +7,7 @@ that of readers/pairs.py. Pixels depend on the settings only; bytes also on the 
 
 import dataclasses
 import json
-import shutil
-import uuid
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from hvdkit.data.labels import IGNORE
 COLUMNS = {"train": range(480), "val": range(480, 640)}
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
 
+Place = tuple[slice, slice]  # rows, columns
 _INK = 0.45  # share of full ink above which a pixel belongs to the digit
 _TRIES = 30  # to find a place for a digit before it is left out
 _CONTRAST = (0.3, 0.7)  # of digit and background; 1: black on white
@@ -80,9 +80,9 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
     if (root / MARKER).is_file():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling, as only a rename inside one file system is atomic.
-    work = root.with_name(f".{root.name}.making-{uuid.uuid4().hex[:8]}")
-    try:
+    # Beside it, as only a rename inside one file system is atomic.
+    with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.making-") as scratch:
+        work = Path(scratch, "set")
         for folder in ("images", "labels", "splits"):
             (work / folder).mkdir(parents=True)
         for split in COLUMNS:
@@ -96,8 +96,6 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
                     f"{root} cannot become a demo set ({error.strerror}): give another folder, or "
                     "remove this one"
                 ) from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _background(
@@ -126,9 +124,7 @@ def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ink, digit, np.asarray(near) > digit
 
 
-def _free_place(
-    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray
-) -> tuple[slice, slice] | None:
+def _free_place(rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray) -> Place | None:
     """Rows and columns where a digit hides little of earlier ones; None if none is found."""
     areas = np.bincount(owner.ravel())[1:]
     side = len(covers)

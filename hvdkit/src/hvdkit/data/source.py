@@ -192,10 +192,8 @@ def _check_type(name: str, array: np.ndarray) -> None:
     except TypeError:
         known = False
     if not known:
-        raise ValueError(
-            f"array {name} is of {array.dtype}: make it numbers, in this machine's byte order, or "
-            "text"
-        )
+        what = "make it numbers, in this machine's byte order, or text"
+        raise ValueError(f"array {name} is of {array.dtype}: {what}")
 
 
 class Synthetic:

@@ -164,9 +164,8 @@ class Evaluator:
             figures = self._figures(sums | rows)
             with task_checks.user_code_errors("notes"):
                 notes = self._notes(sums) if self._notes else []
-                if not isinstance(notes, list | tuple) or not all(
-                    isinstance(x, str) for x in notes
-                ):
+                listed = isinstance(notes, list | tuple)
+                if not (listed and all(isinstance(x, str) for x in notes)):
                     raise ValueError(f"the task's notes must return a list of texts, not {notes!r}")
         for note in notes:
             self._say_once(note)
@@ -185,10 +184,9 @@ class Evaluator:
         except (tf.errors.OpError, ValueError) as error:
             shape = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
             if isinstance(error, tf.errors.ResourceExhaustedError):
-                raise ValueError(
-                    f"a batch of evaluation with inputs of shape {shape} does not fit into memory: "
-                    "give a smaller --eval_batch_size or, for whole pictures, --eval_window"
-                ) from None
+                how = "give a smaller --eval_batch_size or, for whole pictures, --eval_window"
+                what = f"a batch of evaluation with inputs of shape {shape}"
+                raise ValueError(f"{what} does not fit into memory: {how}") from None
             raise ValueError(
                 f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape {shape}): "
                 f"{reason_of(error)}: the task's model, loss and sums must take every sample "

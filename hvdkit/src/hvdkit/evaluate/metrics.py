@@ -21,6 +21,7 @@ from hvdkit import whole_files
 from hvdkit.data import classes
 from hvdkit.ranks.world import World
 
+Arrays = dict[str, np.ndarray]  # by name
 _FINEST = 1074  # 2**-1074 is the smallest float64; all others are multiples of it
 
 
@@ -31,17 +32,17 @@ class Sums:
     float64 is a multiple of 2**-1074: Python's integers hold the sum, a microsecond each.
     """
 
-    def __init__(self, world: World, zeros: dict[str, np.ndarray], *, exact: bool = False) -> None:
+    def __init__(self, world: World, zeros: Arrays, *, exact: bool = False) -> None:
         self._world, self._sums, self._exact = world, zeros, exact
         floats = {n: sums for n, sums in zeros.items() if exact and sums.dtype.kind == "f"}
         self._units = {name: _in_units(sums) for name, sums in floats.items()}
 
-    def add(self, more: dict[str, np.ndarray]) -> None:
+    def add(self, more: Arrays) -> None:
         self._sums = {name: own + more[name] for name, own in self._sums.items()}
         pairs = {name: zip(own, _in_units(more[name])) for name, own in self._units.items()}
         self._units = {name: [a + b for a, b in both] for name, both in pairs.items()}
 
-    def over_ranks(self) -> dict[str, np.ndarray]:
+    def over_ranks(self) -> Arrays:
         """Totals, on every rank, which all must call; integers are exact below 2**53."""
         own = {name: self._sums[name] for name in sorted(self._sums)}
         sent = [tf.constant(part.astype(np.float64)) for part in own.values()]
@@ -77,18 +78,18 @@ class Rows:
 
     MOST_BYTES = 2**30  # of all samples, on each rank
 
-    def __init__(self, empty: dict[str, np.ndarray]) -> None:
+    def __init__(self, empty: Arrays) -> None:
         self._found = {name: [rows] for name, rows in empty.items()}
         self._ids: list[int] = []
 
-    def add(self, more: dict[str, np.ndarray], ids: list[int]) -> None:
+    def add(self, more: Arrays, ids: list[int]) -> None:
         for name, rows in more.items():
             if len(rows) != len(ids):
                 raise ValueError(f"the task's per_sample has {len(rows)} {name} of {len(ids)}")
             self._found[name].append(rows)
         self._ids += ids
 
-    def of_all_ranks(self) -> dict[str, np.ndarray]:
+    def of_all_ranks(self) -> Arrays:
         """[samples, ...] by name, in the order of the samples; every rank must call it."""
         if not self._found:
             return {}
@@ -100,9 +101,7 @@ class Rows:
         return {name: rows[np.argsort(ids)] for name, rows in together.items()}
 
 
-def zeros(
-    eval_step: tf.types.experimental.PolymorphicFunction,
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> tuple[Arrays, Arrays]:
     """Zero sums and no rows of `eval_step(batch) -> (outputs, sums, rows)`, before any batch."""
     _, *found = eval_step.get_concrete_function().structured_outputs
     sums, rows = ({n: (t.shape, t.dtype.as_numpy_dtype) for n, t in x.items()} for x in found)
@@ -134,7 +133,7 @@ class KerasMetrics:
             found |= {f"{name}/{place}": value for place, value in enumerate(state)}
         return found
 
-    def figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+    def figures(self, sums: Arrays) -> dict[str, float]:
         """For a task's `metrics`; NAME, or NAME_0, NAME_1 ... of a metric with several values."""
         found = {}
         for name, metric in self._named.items():
@@ -174,10 +173,8 @@ def confusion_matrix(
     positions count. Elsewhere a label may be outside [0, num_classes).
     """
     counted = tf.reshape(counted, [-1])
-    labels, predictions = (
-        tf.boolean_mask(tf.reshape(tf.cast(part, tf.int64), [-1]), counted)
-        for part in (labels, predictions)
-    )
+    flat = (tf.reshape(tf.cast(part, tf.int64), [-1]) for part in (labels, predictions))
+    labels, predictions = (tf.boolean_mask(part, counted) for part in flat)
     cells, size = tf.cast(labels * num_classes + predictions, tf.int32), num_classes**2
     counts = tf.math.bincount(cells, minlength=size, maxlength=size, dtype=tf.int64)
     return tf.reshape(counts, [num_classes, num_classes])

@@ -47,10 +47,9 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
         autograph=False,
     )
     if traced.get_concrete_function().structured_outputs.shape[-1] == 1:
-        raise ValueError(
-            "--eval_window, --eval_scales and --eval_flip average softmax probabilities, which of "
-            "one logit are 1: leave them out, or give the task a `predict` of its own"
-        )
+        what = "average softmax probabilities, which of one logit are 1"
+        ways = "leave them out, or give the task a `predict` of its own"
+        raise ValueError(f"--eval_window, --eval_scales and --eval_flip {what}: {ways}")
     views = [(scale, turned) for scale in how.scales for turned in (False, True)[: 1 + how.mirror]]
     total = None
     for scale, turned in views:
@@ -89,9 +88,8 @@ def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.
     Windows form a grid, so the mean along a row and then down gives each the same weight, and only
     one row of windows is in memory at a time.
     """
-    along = functools.partial(
-        _mean_along, window=window, like=logits.get_concrete_function().structured_outputs
-    )
+    like = logits.get_concrete_function().structured_outputs
+    along = functools.partial(_mean_along, window=window, like=like)
     return along(1, images, lambda row: along(2, row, lambda part: tf.nn.softmax(logits(part))))
 
 

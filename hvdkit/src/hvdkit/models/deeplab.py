@@ -52,20 +52,13 @@ def _pyramid(x):
     pooled = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_mean")(x)
     # [B, 1, 1, C] and [B, H, W, 1] -> [B, H, W, C], the same everywhere.
     spread = _conv(pooled, 256, 1, name="aspp_picture") + keras.ops.zeros_like(x[..., :1])
-    branches.append(spread)
-    return _conv(layers.Concatenate()(branches), 256, 1, name="aspp_project")
+    return _conv(layers.Concatenate()([*branches, spread]), 256, 1, name="aspp_project")
 
 
 def _conv(x, filters: int, kernel: int, *, name: str, rate: int = 1):
-    x = layers.Conv2D(
-        filters,
-        kernel,
-        padding="same",
-        dilation_rate=rate,
-        use_bias=False,
-        kernel_initializer="he_normal",
-        name=f"{name}_conv",
-    )(x)
+    how = {"padding": "same", "dilation_rate": rate, "use_bias": False}
+    how |= {"kernel_initializer": "he_normal", "name": f"{name}_conv"}
+    x = layers.Conv2D(filters, kernel, **how)(x)
     x = layers.BatchNormalization(**_BATCH_NORM, name=f"{name}_bn")(x)
     return layers.ReLU()(x)
 
@@ -86,7 +79,6 @@ def _atrous_resnet50() -> keras.Model:
             settings["dilation_rate"] = (rates[layer.name],) * 2
         return layer.__class__.from_config(settings)
 
-    image = keras.Input((None, None, 3), name="image")
-    pixels = Preprocess(name="preprocess")(image)
+    pixels = Preprocess(name="preprocess")(keras.Input((None, None, 3), name="image"))
     plain = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
     return keras.models.clone_model(plain, clone_function=dilated)

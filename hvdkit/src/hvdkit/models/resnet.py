@@ -64,9 +64,8 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
 
 def _conv(x, filters: int, *, strides: int = 1, relu: bool = True):
     """A 3x3 convolution, batch norm and optionally ReLU."""
-    x = layers.Conv2D(filters, 3, strides, "same", use_bias=False, kernel_initializer="he_normal")(
-        x
-    )
+    how = {"use_bias": False, "kernel_initializer": "he_normal"}
+    x = layers.Conv2D(filters, 3, strides, "same", **how)(x)
     # Keras's 0.99 would follow too slowly for short runs, which read the statistics early.
     x = layers.BatchNormalization(momentum=0.9)(x)
     return layers.ReLU()(x) if relu else x
@@ -100,12 +99,10 @@ def _torch_conv(x, filters: int, kernel: int, *, name: str, strides=1, gamma="on
     if kernel > 1:
         x = layers.ZeroPadding2D(kernel // 2)(x)  # "same" would pad less on the left with strides
     he = keras.initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal")
-    x = layers.Conv2D(
-        filters, kernel, strides, use_bias=False, kernel_initializer=he, name=f"{name}_conv"
-    )(x)
-    return layers.BatchNormalization(
-        momentum=0.9, epsilon=1e-5, gamma_initializer=gamma, name=f"{name}_bn"
-    )(x)
+    how = {"use_bias": False, "kernel_initializer": he, "name": f"{name}_conv"}
+    x = layers.Conv2D(filters, kernel, strides, **how)(x)
+    how = {"momentum": 0.9, "epsilon": 1e-5, "gamma_initializer": gamma}
+    return layers.BatchNormalization(**how, name=f"{name}_bn")(x)
 
 
 def _model(

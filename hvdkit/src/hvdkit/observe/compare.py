@@ -162,10 +162,9 @@ def main(argv: list[str]) -> int:
     runs = [records.read(folder) for folder in own.folders]
     names = labels(own.folders)
     rows = [["", *names], *side_by_side(runs, own.score)]
-    if own.html:
-        write(own.html, dict(zip(names, runs)), rows)
     print(printed(rows))
     if own.html:
+        write(own.html, dict(zip(names, runs)), rows)
         print(printable(f"page: {own.html}"))
     for run in runs:
         check_ended(run)

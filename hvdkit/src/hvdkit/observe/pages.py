@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from hvdkit import whole_files
 from hvdkit.observe import records
 
-Curve = tuple[Sequence[float], Sequence[float]]  # x and y; NaN leaves a gap
+Numbers = Sequence[float]
+Curves = Mapping[str, tuple[Numbers, Numbers]]  # x and y by name; NaN leaves a gap
 
 SIZE = (4.6, 2.7)  # inches: the width of a phone without zooming
 _MOST_POINTS = 400  # of a curve: what a screen can show
@@ -139,12 +140,7 @@ def picture(file: Path, caption: str) -> str:
 
 
 def curves(
-    title: str,
-    lines: Mapping[str, Curve],
-    *,
-    xlabel: str = "step",
-    log_x: bool = False,
-    marks: Sequence[float] = (),
+    title: str, lines: Curves, *, xlabel: str = "step", log_x: bool = False, marks: Numbers = ()
 ) -> str:
     """Lines over one axis, as SVG; long ones are drawn as means of neighbouring points.
 
@@ -257,7 +253,7 @@ def _short(name: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[: half - 3]}...{name[-half:]}"
 
 
-def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+def thinned(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
     """At most `_MOST_POINTS` points: means of neighbours, without NaN."""
     # Matplotlib cannot divide an axis that is longer than a float holds.
     x, y = (np.clip(np.asarray(values, np.float64), -1e300, 1e300) for values in (x, y))

@@ -7,17 +7,14 @@ train.py writes it at the end and when it is stopped. It is one file and needs n
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
-import hvdkit.ranks.quiet  # noqa: F401
-
-# isort: split
 import numpy as np
 
 from hvdkit import logs
 from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
-from hvdkit.logs import printable
 from hvdkit.observe import pages, records
 from hvdkit.observe.records import Records, column, is_of_class, is_score
 from hvdkit.stop import DONE
@@ -46,8 +43,7 @@ def write(run_dir: Path) -> Path:
     if (file := run_dir / "confusion.csv").exists():
         names, counts = metrics.read_confusion(file)
         names = list(map(records.text, names))
-    fingerprint = run.summary.get("fingerprint")
-    versions = list(fingerprint.items()) if isinstance(fingerprint, dict) else []
+    versions = [*run.summary.get("fingerprint", {}).items()]
     flags = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
     parts = [
         pages.table(about(run)),
@@ -79,7 +75,8 @@ def about(run: Records) -> list[tuple[str, object]]:
     if speed := run.summary.get("samples_per_second"):
         rows.append(("speed, median", f"{speed:,.0f} samples/s"))
     if run.starts and (end := max((line.get("time", 0.0) for line in run.lines), default=0.0)):
-        rows.append(("time, first start to last record", _duration(end - run.starts[0]["time"])))
+        took = timedelta(seconds=round(end - run.starts[0]["time"]))
+        rows.append(("time, first start to last record", took))
     if sha := run.summary.get("weights_sha256"):
         rows.append(("weights, SHA-256", sha))
     return rows
@@ -93,8 +90,7 @@ def training(run: Records) -> list[str]:
     marks = [start["step"] for start in run.starts[1:]][-_MOST_STARTS:]
     loss = {"training": (x, column(run.steps, "loss"))}
     if run.evaluations:
-        at = column(run.evaluations, "step")
-        loss["validation"] = (at, column(run.evaluations, "eval_loss"))
+        loss["validation"] = column(run.evaluations, "step"), column(run.evaluations, "eval_loss")
     found = [pages.curves("Loss" + (" (dotted: a new start)" if marks else ""), loss, marks=marks)]
     for title, names in _CURVES.items():
         lines = {label: (x, column(run.steps, name)) for name, label in names.items()}
@@ -133,8 +129,7 @@ def predictions(run: Records, names: Sequence[str]) -> list[str]:
     drawn = run.folder / "predictions.png"
     if not _is_segmentation(run):
         return [pages.picture(drawn, "validation samples, as the newest evaluation drew them")]
-    shown = names[: len(COLOURS)]
-    legend = pages.legend(shown, [_colour(n) for n in range(len(shown))])
+    legend = pages.legend(names, [*map(_colour, range(len(COLOURS)))])  # as many as have one
     return [pages.picture(drawn, "input | label | prediction"), legend if drawn.exists() else ""]
 
 
@@ -145,7 +140,7 @@ def faults(run: Records) -> list[str]:
     for number, start in enumerate(run.starts[first:], start=first):
         # Records after the step that a start resumed from were dropped and made again.
         kept = times[(steps <= start["step"]) & (times < start["time"])]
-        lost = _duration(start["time"] - kept.max()) if len(kept) else "not known"
+        lost = timedelta(seconds=round(start["time"] - kept.max())) if len(kept) else "not known"
         lost = lost if number else ""
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["time"]))
         rows.append((date, f"{start['step']:,}", start.get("where", ""), lost))
@@ -174,18 +169,11 @@ def _colour(number: int) -> str:
     return "#" + "".join(f"{part:02x}" for part in COLOURS[number % len(COLOURS)])
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
-
-
 @logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
     parser = logs.parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
     for folder in parser.parse_args(argv[1:]).folders:
-        print(printable(f"report: {write(folder)}"))
+        print(logs.printable(f"report: {write(folder)}"))
     return DONE

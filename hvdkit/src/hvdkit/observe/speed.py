@@ -71,20 +71,16 @@ def table(record: Mapping[str, Any]) -> str:
 
 def _rates(found: Mapping[str, Any]) -> str:
     low, high = found["interval_95"]
-    return (
-        f"mean {found['mean']:.4g} (95 % interval {low:.4g} to {high:.4g}), "
-        f"median {found['median']:.4g}, jitter {found['jitter']:.2g}"
-    )
+    mean = f"mean {found['mean']:.4g} (95 % interval {low:.4g} to {high:.4g})"
+    return f"{mean}, median {found['median']:.4g}, jitter {found['jitter']:.2g}"
 
 
 def _operations(found: Mapping[str, Any]) -> str:
     if "not_counted" in found:
         return f"not counted: {found['not_counted']}"
-    line = (
-        f"{_short(found['forward_a_sample'])} a sample forward, "
-        f"{_short(found['training_a_sample'])} in training (3 x forward); "
-        f"{_short(found['a_second_a_rank'])} a second on a rank"
-    )
+    line = f"{_short(found['forward_a_sample'])} a sample forward, "
+    line += f"{_short(found['training_a_sample'])} in training (3 x forward); "
+    line += f"{_short(found['a_second_a_rank'])} a second on a rank"
     if "utilization" in found:
         most = _short(found["peak_a_second"])
         line += f" = {found['utilization']:.1%} of the device's {most} ({found['peak_of']})"

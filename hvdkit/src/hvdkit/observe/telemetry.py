@@ -25,6 +25,7 @@ from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 
+Figures = Mapping[str, float]  # by name
 _MUCH_WAITING = 0.1  # share of a step's time
 _HUGE, _RISEN = 1e4, 3.0  # a loss, and how many times the first logged one, that are noted
 _RATES = 10_000  # logged intervals for the median
@@ -80,13 +81,7 @@ class Telemetry:
             self._last_time += time.monotonic() - start
 
     def step(
-        self,
-        step: int,
-        figures: Mapping[str, float],
-        *,
-        losses: Sequence[float],
-        waited: float,
-        times: Mapping[str, float],
+        self, step: int, figures: Figures, *, losses: Sequence[float], waited: float, times: Figures
     ) -> None:
         """A logged step: its figures (loss, lr, ...), and each rank's own mean loss.
 
@@ -109,19 +104,14 @@ class Telemetry:
         self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = timedelta(seconds=int((self._num_steps - step) * self._samples / rate))
-        say(
-            self._world,
-            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
-            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}  "
-            f"epoch {step * self._samples / self._epoch:.1f}",
-        )
+        line = f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}"
+        line += f"  lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
+        say(self._world, f"{line}  epoch {step * self._samples / self._epoch:.1f}")
         self._judge(figures["loss"])
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
-            note = (
-                f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more cores "
-                "or --data_workers, or smaller pictures (hvdkit pack)"
-            )
+            how = "give it more cores or --data_workers, or smaller pictures (hvdkit pack)"
+            note = f"input-bound: rank 0 waited for data {wait:.0%} of the time; {how}"
             self._note_once("input-bound", note)
 
     def _judge(self, loss: float) -> None:
@@ -152,12 +142,7 @@ class Telemetry:
         self._show(step, {f"gradient_{name}/{path}": value for path, name, value in pairs})
 
     def evaluation(
-        self,
-        step: int,
-        figures: Mapping[str, float],
-        *,
-        main_metric: str,
-        pictures: np.ndarray | None,
+        self, step: int, figures: Figures, *, main_metric: str, pictures: np.ndarray | None
     ) -> None:
         """Figures by name, and pictures (see `_pictures`) if there are any."""
         if not self._world.is_chief:
@@ -208,7 +193,7 @@ class Telemetry:
     def _write(self, record: Mapping[str, Any]) -> None:
         self._append("metrics.jsonl", whole_files.without_nan(record) | {"time": _now()})
 
-    def _show(self, step: int, scalars: Mapping[str, float]) -> None:
+    def _show(self, step: int, scalars: Figures) -> None:
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
                 tracker.scalars(step, scalars)

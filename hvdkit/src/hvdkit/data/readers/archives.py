@@ -59,8 +59,7 @@ class _Archives(source.ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         found = [self._one(index) for index in indices.tolist()]
-        kinds = (object, object, np.int64)
-        return [np.array(part, kind) for part, kind in zip(zip(*found), kinds)]
+        return [*map(np.array, zip(*found), (object, object, np.int64))]
 
     def decode(self, parts: source.Parts) -> source.Parts:
         file, label = source.sound(parts, "file"), tf.cast(parts["label"], tf.int32)
@@ -73,7 +72,9 @@ class _Archives(source.ReadAhead):
             pictures.decode_image(tf.constant(data))
         except tf.errors.OpError as error:
             fault = fault or f"cannot be decoded: {reason_of(error)}"
-        return f"{self._where(index)} {fault}" if fault else None
+        file = self._files[int(np.searchsorted(self._ends, index, "right"))]
+        where = f"{file}, sample {index} (at byte {self._places[index, 0]})"
+        return f"{where} {fault}" if fault else None
 
     def fingerprint(self) -> str:
         return source.digest((path.name, path.stat().st_size) for path in self._files)
@@ -91,10 +92,6 @@ class _Archives(source.ReadAhead):
         except (ValueError, OSError) as error:
             return b"", str(error), -1
         return data, "", label
-
-    def _where(self, index: int) -> str:
-        file = self._files[int(np.searchsorted(self._ends, index, "right"))]
-        return f"{file}, sample {index} (at byte {self._places[index, 0]})"
 
     def _listed(self, path: Path) -> np.ndarray:
         """Place, length and class of each sample of a file, int64 [n, 3]."""
@@ -195,8 +192,7 @@ class Examples(_Archives):
 def _damage(path: Path) -> str:
     """What is wrong with a TFRecord file's checksums, or ""."""
     try:
-        dataset = tf.data.TFRecordDataset(os.fsencode(path))
-        dataset.reduce(np.int64(0), lambda count, _: count + 1)
+        tf.data.TFRecordDataset(os.fsencode(path)).reduce(np.int64(0), lambda n, _: n + 1)
     except tf.errors.OpError as error:
         return reason_of(error)
     return ""
@@ -220,8 +216,6 @@ def _found(root: Path, split: str, names: str) -> list[Path]:
     for count in of:
         there = {int(m[1]) for p in found if (m := re.search(rf"-(\d+)-of-{count}", p.name))}
         if missing := [number for number in range(int(count)) if number not in there]:
-            raise ValueError(
-                f"{folder}, split {split}: {len(missing)} of {int(count)} files are missing, "
-                f"number {missing[0]} first"
-            )
+            what = f"{len(missing)} of {int(count)} files are missing, number {missing[0]} first"
+            raise ValueError(f"{folder}, split {split}: {what}")
     return found

@@ -43,9 +43,6 @@ class ClassFolders:
         self._files, self._starts = Names(*names), np.cumsum([0, *counts], dtype=np.int64)
         self.num_classes = len(self.class_names)
         self._folders = [self.root / split / name for name in self.class_names]
-        with tf.device("CPU:0"):  # where files are read
-            self._folder_tensor = tf.constant(list(map(os.fsencode, self._folders)))
-            self._start_tensor = tf.constant(self._starts, tf.int64)
         self._sizes = listing.sizes(key, self._looked_at)
         self.contents = contents.known(self.root, split)
 
@@ -54,8 +51,9 @@ class ClassFolders:
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         # The class is the last one that starts at or before the sample.
-        label = tf.searchsorted(self._start_tensor, index[None], side="right")[0] - 1
-        path = tf.strings.join([self._folder_tensor[label], "/", self._files.at(index)])
+        label = tf.searchsorted(self._starts, index[None], side="right")[0] - 1
+        folder = tf.gather([os.fsencode(folder) for folder in self._folders], label)
+        path = tf.strings.join([folder, "/", self._files.at(index)])
         file = tf.io.read_file(path)
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
@@ -76,11 +74,9 @@ class ClassFolders:
 
     def shared_with(self, other: "ClassFolders") -> int:
         """How many pictures, of the first 100 of one name and class, are equal byte by byte."""
-        both = sorted({*self.sample_names()}.intersection(other.sample_names()))
-        paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in both[:100]]
-        return sum(
-            a.stat().st_size == b.stat().st_size and filecmp.cmp(a, b, False) for a, b in paths
-        )
+        names = sorted({*self.sample_names()}.intersection(other.sample_names()))
+        paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in names[:100]]
+        return sum(filecmp.cmp(one, two, shallow=False) for one, two in paths)
 
     def class_counts(self) -> np.ndarray:
         """Samples of each class, integer [classes]."""
@@ -133,8 +129,6 @@ def _pictures(folder: Path) -> Packed:
             f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
         )
     if not found:
-        raise ValueError(
-            f"{folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, or remove the "
-            "class from every split"
-        )
+        what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
+        raise ValueError(f"{folder} holds {what}; add some, or remove the class from every split")
     return packed(found)

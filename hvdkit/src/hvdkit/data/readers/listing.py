@@ -42,10 +42,8 @@ def read_names(path: Path) -> dict[str, int]:
     try:
         text = whole_files.read(path, _LIST_BYTES, links=True).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text ({error}); save it as UTF-8, and give files that it names "
-            "names in UTF-8"
-        ) from None
+        what = "save it as UTF-8, and give files that it names names in UTF-8"
+        raise ValueError(f"{path} is not UTF-8 text ({error}); {what}") from None
     names: dict[str, int] = {}
     known: dict[str, int] = {}
     # Not str.splitlines: it splits at characters that a name may hold.
@@ -70,23 +68,23 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     """
     found: dict[str, str] = {}
     spelled = {composed(name): name for name in names}
-    for path, entry in _beside(folder, names):
-        stem, suffix = os.path.splitext(path)
-        stem = spelled.get(composed(stem))
-        if suffix.lower() not in suffixes or stem is None:
-            continue
-        _check_file(entry)
-        if stem in found:
-            raise ValueError(
-                f"{folder}: {found[stem]} and {path} have one name; remove one of them"
-            )
-        found[stem] = path
+    for parent in sorted({os.path.dirname(name) for name in names}):
+        for entry in _entries(folder / parent) if (folder / parent).is_dir() else ():
+            path = os.path.join(parent, entry.name)
+            stem, suffix = os.path.splitext(path)
+            stem = spelled.get(composed(stem))
+            if suffix.lower() not in suffixes or stem is None:
+                continue
+            _check_file(entry)
+            if stem in found:
+                twice = f"{found[stem]} and {path} have one name; remove one of them"
+                raise ValueError(f"{folder}: {twice}")
+            found[stem] = path
     if missing := [name for name in names if name not in found]:
-        raise ValueError(
-            f"{folder} has no file {' or '.join(suffixes)} for {join(missing)} (the first is on "
-            f"line {names[missing[0]]} of the split's list; names there have no ending); add the "
-            "files, or remove the names from the list"
-        )
+        first = f"line {names[missing[0]]} of the split's list; names there have no ending"
+        what = f"{' or '.join(suffixes)} for {join(missing)} (the first is on {first})"
+        how = "add the files, or remove the names from the list"
+        raise ValueError(f"{folder} has no file {what}; {how}")
     return [f"{folder.name}/{found[name]}" for name in names]
 
 
@@ -133,10 +131,8 @@ def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
         paths = files()
         for path, size, other in zip(paths, _ask(paths), expected, strict=True):
             if size != other:
-                raise ValueError(
-                    f"{path} has {size} bytes on {os.uname().nodename} and {other} on rank 0's "
-                    "host: copy the data to every host again"
-                )
+                both = f"{size} bytes on {os.uname().nodename} and {other} on rank 0's host"
+                raise ValueError(f"{path} has {both}: copy the data to every host again")
 
     return shared_listing.found(("sizes", key), lambda: _ask(files()), compare)
 
@@ -155,14 +151,6 @@ def _ask(paths: Sequence[Path]) -> np.ndarray:
 def _entries(folder: Path) -> list[os.DirEntry]:
     with os.scandir(folder) as entries:
         return sorted(entries, key=attrgetter("name"))
-
-
-def _beside(root: Path, paths: Iterable[str]) -> Iterator[tuple[str, os.DirEntry]]:
-    """All in the folders of these paths, which are relative to root, with their paths."""
-    for parent in sorted({os.path.dirname(path) for path in paths}):
-        if (root / parent).is_dir():
-            for entry in _entries(root / parent):
-                yield os.path.join(parent, entry.name), entry
 
 
 def _check_file(entry: os.DirEntry) -> None:

@@ -108,8 +108,7 @@ class ImageLabelFolder(PicturePairs):
     ROOT/labels/NAME.png            class ids: 8-bit grey PNG, or palette PNG (the indices)
     ROOT/splits/SPLIT.txt           one NAME a line; a NAME may have folders in it
 
-    The files are listed once, here; none is opened. `is_demo` says whether data/scenes.py made
-    them, which its marker file shows, also in a copy.
+    `is_demo` says whether data/scenes.py made them, which its marker file shows, also in a copy.
 
     Raises ValueError, naming folder, file or line, when a part of the layout is missing or empty,
     a listed name lacks its image or label, or a name is listed twice.

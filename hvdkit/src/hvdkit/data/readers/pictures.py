@@ -48,7 +48,6 @@ def _orientation_pattern(value: int) -> str:
     (8: next), the number of entries, and entries of 12 bytes sorted by tag: tag, type (3: 16 bits),
     number of values, value.
     """
-
     little = r"II\*\x00\x08\x00{3}\C\C(?:(?:[\x00-\x11]\x01|\C\x00)\C{10})*"
     little += rf"\x12\x01\x03\x00\C\C\C\C\x0{value}\x00"
     big = r"MM\x00\*\x00{3}\x08\C\C(?:(?:\x01[\x00-\x11]|\x00\C)\C{10})*"
@@ -137,14 +136,9 @@ def _stored_size(data: tf.Tensor) -> tf.Tensor:
         return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
 
     is_png = tf.strings.substr(data, 0, 16) == _PNG_START
-    return tf.case(
-        [
-            (tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]),
-            (is_png, of_png),
-            (is_webp(data), lambda: _size_of_webp(data)),
-        ],
-        default=lambda: tf.zeros([2], tf.int32),
-    )
+    kinds = [(tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]), (is_png, of_png)]
+    kinds.append((is_webp(data), lambda: _size_of_webp(data)))
+    return tf.case(kinds, default=lambda: tf.zeros([2], tf.int32))
 
 
 def is_webp(data: tf.Tensor) -> tf.Tensor:
@@ -255,11 +249,11 @@ def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     indices. The colour type is byte 25, the header's CRC is bytes 29 to 32. A CRC is linear over
     GF(2), so this change flips the same bits of every header's CRC.
     """
-    flips = (_header_crc(_GREY) ^ _header_crc(_PALETTE)).to_bytes(4, "big")
+    crcs = [zlib.crc32(b"IHDR" + bytes([*bytes(9), kind, 0, 0, 0])) for kind in (_GREY, _PALETTE)]
+    flips = (crcs[0] ^ crcs[1]).to_bytes(4, "big")
     flips = np.frombuffer(bytes([_GREY ^ _PALETTE, 0, 0, 0]) + flips, np.uint8)
-    header = tf.bitwise.bitwise_xor(
-        tf.io.decode_raw(tf.strings.substr(data, 25, 8), tf.uint8), flips
-    )
+    stored = tf.io.decode_raw(tf.strings.substr(data, 25, 8), tf.uint8)
+    header = tf.bitwise.bitwise_xor(stored, flips)
     every_byte = tf.constant([bytes([value]) for value in range(256)])
     header = tf.strings.reduce_join(tf.gather(every_byte, tf.cast(header, tf.int32)))
     rest = tf.strings.substr(data, 33, tf.int32.max)
@@ -267,10 +261,6 @@ def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     # Grey of 1, 2 and 4 bits is stretched to 0..255 on decoding; indices are not brightnesses.
     largest = tf.bitwise.left_shift(1, tf.cast(depth, tf.int32)) - 1
     return as_grey // tf.cast(255 // largest, tf.uint8)
-
-
-def _header_crc(colour_type: int) -> int:
-    return zlib.crc32(b"IHDR" + bytes(9) + bytes([colour_type, 0, 0, 0]))
 
 
 def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> str | None:
@@ -294,9 +284,8 @@ def check_decodes(path: Path) -> None:
             Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")).load()
     except Image.UnidentifiedImageError:
         what = f"starts with {data[:8]!r}" if data else "has zero bytes"
-        raise ValueError(
-            f"{path} is no PNG, JPEG or WebP (it {what}); convert it, or copy it again"
-        ) from None
+        what = f"{path} is no PNG, JPEG or WebP (it {what})"
+        raise ValueError(f"{what}; convert it, or copy it again") from None
     except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
     if fault:
@@ -306,10 +295,8 @@ def check_decodes(path: Path) -> None:
 def refused(data: bytes) -> str:
     """Why a PNG, JPEG or WebP is not decoded, without its name; "" where its header is fine."""
     if data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
-        return (
-            "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with "
-            "the range of values that matters"
-        )
+        what = "convert it to 8 bits, with the range of values that matters"
+        return f"has 16 bits a channel, but only the high 8 would be read: {what}"
     if data[:8] == _PNG_SIGNATURE and data[:16] != _PNG_START:
         return "does not begin with its header: make it again"
     if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and data[20:21] and data[20] & _MOVES:
@@ -327,7 +314,5 @@ def too_large(width: int, height: int) -> str:
     """A message about a picture of more than --max_pixels, without its name; "" for others."""
     if width * height <= most_pixels:
         return ""
-    return (
-        f"has {width:,} x {height:,} pixels, more than --max_pixels={most_pixels}: make it "
-        "smaller, or raise the limit if you trust it"
-    )
+    what = f"has {width:,} x {height:,} pixels, more than --max_pixels={most_pixels}"
+    return f"{what}: make it smaller, or raise the limit if you trust it"

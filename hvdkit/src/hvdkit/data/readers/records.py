@@ -241,8 +241,7 @@ def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
     has them.
     """
     index.tofile(folder / INDEX)
-    sha = hashlib.sha256(index).hexdigest()
-    meta = {"version": VERSION, **meta, "index_sha256": sha}
+    meta = {"version": VERSION, **meta, "index_sha256": hashlib.sha256(index).hexdigest()}
     meta["checksum"] = _checksum(meta)
     (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
 
@@ -309,9 +308,8 @@ def _check_size(path: Path, records: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {_AGAIN}")
     if (size := path.stat().st_size) != PLACE.itemsize * records or not size:
-        raise ValueError(
-            f"{path} has {size} bytes, not {PLACE.itemsize} for each of {records}; {_AGAIN}"
-        )
+        wanted = f"{PLACE.itemsize} for each of {records}"
+        raise ValueError(f"{path} has {size} bytes, not {wanted}; {_AGAIN}")
 
 
 def _check_index(path: Path, meta: dict[str, Any]) -> None:
