@@ -8,8 +8,8 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 from PIL import Image
+from refusals import differ
 from scipy.special import softmax
-from shared_checks import differ
 from sklearn.metrics import jaccard_score
 from small_runs import folder
 
