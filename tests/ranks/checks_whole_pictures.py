@@ -101,12 +101,10 @@ def by_hand(run: RunContext) -> tuple[float, float]:
 
 def centre(pixels: np.ndarray, fill: float) -> np.ndarray:
     """The middle CROP x CROP, with `fill` where there is no picture."""
-    out = np.full((CROP, CROP, *pixels.shape[2:]), fill, pixels.dtype)
-    top, left = ((side - CROP) // 2 for side in pixels.shape[:2])
-    inside = pixels[max(top, 0) : max(top, 0) + CROP, max(left, 0) : max(left, 0) + CROP]
-    above, before = max(-top, 0), max(-left, 0)
-    out[above : above + inside.shape[0], before : before + inside.shape[1]] = inside
-    return out
+    beside = [(CROP, CROP), (CROP, CROP), (0, 0)][: pixels.ndim]
+    top, left = (CROP + (side - CROP) // 2 for side in pixels.shape[:2])
+    wide = np.pad(pixels, beside, constant_values=fill)
+    return wide[top : top + CROP, left : left + CROP]
 
 
 def check_scores_are_those_of_plain_numpy(world):
