@@ -35,7 +35,7 @@ from typing import NamedTuple
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
+from hosts import ROOT, Host, Hosts, require, run, start
 
 from hvdkit.data import scenes
 
@@ -126,10 +126,8 @@ class Job:
         return wrapper
 
     def start(self) -> None:
-        words = self.hosts[1].words(*map(str, self._words))
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        how["env"] = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
-        self.process = subprocess.Popen(words, text=True, errors="replace", **how)
+        env = {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
+        self.process = start(self.hosts[1].words(*self._words), env)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen) -> None:

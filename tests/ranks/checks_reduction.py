@@ -17,7 +17,7 @@ PLAIN = Settings(global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0)
 
 
 def summing(config, loss, variables):
-    """Of it comes what a run's step has with these settings: sums over ranks of loss's gradients."""
+    """A function whose result a run's step has with these settings: the gradients of all ranks."""
 
     @tf.function
     def step():

@@ -33,7 +33,7 @@ class Regression:
 
 
 def regression_step(world, config, model=None):
-    """A function of a global batch that does one step, train.py's own or the engine's; its state."""
+    """A function of a batch that does one step, train.py's own or the engine's; and its state."""
     keras.utils.set_random_seed(3)
     if model is None:
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
