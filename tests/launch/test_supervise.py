@@ -320,37 +320,6 @@ def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, t
 
 
 @pytest.mark.slow
-def test_a_lost_launcher_is_started_again_on_another_host(tiny: list[str], tmp_path: Path):
-    """Its own host has no rank; those of the others end, or are fenced."""
-    hosts = Hosts(tmp_path, 3, ssh_port=22)
-    words = [*SUPERVISE, "--hosts-from", "echo node2:1; echo node3:1", "--"]
-    words += [ROOT / "launch/hosts.sh", *_TINY, *tiny, "--num_steps=2000", "--checkpoint_every=5"]
-    environment = ENVIRONMENT | {"LAUNCH_JOB": "ours"}
-    try:
-        with Terminal(hosts[1].words(*words), ROOT, environment) as first:
-            first.wait_for("step 20/", 100)
-            hosts[1].end()
-        with Terminal(hosts[2].words(*words), ROOT, environment) as second:
-            second.wait_for(r"resuming from .* at step \d+", 100)
-            second.wait_for(r"step \d+/2000", 60)
-            hosts[2].sh("pkill -TERM -f '[h]vdkit supervise'")
-            assert second.wait(60) == 75, second.shown
-    finally:
-        hosts.end()
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [([], 6), (["-np", "3"], 3), (["-np", "9", "-H", "node1:2,node5:4,node7:4"], 6)],
-)
-def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path, flags: list[str], ranks: int):
-    (tmp_path / "left").write_text("node1:2\nnode7:4\n")
-    words = [str(ROOT / "launch/hosts.sh"), *flags, "--dry-run", "true"]
-    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
-    assert ended.code == 0 and rf"-np {ranks} -H node1:2\,node7:4" in ended.output, ended.output
-
-
-@pytest.mark.slow
 def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path, answering):
     (tmp_path / "ssh").write_text('#!/bin/sh\ncase "$*" in *hangs*) sleep 100 ;; esac\n')
     (tmp_path / "hosts").write_text("sound:1\nhangs:1\n")
