@@ -53,6 +53,10 @@ MISTAKES = [
         {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
         *("draw must return", "uint8", "float32 [4, 8, 3]"),
     ),
+    (
+        {"__init__": lambda task, config: {}["data"]},
+        *("preparing the data failed", "checks_tasks.py, line", "KeyError: 'data'"),
+    ),
     ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
     # It is traced without a fault.
     (
