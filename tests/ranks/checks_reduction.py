@@ -34,8 +34,18 @@ def summing(config, loss, variables):
     return step
 
 
-def tower_gradients(world):
-    """A model, this rank's mean loss over an equal share, and every tower's gradients."""
+def towers(world, loss, variables):
+    """The gradients of each rank's loss."""
+    found = []
+    for rank in range(world.size):
+        with tf.GradientTape() as tape:
+            value = loss(rank)
+        found.append(tape.gradient(value, [raw(v) for v in variables]))
+    return found
+
+
+def equal_shares(world):
+    """A model, and this rank's mean loss over an equal share."""
     keras.utils.set_random_seed(7)
     parts = [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
     model = keras.Sequential(parts)
@@ -46,12 +56,7 @@ def tower_gradients(world):
         rows = slice(4 * rank, 4 * rank + 4)
         return tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
 
-    towers = []
-    for rank in range(world.size):
-        with tf.GradientTape() as tape:
-            value = loss(rank)
-        towers.append(tape.gradient(value, [raw(v) for v in model.trainable_variables]))
-    return model, loss, towers
+    return model, loss
 
 
 def collectives(config, model, loss):
@@ -85,13 +90,8 @@ def repeated(world):
     def loss(rank=world.rank):
         return tf.reduce_sum(tf.square(model(tf.constant([[1, 1, 2 + rank]])) - 1))
 
-    sums = [None] * 9
-    for rank in range(world.size):
-        with tf.GradientTape() as tape:
-            value = loss(rank)
-        grads = tape.gradient(value, [raw(v) for v in model.trainable_variables])
-        grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
-        sums = [g if s is None else s + g for s, g in zip(sums, grads)]
+    of_ranks = zip(*towers(world, loss, model.trainable_variables))
+    sums = [g[0] if g[0] is None else tf.add_n([*map(tf.convert_to_tensor, g)]) for g in of_ranks]
     return model, loss, sums
 
 
@@ -128,8 +128,8 @@ def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
 
 
 def check_compression_halves_what_travels_and_stays_close(world):
-    model, loss, towers = tower_gradients(world)
-    exact = [tf.add_n(list(parts)) for parts in zip(*towers)]
+    model, loss = equal_shares(world)
+    exact = [tf.add_n(parts) for parts in zip(*towers(world, loss, model.trainable_variables))]
     for compression, digits in (("fp16", 2e-3), ("bf16", 2e-2)):
         config = dataclasses.replace(PLAIN, compression=compression)
         grads = summing(config, loss, model.trainable_variables)()
@@ -145,7 +145,7 @@ def check_compression_halves_what_travels_and_stays_close(world):
 
 def check_small_gradients_travel_in_packs_and_all_in_groups(world):
     """Packs of at most 72 bytes, two at a time, in their order; larger ones alone."""
-    model, loss, _ = tower_gradients(world)  # of 120, 24, 72 and 12 bytes
+    model, loss = equal_shares(world)  # of 120, 24, 72 and 12 bytes
     for flags, expected in (
         ({"pack_bytes": 72, "pack_count": 2}, ["[3])", "[5, 6])", "[6] [6, 3])"]),
         ({"gradient_groups": 2}, ["[5, 6] [6])", "[6, 3] [3])"]),
