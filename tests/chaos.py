@@ -35,7 +35,7 @@ from typing import NamedTuple
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
-from hosts import ROOT, Host, Hosts, require, run, start
+from hosts import ROOT, Host, Hosts, executable, require, run, start
 
 from hvdkit.data import scenes
 
@@ -118,12 +118,9 @@ class Job:
         """Python, an hour ahead on the host whose name is in `late`."""
         words = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", folder / "clock.so"]
         subprocess.run(words, input=CLOCK.encode(), check=True)
-        (wrapper := folder / "python").write_text(
-            f'#!/bin/sh\n[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n'
-            f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"\n'
-        )
-        wrapper.chmod(0o755)
-        return wrapper
+        script = f'[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n'
+        script += f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"'
+        return executable(folder / "python", script)
 
     def start(self) -> None:
         env = {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
