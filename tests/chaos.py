@@ -35,7 +35,7 @@ from typing import NamedTuple
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
-from hosts import ENVIRONMENT, ROOT, Host, Hosts, require, run
+from hosts import ROOT, Host, Hosts, executable, require, run, start
 
 from hvdkit.data import scenes
 
@@ -118,18 +118,13 @@ class Job:
         """Python, an hour ahead on the host whose name is in `late`."""
         words = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", folder / "clock.so"]
         subprocess.run(words, input=CLOCK.encode(), check=True)
-        (wrapper := folder / "python").write_text(
-            f'#!/bin/sh\n[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n'
-            f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"\n'
-        )
-        wrapper.chmod(0o755)
-        return wrapper
+        script = f'[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n'
+        script += f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"'
+        return executable(folder / "python", script)
 
     def start(self) -> None:
-        words = self.hosts[1].words(*map(str, self._words))
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        how["env"] = os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
-        self.process = subprocess.Popen(words, text=True, errors="replace", **how)
+        env = {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
+        self.process = start(self.hosts[1].words(*self._words), env)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
     def _read(self, process: subprocess.Popen) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import ENVIRONMENT, NOBODY, PYTHON, Hosts, require
+from hosts import NOBODY, PYTHON, Hosts, require, start
 from projects import tracked
 
 from hvdkit.ranks import proof
@@ -36,9 +36,7 @@ print(json.dumps([[[c.laddr.ip, c.laddr.port] for c in found], secret]))
 
 @contextlib.contextmanager
 def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    env = os.environ | ENVIRONMENT | SECRETS | {"PYTHONPATH": str(ENGINE.parent)} | env
-    process = subprocess.Popen([*map(str, words)], env=env, start_new_session=True, **pipe)
+    process = start(words, SECRETS | {"PYTHONPATH": str(ENGINE.parent)} | env)
     try:
         yield process
     finally:

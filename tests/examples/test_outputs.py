@@ -12,7 +12,7 @@ from sklearn.metrics import average_precision_score, r2_score, root_mean_squared
 
 from hvdkit.data.shipped import Digits
 from hvdkit.settings import project
-from ranks import PROJECT, last_lines, launch
+from ranks import PROJECT, last_lines, launch_well
 
 COMMANDS = """
 import sys
@@ -49,8 +49,7 @@ def test_weights_and_figures_on_one_and_two_ranks_then_every_command(name, tmp_p
     weights, figures = [], []
     for ranks in (1, 2):
         run = tmp_path / str(ranks)
-        ended = launch(ranks, ["train.py", f"--task={name}", f"--run_dir={run}", *USUAL])
-        assert ended.code == 0, last_lines(ended.output)
+        launch_well(ranks, ["train.py", f"--task={name}", f"--run_dir={run}", *USUAL])
         with np.load(run / "checkpoints" / "step-00000040" / "state.npz") as file:
             weights.append([file[n] for n in sorted(file.files) if n.startswith("model/")])
         summary = json.loads((run / "summary.json").read_text())
@@ -61,8 +60,8 @@ def test_weights_and_figures_on_one_and_two_ranks_then_every_command(name, tmp_p
     both = [val.read(tf.constant(n)) for n in range(len(val))]
     images, digits = (np.stack([x[part] for x in both]) for part in ("image", "label"))
     Image.fromarray(images[0]).save(tmp_path / "first.png")
-    ended = launch(1, ["-c", COMMANDS, run, tmp_path / "first.png"])
-    assert ended.code == 0 and "equal outputs" in ended.output, last_lines(ended.output)
+    ended = launch_well(1, ["-c", COMMANDS, run, tmp_path / "first.png"])
+    assert "equal outputs" in ended.output, last_lines(ended.output)
     served = tf.saved_model.load(str(run / "saved_model")).signatures["pictures"]
     found = {n: x.numpy() for n, x in served(image=tf.constant(images)).items()}
     about = json.loads((run / "evaluation" / "step-00000040-val" / "evaluation.json").read_text())

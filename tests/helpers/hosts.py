@@ -43,11 +43,16 @@ def require(*programs: str) -> None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
-def run(words: list[str], timeout: float, env: dict[str, str] | None = None, **how) -> Launch:
-    """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
+def start(words: list, env: dict[str, str] | None = None, **how) -> subprocess.Popen:
+    """Starts a command in its own session, with one pipe for all that it prints."""
     how |= {"env": os.environ | ENVIRONMENT | (env or {}), "stdin": subprocess.DEVNULL}
     how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    process = subprocess.Popen(list(map(str, words)), text=True, errors="replace", **how)
+    return subprocess.Popen([*map(str, words)], text=True, errors="replace", **how)
+
+
+def run(words: list, timeout: float, env: dict[str, str] | None = None, **how) -> Launch:
+    """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
+    process = start(words, env, **how)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -176,6 +181,15 @@ class Hosts:
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
+
+    def left(self, *names: str, seconds: float = 0) -> list[str]:
+        """Those where after so long a command, but no launcher, still holds one of the names."""
+        end, shown = time.monotonic() + seconds, "ps ax | grep -v 'mpirun\\|hosts.sh'"
+        while left := [host.name for host in self if any(map(host.sh(shown).count, names))]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.5)
+        return left
 
     def cut(self, host: Host, back: bool = False) -> None:
         """Off the network, as if its cable were pulled, or back on it; what runs there runs on."""

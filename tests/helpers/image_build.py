@@ -162,8 +162,6 @@ def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
 
 
 def test_exit_codes_arrive(roots: list[Path]):
-    for code in (0, 3):
-        assert run(inside(roots[0], "sh", "-c", f"exit {code}"), 20).code == code
     assert run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
     flags = [*_TINY, "--num_steps=100000", "--run_dir=/runs/stopped"]
     command = ["python", "train.py", "--flagfile=configs/demo.cfg", *flags]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from hvdkit.stop import Stop
+
 
 def refused(call: Callable, *words: object, kind: type[Exception] = ValueError) -> Exception:
     """`call` must raise such an error, of one line with these words in it; returned."""
@@ -11,3 +13,8 @@ def refused(call: Callable, *words: object, kind: type[Exception] = ValueError) 
         assert "\n" not in str(error) and all(str(w) in str(error) for w in words), str(error)
         return error
     raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def differ(call: Callable, *words: object) -> Exception:
+    """As `refused`, by a Stop: what ranks find out together."""
+    return refused(call, *words, kind=Stop)

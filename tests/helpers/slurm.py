@@ -11,8 +11,6 @@ _CONF = """
 ClusterName=test
 SlurmctldHost=node1
 SlurmUser=root
-AuthType=auth/munge
-CryptoType=crypto/munge
 # A requeued job waits for as long as a credential is valid: seconds here, minutes elsewhere.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
@@ -28,8 +26,6 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
 ReturnToService=2
 KillOnBadExit={kill_on_bad_exit}
 SlurmdTimeout=10

@@ -5,14 +5,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, require, run
+from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, require, run, start
 from terminal import CTRL_C, Terminal
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
@@ -25,9 +24,10 @@ DEMO = ["--model=tiny", "--image_size=32", "--eval_crop=32", *TRAINING[3:]]
 DEMO += ["--global_batch_size=6", "--eval_batch_size=8", "--warmup_steps=0", "--num_steps=100000"]
 
 
-def start(words: list[str]) -> subprocess.Popen:
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(words, env=os.environ | ENVIRONMENT, text=True, **pipes)
+def endless(host: Host, run_dir: Path, *words: str) -> list[str]:
+    """The command that starts the stand-in on that host, by hosts.sh with these words."""
+    words = [HOSTS_SH, *words, "-p", "2222", *STAND_IN, f"--run_dir={run_dir}", "--steps=100000"]
+    return host.words(*words)
 
 
 def stop_at(words: list[str], line: str, *numbers: int) -> tuple[int, str]:
@@ -64,7 +64,7 @@ def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
     assert re.search(f"resuming from .* at step {stopped['step']}", ended.output)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["exit_reason"], summary["step"]) == ("done", last)
-    assert not [host.name for host in hosts if running(host, "train.py")]
+    assert not hosts.left("train.py")
 
 
 @pytest.mark.timeout(150)
@@ -72,19 +72,14 @@ def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     """Two runs lose node3, one a rank of it and one its launcher: the others' ranks save."""
     launchers, lines = [], [[], []]
     for run_of, launched_from, ranks in ((0, 1, OVER_SSH[1]), (1, 3, "node1:1,node2:1")):
-        words = [HOSTS_SH, "-H", ranks, "-p", "2222", *STAND_IN, f"--run_dir={tmp_path}/{run_of}"]
-        words = hosts[launched_from].words(*words, "--steps=100000")
-        process = start(words)
+        process = start(endless(hosts[launched_from], tmp_path / f"{run_of}", "-H", ranks))
         assert any("step 3" in line for line in process.stdout)
         threading.Thread(target=lines[run_of].extend, args=[process.stdout], daemon=True).start()
         launchers.append(process)
     hosts.cut(hosts[3])
-    cut = time.monotonic()
     try:
         assert launchers[0].wait(40) == 76
-        while there := [host.name for host in hosts if running(host, STAND_IN[1], "orted")]:
-            assert time.monotonic() < cut + 40, there
-            time.sleep(0.5)
+        assert not hosts.left(STAND_IN[1], "orted", seconds=40)
         assert launchers[1].wait(40) == 76
     finally:
         hosts.cut(hosts[3], back=True)
@@ -93,32 +88,19 @@ def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     assert sorted(path.name for path in (tmp_path / "1").glob("told-*")) == ["told-0", "told-1"]
 
 
-def running(host: Host, *names: str) -> bool:
-    """Whether a command of the host has one of the names; without launchers."""
-    shown = host.sh("ps ax | grep -v 'mpirun\\|hosts.sh'")
-    return any(name in shown for name in names)
-
-
 def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tmp_path):
     """SIGUSR1 to hosts.sh, on a host that has no rank itself."""
-    hosts_of_ranks = ["-H", "node2:1,node3:1", "-p", "2222"]
-    words = [HOSTS_SH, *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
-    long = hosts[1].words(*words, "--steps=100000")
-    code, output = stop_at(long, "step 3", signal.SIGUSR1)
+    words = endless(hosts[1], tmp_path, "-H", "node2:1,node3:1")
+    code, output = stop_at(words, "step 3", signal.SIGUSR1)
     assert code == 75, output
     assert list((tmp_path / "checkpoints").iterdir())
-    assert not [host.name for host in hosts if running(host, STAND_IN[1])]
+    assert not hosts.left(STAND_IN[1])
 
 
 @pytest.mark.timeout(120)
 def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path):
-    hosts_of_ranks = ["-H", "node1:1,node2:1", "-p", "2222"]
-    words = [HOSTS_SH, *hosts_of_ranks, *STAND_IN, f"--run_dir={tmp_path}"]
-    stop_at(hosts[1].words(*words, "--steps=100000"), "step 3", signal.SIGKILL)
-    killed = time.monotonic()
-    while there := [host.name for host in hosts if running(host, STAND_IN[1], "orted")]:
-        assert time.monotonic() < killed + 30, there
-        time.sleep(0.5)
+    stop_at(endless(hosts[1], tmp_path, "-H", "node1:1,node2:1"), "step 3", signal.SIGKILL)
+    assert not hosts.left(STAND_IN[1], "orted", seconds=30)
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
 
 
@@ -136,12 +118,11 @@ def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
 
 def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path):
     """While no rank has a handler, as when it builds its model."""
-    words = [HOSTS_SH, *OVER_SSH, *STAND_IN, f"--run_dir={tmp_path}", "--deaf"]
-    words = hosts[1].words(*words, "--steps=100000")
-    code, output = stop_at(words, "begins at step 0", signal.SIGINT, signal.SIGINT)
+    words = endless(hosts[1], tmp_path, *OVER_SSH[:2])
+    code, output = stop_at([*words, "--deaf"], "begins at step 0", signal.SIGINT, signal.SIGINT)
     assert code == 130, output
     assert output.count("stopping after this step") == 1 and "Traceback" not in output
-    assert not [host.name for host in hosts if running(host, STAND_IN[1])]
+    assert not hosts.left(STAND_IN[1])
 
 
 SAYS = "stopping after this step: saving, then ending; Ctrl-C again ends at once"
@@ -271,20 +252,29 @@ def test_folders_with_spaces(tmp_path: Path):
     assert "started" in run(words, timeout=60).output
 
 
+# As hvdkit supervise starts it: those that answer.
+LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
+
+
 @pytest.mark.parametrize(("words", "shown"), [
-    (["--hostfile", "{tmp}/hosts"], [r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 "]),
-    (["-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"],
+    ([HOSTS_SH, "--hostfile", "{tmp}/hosts"], [r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 "]),
+    ([HOSTS_SH, "-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"],
      [r"\ -p\ 2222\ -i\ /k", "btl_tcp_if_include ib0 -mca oob_tcp_if_include ib0",
       "-x NCCL_SOCKET_IFNAME -x"]),
-    (["-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
+    ([HOSTS_SH, "-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
      ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
-    (["-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),  # else a for a.cluster
+    # Else a for a.cluster.
+    ([HOSTS_SH, "-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),
+    (LEFT, [r"-np 6 -H node1:2\,node7:4"]),
+    ([*LEFT, "-np", "3"], [r"-np 3 -H node1:2\,node7:4"]),
+    ([*LEFT, "-np", "9", "-H", "node1:2,node5:4,node7:4"], [r"-np 6 -H node1:2\,node7:4"]),
 ])  # fmt: skip
 def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str]):
     lines = "node1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
     (tmp_path / "hosts").write_text(f"# two racks\n{lines}")
+    (tmp_path / "left").write_text("node1:2\nnode7:4\n")
     words = [word.replace("{tmp}", str(tmp_path)) for word in words]
-    ended = run([HOSTS_SH, *words, "--dry-run", "python", "train.py"], timeout=20)
+    ended = run([*words, "--dry-run", "python", "train.py"], timeout=20)
     assert ended.code == 0 and all(text in ended.output for text in shown), ended.output
     assert ("plm_rsh_no_tree_spawn" in ended.output) == ("n63" in ended.output)
 

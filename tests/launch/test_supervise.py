@@ -210,13 +210,11 @@ def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines
 
 def test_a_host_that_failed_is_left_out_where_there_are_spares(tmp_path: Path, answering):
     """And the folder of the list was cleaned from /tmp meanwhile; the program's flags are not ssh's."""
-    (tmp_path / "ssh").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    (tmp_path / "hosts.sh").write_text(
-        'paste -sd, "$LAUNCH_HOSTFILE"; grep -q node2 "$LAUNCH_HOSTFILE" || exit 0\n'
-        'rm -r "${LAUNCH_HOSTFILE%/*}"\n'
-        'echo "mpirun noticed that process rank 1 with PID 7 on node node2 exited on" >&2; exit 137\n'
-    )
-    (tmp_path / "hosts.sh").chmod(0o755)
+    executable(tmp_path / "ssh", f'echo "$@" >> {tmp_path}/asked')
+    fails = 'paste -sd, "$LAUNCH_HOSTFILE"; grep -q node2 "$LAUNCH_HOSTFILE" || exit 0\n'
+    fails += 'rm -r "${LAUNCH_HOSTFILE%/*}"\n'
+    fails += 'echo "mpirun noticed that process rank 1 with PID 7 on node node2 exited on" >&2\n'
+    executable(tmp_path / "hosts.sh", f"{fails}exit 137")
     words = [*FAST, "--hosts-from", "for n in 1 2 3; do echo node$n:1; done", "--max-np", "2"]
     ended = run([*words, "--", "bash", tmp_path / "hosts.sh"], 30, answering)
     assert ended.code == 0 and "node1:1,node2:1\n" in ended.output, ended.output
@@ -320,39 +318,8 @@ def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, t
 
 
 @pytest.mark.slow
-def test_a_lost_launcher_is_started_again_on_another_host(tiny: list[str], tmp_path: Path):
-    """Its own host has no rank; those of the others end, or are fenced."""
-    hosts = Hosts(tmp_path, 3, ssh_port=22)
-    words = [*SUPERVISE, "--hosts-from", "echo node2:1; echo node3:1", "--"]
-    words += [ROOT / "launch/hosts.sh", *_TINY, *tiny, "--num_steps=2000", "--checkpoint_every=5"]
-    environment = ENVIRONMENT | {"LAUNCH_JOB": "ours"}
-    try:
-        with Terminal(hosts[1].words(*words), ROOT, environment) as first:
-            first.wait_for("step 20/", 100)
-            hosts[1].end()
-        with Terminal(hosts[2].words(*words), ROOT, environment) as second:
-            second.wait_for(r"resuming from .* at step \d+", 100)
-            second.wait_for(r"step \d+/2000", 60)
-            hosts[2].sh("pkill -TERM -f '[h]vdkit supervise'")
-            assert second.wait(60) == 75, second.shown
-    finally:
-        hosts.end()
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [([], 6), (["-np", "3"], 3), (["-np", "9", "-H", "node1:2,node5:4,node7:4"], 6)],
-)
-def test_hosts_sh_takes_the_hosts_that_are_left(tmp_path: Path, flags: list[str], ranks: int):
-    (tmp_path / "left").write_text("node1:2\nnode7:4\n")
-    words = [str(ROOT / "launch/hosts.sh"), *flags, "--dry-run", "true"]
-    ended = run(words, 20, {"LAUNCH_HOSTFILE": str(tmp_path / "left")})
-    assert ended.code == 0 and rf"-np {ranks} -H node1:2\,node7:4" in ended.output, ended.output
-
-
-@pytest.mark.slow
 def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path, answering):
-    (tmp_path / "ssh").write_text('#!/bin/sh\ncase "$*" in *hangs*) sleep 100 ;; esac\n')
+    executable(tmp_path / "ssh", 'case "$*" in *hangs*) sleep 100 ;; esac')
     (tmp_path / "hosts").write_text("sound:1\nhangs:1\n")
     words = [*FAST, "--hostfile", tmp_path / "hosts", "--min-hosts", "1", "--", "sh", "-c"]
     ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 80, answering)

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from refusals import refused
-from shared_checks import gathered, rng
 from small_models import Block, Called, Cell, Net, functional
 
 from hvdkit.ranks import agreement
@@ -21,12 +20,12 @@ bn = layers.BatchNormalization
 SHARES = (5, 3, 2)  # rows of each rank, uneven
 
 
-def uneven(world, shape=(4, 4, 3), *, seed=0, dtype=np.float32):
+def uneven(world, seed=0):
     """The whole batch, and this rank's rows of it."""
     sizes = SHARES[: world.size]
-    whole = rng(seed).normal(2.0, 3.0, size=(sum(sizes), *shape)).astype(dtype)
+    whole = np.random.default_rng(seed).normal(2.0, 3.0, size=(sum(sizes), 4, 4, 3))
     start = sum(sizes[: world.rank])
-    return whole, slice(start, start + sizes[world.rank])
+    return whole.astype(np.float32), slice(start, start + sizes[world.rank])
 
 
 def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
@@ -73,7 +72,7 @@ def check_a_batch_norm_fused_for_a_gpu_is_keras_s(world):
             model = keras.Sequential([keras.Input(shape[1:]), layer])
             if fuse:
                 batch_norm.fuse(model)
-            x = tf.cast(rng(1).normal(3, 2, shape), layer.compute_dtype)
+            x = tf.cast(np.random.default_rng(1).normal(3, 2, shape), layer.compute_dtype)
             called = tf.function(model).get_concrete_function(x, training=True)
             used = any(op.type == "FusedBatchNormV3" for op in called.graph.get_operations())
             assert used == (fuse and (flags, shape, policy) in fused)
@@ -97,12 +96,10 @@ def moving(world, mode, every_step, steps=6, weight=None):
     model = keras.Sequential([keras.Input((4, 4, 3)), layer])
     sync = batch_norm.make_sync(model, mode, weight=weight)
     for step in range(steps):
-        whole, rows = uneven(world, seed=step)
+        whole, rows = uneven(world, step)
         model(whole[rows], training=True)
-        if every_step:
+        if every_step or step == steps - 1:
             sync()
-    if not every_step:
-        sync()
     return layer.moving_mean.numpy(), layer.moving_variance.numpy()
 
 
@@ -110,9 +107,9 @@ def check_mean_sync_when_read_gives_what_every_step_gives(world):
     late, always, never = (moving(world, m, e) for m, e in (("mean", 0), ("mean", 1), ("none", 0)))
     for place in (0, 1):
         np.testing.assert_allclose(late[place], always[place], rtol=1e-6)
-        everyone = gathered(world, never[place], f"never{place}")
+        everyone = world.gather_objects(never[place], f"never{place}")
         np.testing.assert_allclose(late[place], np.mean(everyone, axis=0), rtol=1e-6)
-        everywhere = gathered(world, late[place], f"late{place}")
+        everywhere = world.gather_objects(late[place], f"late{place}")
         assert all(np.array_equal(late[place], other) for other in everywhere)
         assert world.size == 1 or not np.array_equal(everyone[0], everyone[1])
 
@@ -122,9 +119,9 @@ def check_moments_sync_is_the_law_of_total_variance(world):
     whole, rows = uneven(world)
     weight = (rows.stop - rows.start) / len(whole)
     mean, variance = moving(world, "none", False, steps=4)
-    means = np.array(gathered(world, mean, "m"), np.float64)
-    variances = np.array(gathered(world, variance, "v"), np.float64)
-    weights = np.array(gathered(world, weight, "w"))[:, None]
+    means = np.array(world.gather_objects(mean, "m"), np.float64)
+    variances = np.array(world.gather_objects(variance, "v"), np.float64)
+    weights = np.array(world.gather_objects(weight, "w"))[:, None]
     expected = (weights * means).sum(0)
     total = (weights * (variances + means**2)).sum(0) - expected**2
     mean, variance = moving(world, "moments", False, steps=4, weight=weight)
@@ -166,7 +163,7 @@ def check_what_cannot_be_synchronized_is_refused_by_name(world):
 def check_a_synchronized_model_is_what_it_was_and_saves_loads_and_clones(world):
     how = {"weights": None, "input_shape": (32, 32, 3), "classes": 4, "alpha": 0.25}
     model = keras.applications.MobileNet(**how)
-    x = rng(5).normal(size=(2, 32, 32, 3)).astype(np.float32)
+    x = np.random.default_rng(5).normal(size=(2, 32, 32, 3)).astype(np.float32)
     before, names = model(x), [v.path for v in model.variables]
     batch_norm.synchronize(batch_norm.synchronize(model))
     kinds = [type(layer) for layer in model.layers]

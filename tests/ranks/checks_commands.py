@@ -21,7 +21,6 @@ from hvdkit.commands.export import export
 from hvdkit.commands.predict import predict
 from hvdkit.data.shipped import Digits
 from hvdkit.ranks import world as world_lib
-from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, Stop
 from ranks import TINY_FLAGS, json_lines
@@ -196,16 +195,3 @@ def check_labels_and_overlays_at_the_pictures_own_size(world):
         assert np.asarray(label).max() < 11
         over = Image.open(FOLDER / "drawn" / "overlays" / f"{name}.png")
         assert over.size == shape[::-1] and over.mode == "RGB"
-
-
-class Broken(classification.Task):
-    def __init__(self, config):
-        super().__init__(config)
-        self.weights = {}["missing"]
-
-
-def check_mistakes_of_a_task_are_told_in_one_sentence(world):
-    where = {"out": FOLDER / "out", "pictures": [FOLDER / "in-3"]}
-    with mock.patch.object(load_run.tasks, "load", Broken):
-        said = call(predict, world, **where, code=WRONG_USE)
-    assert "failed: checks_commands.py, line " in said and "KeyError: 'missing'" in said, said

@@ -122,7 +122,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
 
 
-def slow_check_an_order_by_shards_goes_on_where_a_resume_begins(world):
+def slow_check_an_order_by_shards_is_another_one(world):
     root = pictures(world)
     assert not trained(world, root, "--shuffle_shards=2", code=WRONG_USE, shuffle_shards=2).model
 
@@ -131,14 +131,12 @@ def slow_check_an_order_by_shards_goes_on_where_a_resume_begins(world):
     on_chief(world, lambda: None)
     about = {"data_dir": str(root / "packed"), "data_format": "records", "global_batch_size": 4}
     ended = []
-    for shards, steps in ((0, (6,)), (2, (6,)), (2, (3, 6))):
-        how = about | {"shuffle_shards": shards, "run_dir": str(root / f"{shards}-{len(steps)}")}
-        for step in steps:
-            run = trained(world, root, num_steps=step, **how)
+    for shards in (0, 2):
+        how = about | {"shuffle_shards": shards, "run_dir": str(root / f"run-{shards}")}
+        run = trained(world, root, num_steps=6, **how)
         assert ("pack with --shuffle=1" in run.printed) == (world.is_chief and shards > 0)
         ended.append(run.weights())
-    same(ended[1], ended[2], 1e-5, 1e-6)
-    assert max(np.abs(one - other).max() for one, other in zip(*ended[:2])) > 1e-3
+    assert max(np.abs(one - other).max() for one, other in zip(*ended)) > 1e-3
 
 
 def slow_check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
@@ -189,14 +187,11 @@ def slow_check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(worl
     trained(world, root, num_steps=6, accept_changed_data=True)
 
 
-def slow_check_a_run_that_mixes_resumes_as_if_it_had_not_stopped(world):
-    """And says in its card that it mixes."""
+def slow_check_a_run_that_mixes_says_so_in_its_card_and_its_loss_is_tried(world):
     root = pictures(world)
     how = {"mixup": 0.5, "cutmix": 1.0, "label_smoothing": 0.1, "accumulation_steps": 2}
-    whole = trained(world, root, num_steps=4, run_dir=str(root / "whole"), **how)
-    trained(world, root, num_steps=2, **how)
-    same(whole.weights(), trained(world, root, num_steps=4, **how).weights())
-    file = whole.folder / "checkpoints" / "step-00000004" / "manifest.json"
+    ended = trained(world, root, **how)
+    file = ended.folder / "checkpoints" / "step-00000002" / "manifest.json"
     assert json.loads(file.read_text())["card"]["augmentation"]["cutmix"] == 1.0
 
     class OneShare(Task):  # of a whole batch: only a loss of mixed targets shows it

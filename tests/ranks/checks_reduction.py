@@ -2,68 +2,67 @@
 
 import dataclasses
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import PLAIN, rank_sums, rng
 from small_models import Called
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
-from hvdkit.train import gradients
+from hvdkit.settings import Settings
+from hvdkit.train import gradients, reduction
+
+PLAIN = Settings(global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0)
 
 
-def reduced(world, config, loss, variables):
-    """Sums over ranks of the gradients of loss(), by the run's own tape settings."""
+def summing(config, loss, variables):
+    """A function whose result a run's step has with these settings: the gradients of all ranks."""
 
     @tf.function
     def step():
+        raws = [raw(v) for v in variables]
         with tf.GradientTape() as tape:
             value = loss()
-        return gradients.unscale(rank_sums(tape, value, config, variables), tf.constant(1.0))
+        if reduction.needs_own_step(config, variables):
+            sums = reduction.rank_sums(tape.gradient(value, raws), config, variables)
+        else:
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **reduction.arguments(config))
+            sums = tape.gradient(value, raws, use_generic_names=True)
+        return gradients.unscale(sums, tf.constant(1.0))
 
-    return step()
+    return step
 
 
-def tower_gradients(world, seed=0):
-    """A model, this rank's mean loss over an equal share, and every tower's gradients."""
-    keras.utils.set_random_seed(7)
-    parts = [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
-    model = keras.Sequential(parts)
-    x, y = rng(seed).normal(size=(2, 4 * world.size, 5)).astype(np.float32)[:2]
-    y = y[:, :3]
-
-    def loss(rank):
-        rows = slice(4 * rank, 4 * rank + 4)
-        return tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
-
-    towers = []
+def towers(world, loss, variables):
+    """The gradients of each rank's loss."""
+    found = []
     for rank in range(world.size):
         with tf.GradientTape() as tape:
             value = loss(rank)
-        towers.append(tape.gradient(value, [raw(v) for v in model.trainable_variables]))
-    return model, loss, towers
+        found.append(tape.gradient(value, [raw(v) for v in variables]))
+    return found
 
 
-def collectives(world, config, model, loss):
+def equal_shares(world):
+    """A model, and this rank's mean loss over an equal share."""
+    keras.utils.set_random_seed(7)
+    parts = [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
+    model = keras.Sequential(parts)
+    x, y = np.random.default_rng(0).normal(size=(2, 4 * world.size, 5)).astype(np.float32)
+    y = y[:, :3]
+
+    def loss(rank=world.rank):
+        rows = slice(4 * rank, 4 * rank + 4)
+        return tf.reduce_mean(tf.square(model(x[rows]) - y[rows]))
+
+    return model, loss
+
+
+def collectives(config, model, loss):
     """Names, types and shapes of what a step with these settings sends."""
-
-    @tf.function
-    def step():
-        with tf.GradientTape() as tape:
-            value = loss(world.rank)
-        return rank_sums(tape, value, config, model.trainable_variables)
-
-    graph = step.get_concrete_function().graph.as_graph_def(add_shapes=True)
-    return list(agreement._collectives(graph))
-
-
-def check_reduced_gradients_equal_the_towers_recipe(world):
-    model, loss, towers = tower_gradients(world)
-    grads = reduced(world, PLAIN, lambda: loss(world.rank), model.trainable_variables)
-    for ours, *theirs in zip(grads, *towers):
-        recipe = tf.reduce_mean(tf.stack(theirs), axis=0)
-        np.testing.assert_allclose(ours / world.size, recipe, rtol=2e-6, atol=1e-7)
+    graph = summing(config, loss, model.trainable_variables).get_concrete_function().graph
+    return list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
 
 
 def through_all(model, ids, training):
@@ -91,13 +90,8 @@ def repeated(world):
     def loss(rank=world.rank):
         return tf.reduce_sum(tf.square(model(tf.constant([[1, 1, 2 + rank]])) - 1))
 
-    sums = [None] * 9
-    for rank in range(world.size):
-        with tf.GradientTape() as tape:
-            value = loss(rank)
-        grads = tape.gradient(value, [raw(v) for v in model.trainable_variables])
-        grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
-        sums = [g if s is None else s + g for s, g in zip(sums, grads)]
+    of_ranks = zip(*towers(world, loss, model.trainable_variables))
+    sums = [g[0] if g[0] is None else tf.add_n([*map(tf.convert_to_tensor, g)]) for g in of_ranks]
     return model, loss, sums
 
 
@@ -121,7 +115,7 @@ def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
     assert sum(g is None for g in sums) == 2
     for setting in GROUPINGS:
         config = dataclasses.replace(PLAIN, **setting)
-        grads = reduced(world, config, loss, model.trainable_variables)
+        grads = summing(config, loss, model.trainable_variables)()
         tolerance = 2e-2 if config.compression == "bf16" else 1e-5
         for variable, ours, theirs in zip(model.trainable_variables, grads, sums):
             assert (ours is None) == (theirs is None), (setting, variable.path)
@@ -129,20 +123,20 @@ def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
                 np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=f"{setting}")
         # No gradient at all: with --deterministic the tape is Horovod's own, and takes no such.
         if not config.deterministic:
-            nothing = reduced(world, config, lambda: tf.constant(1.0), model.trainable_variables)
-            assert nothing == [None] * 9, setting
+            nothing = summing(config, lambda: tf.constant(1.0), model.trainable_variables)
+            assert nothing() == [None] * 9, setting
 
 
 def check_compression_halves_what_travels_and_stays_close(world):
-    model, loss, towers = tower_gradients(world)
-    exact = [tf.add_n(list(parts)) for parts in zip(*towers)]
+    model, loss = equal_shares(world)
+    exact = [tf.add_n(parts) for parts in zip(*towers(world, loss, model.trainable_variables))]
     for compression, digits in (("fp16", 2e-3), ("bf16", 2e-2)):
         config = dataclasses.replace(PLAIN, compression=compression)
-        grads = reduced(world, config, lambda: loss(world.rank), model.trainable_variables)
+        grads = summing(config, loss, model.trainable_variables)()
         worst = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in zip(grads, exact))
         assert 1e-6 < worst < digits, (compression, worst)
 
-        wires = collectives(world, config, model, loss)
+        wires = collectives(config, model, loss)
         kind = {"fp16": "float16", "bf16": "int16"}[compression]
         assert wires and all(kind in wire for wire in wires), wires
         if compression == "bf16":  # to all and back, whatever the number of gradients
@@ -151,13 +145,13 @@ def check_compression_halves_what_travels_and_stays_close(world):
 
 def check_small_gradients_travel_in_packs_and_all_in_groups(world):
     """Packs of at most 72 bytes, two at a time, in their order; larger ones alone."""
-    model, loss, _ = tower_gradients(world)  # of 120, 24, 72 and 12 bytes
+    model, loss = equal_shares(world)  # of 120, 24, 72 and 12 bytes
     for flags, expected in (
         ({"pack_bytes": 72, "pack_count": 2}, ["[3])", "[5, 6])", "[6] [6, 3])"]),
         ({"gradient_groups": 2}, ["[5, 6] [6])", "[6, 3] [3])"]),
     ):
         config = dataclasses.replace(PLAIN, **flags)
-        shapes = [c.split("float32 ")[1] for c in collectives(world, config, model, loss)]
+        shapes = [c.split("float32 ")[1] for c in collectives(config, model, loss)]
         assert sorted(shapes) == expected, shapes
 
 
@@ -166,6 +160,6 @@ def check_parts_of_16_bits_are_added_in_32(world):
     own = 256.0 if world.is_chief else 1.0
     variable = keras.Variable(np.ones(5, np.float32), name="kernel")
     config = dataclasses.replace(PLAIN, compression="bf16")
-    (grad,) = reduced(world, config, lambda: own * tf.reduce_sum(raw(variable)), [variable])
+    (grad,) = summing(config, lambda: own * tf.reduce_sum(raw(variable)), [variable])()
     exact = tf.cast(tf.cast(256.0 + world.size - 1, tf.bfloat16), tf.float32)
     np.testing.assert_array_equal(grad, np.full(5, exact))

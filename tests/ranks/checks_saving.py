@@ -4,7 +4,6 @@ import errno
 import gc
 import os
 import sys
-import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,15 +18,12 @@ from hvdkit.run.health import Ending
 from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED
 
 
-def blocked(*steps: int, until: float = 0) -> type:
-    """A task in whose run a file is in the way of the checkpoints of `steps`, for some seconds."""
+def blocked(*steps: int) -> type:
+    """A task in whose run a file is in the way of the checkpoints of `steps`."""
 
     def block(run, step, result):
-        files = [run.checkpoints.folder / f"step-{step:08d}" for step in steps]
-        for file in files if run.world.is_chief else []:
-            file.touch()
-            if until:
-                threading.Timer(until, file.unlink).start()
+        for step in steps if run.world.is_chief else ():
+            (run.checkpoints.folder / f"step-{step:08d}").touch()
 
     return acting(block, 1, settles=False)
 

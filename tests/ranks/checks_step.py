@@ -8,15 +8,18 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from shared_checks import PLAIN, differ, make_train_step, rng
+from checks_reduction import PLAIN
+from refusals import differ
 from small_models import Called
 
+import train
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement
 from hvdkit.run import health
 from hvdkit.train import optimizer, reduction
 from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.state import State
+from hvdkit.train.step import Step
 
 
 class Regression:
@@ -29,19 +32,23 @@ class Regression:
         return tf.square(outputs - tf.where(targets > -100, targets, 0)), valid
 
 
-def regression_step(world, config, model=None, features=4):
+def regression_step(world, config, model=None):
+    """A function of a batch that does one step, train.py's own or the engine's; and its state."""
     keras.utils.set_random_seed(3)
     if model is None:
-        model = keras.Sequential([keras.Input((features,)), keras.layers.Dense(1)])
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     state = State(model, optimizer.build(config, model), config.precision)
     micro = config.global_batch_size // config.accumulation_steps
     first, last = share(micro, world.rank, world.size)
     shape = [config.accumulation_steps, last - first]
     spec = {
-        "inputs": tf.TensorSpec([*shape, features], tf.float32),
+        "inputs": tf.TensorSpec([*shape, 4], tf.float32),
         "targets": tf.TensorSpec([*shape, 1], tf.float32),
     }
-    step = make_train_step(config, world, Regression(), state=state, spec=spec)
+    parts = Step(config, world, Regression(), state=state, spec=spec)
+    parts.function = parts.trace  # all else that train.py calls has the same name in a run
+    own = parts.own_step()
+    step = parts.trace(own) if own else train.make_step(parts)
 
     def do(x, y):
         parts = []
@@ -54,8 +61,8 @@ def regression_step(world, config, model=None, features=4):
     return do, state
 
 
-def batch(seed=0, features=4, size=12):
-    x = rng(seed).normal(size=(size, features)).astype(np.float32)
+def batch(seed=0):
+    x = np.random.default_rng(seed).normal(size=(12, 4)).astype(np.float32)
     return x, (x.sum(1, keepdims=True) + 1).astype(np.float32)
 
 

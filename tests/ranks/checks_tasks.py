@@ -20,10 +20,6 @@ def refused(world, task, *words, **settings):
     assert not ended.checkpoints
 
 
-def acts(act) -> type:
-    return acting(act, 2, 4)
-
-
 def _mean(task, outputs, targets):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
 
@@ -52,6 +48,10 @@ MISTAKES = [
     (
         {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
         *("draw must return", "uint8", "float32 [4, 8, 3]"),
+    ),
+    (
+        {"__init__": lambda task, config: {}["data"]},
+        *("preparing the data failed", "checks_tasks.py, line", "KeyError: 'data'"),
     ),
     ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
     # It is traced without a fault.
@@ -126,7 +126,7 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
     def look(run, step, result):
         seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
 
-    class Task(acts(look)):
+    class Task(acting(look, 2, 4)):
         def schedule(self, config):
             return lambda step: config.base_lr / tf.cast(step + 1, tf.float32)
 
@@ -154,13 +154,13 @@ def slow_check_what_an_action_does_wrong_is_told(world):
         ),
         (fails_on_one_rank, "Acts failed: checks_tasks.py, line"),
     ):
-        ended = fit(world, acts(act), words, code=WRONG_USE)
+        ended = fit(world, acting(act, 2), words, code=WRONG_USE)
         assert ended.message.startswith("step 2: ")
 
 
 def check_an_ending_of_one_ranks_action_ends_all(world):
     enough = Ending(PREEMPTED, "enough", "the budget is used up", save=True)
-    task = acts(lambda run, step, result: enough if world.is_chief else None)
+    task = acting(lambda run, step, result: enough if world.is_chief else None, 2)
     ended = fit(world, task, "the budget is used up: saved at step 2", code=PREEMPTED)
     assert ended.checkpoints == ["step-00000002"]
 

@@ -1,13 +1,12 @@
 """Runs that resume, or start from, another one: check_one_* on 1 rank, then check_two_* on 2."""
 
-import json
 import math
 import os
 import re
 from pathlib import Path
 
 import numpy as np
-from small_runs import fit_config
+from small_runs import Outcome, fit_config
 
 from hvdkit import settings as settings_lib
 from hvdkit.stop import DONE, WRONG_USE
@@ -26,14 +25,9 @@ def run(world, name: str, *flags: str, code: int = DONE) -> str:
     return ended.message + world.broadcast_object(ended.printed, "warm.said")
 
 
-def summary(name: str) -> dict:
-    return json.loads((RUNS / name / "summary.json").read_text())
-
-
-def state(name: str, step: int) -> dict[str, np.ndarray]:
-    path = RUNS / name / "checkpoints" / f"step-{step:08d}" / "state.npz"
-    with np.load(path) as file:
-        return {key: file[key] for key in file.files}
+def left(name: str) -> Outcome:
+    """What a run has left in its folder, also one of an earlier launch."""
+    return Outcome(DONE, "", "", RUNS / name, None)
 
 
 HEAD = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={RUNS / 'first'}"]
@@ -42,7 +36,7 @@ HEAD = [*STILL, "--num_steps=2", "--num_classes=5", f"--init_from={RUNS / 'first
 def check_one_a_run_with_averages_trains_alike_and_evaluates_them(world):
     run(world, "first", *STEADY)
     run(world, "one", *STEADY, "--ema_decay=0.8")
-    plain, one = summary("first"), summary("one")
+    plain, one = left("first").summary, left("one").summary
     assert one["weights_sha256"] == plain["weights_sha256"], "evaluating must not change weights"
     assert abs(one["eval_loss"] - plain["eval_loss"]) > 1e-4
 
@@ -52,16 +46,17 @@ def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     resume = f"--resume={RUNS / 'first'}"
     more = ["--eval_every=2", "--early_stop_evals=2", "--num_steps=8"]
     run(world, "later", *STEADY, resume, *more)
-    assert (summary("later")["step"], summary("later")["exit_reason"]) == (8, "done")
+    assert (left("later").summary["step"], left("later").summary["exit_reason"]) == (8, "done")
     run(world, "ended", *STEADY, resume)
-    ended = summary("ended")
+    ended = left("ended").summary
     assert (ended["step"], ended["exit_reason"]) == (6, "done") and "eval_loss" in ended
-    assert (RUNS / "ended" / "checkpoints" / "step-00000006").is_dir()
+    assert "step-00000006" in left("ended").checkpoints
 
 
 def check_one_ends_early_where_a_run_gets_no_better(world):
     said = run(world, "early", *EARLY)
-    assert (summary("early")["step"], summary("early")["exit_reason"]) == (8, "early stop")
+    ended = left("early").summary
+    assert (ended["step"], ended["exit_reason"]) == (8, "early stop")
     assert "stopped early: no accuracy above" in said and "of step 2, in 3 eval" in said
 
 
@@ -91,29 +86,28 @@ def check_two_ranks_suggest_the_same_rate(world):
 
 def check_two_ranks_evaluate_the_same_averages(world):
     run(world, "two", *STEADY, "--ema_decay=0.8")
-    assert math.isclose(summary("two")["eval_loss"], summary("one")["eval_loss"], rel_tol=1e-5)
-    before = summary("one")["eval_loss"]
+    before = left("one").summary["eval_loss"]
+    assert math.isclose(left("two").summary["eval_loss"], before, rel_tol=1e-5)
     run(world, "one", *STEADY, "--ema_decay=0.8")  # has nothing left to do but to evaluate
-    assert math.isclose(summary("one")["eval_loss"], before, rel_tol=1e-9)
+    assert math.isclose(left("one").summary["eval_loss"], before, rel_tol=1e-9)
 
 
 def check_two_ranks_end_at_the_same_step_again(world):
-    before = summary("early")["eval_loss"]
+    early = left("early")
+    before = early.summary["eval_loss"]
     run(world, "early", *EARLY, f"--resume={RUNS / 'early/checkpoints/step-00000006'}")
-    assert summary("early")["step"] == 8
-    records = (RUNS / "early" / "metrics.jsonl").read_text().count("eval")
+    assert early.summary["step"] == 8
+    evaluated = early.evaluated
     run(world, "early", *EARLY)  # has nothing left to do but to evaluate
-    assert summary("early")["step"] == 8 and math.isclose(
-        summary("early")["eval_loss"], before, rel_tol=1e-6
-    )
-    assert (RUNS / "early" / "metrics.jsonl").read_text().count("eval") == records
+    assert early.summary["step"] == 8 and early.evaluated == evaluated
+    assert math.isclose(early.summary["eval_loss"], before, rel_tol=1e-6)
 
 
 def check_two_ranks_start_from_another_runs_weights(world):
     start = f"--init_from={RUNS / 'first'}"
     said = run(world, "second", *STILL, "--num_steps=2", start)
     assert said.count(f"starting from the weights of {RUNS / 'first'}") == 1
-    before, after = state("first", 6), state("second", 2)
+    before, after = left("first").state(6), left("second").state(2)
     weights = [name for name in before if name.startswith("model/")]
     assert len(weights) == 4 and after["step"] == 2
     for name in weights:
@@ -130,6 +124,6 @@ def check_two_ranks_refuse_a_head_of_another_size_or_leave_it_out_on_request(wor
     assert "--init_skip_mismatched" in said
     said = run(world, "head", *HEAD, "--init_skip_mismatched")
     assert "left as made: " in said and "/kernel ([32, 3] there" in said, said
-    before, after = state("first", 6), state("head", 2)
+    before, after = left("first").state(6), left("head").state(2)
     body = next(name for name in before if name.endswith("/dense/kernel"))
     np.testing.assert_allclose(after[body], before[body], atol=1e-9)

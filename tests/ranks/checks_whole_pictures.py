@@ -8,8 +8,9 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 from PIL import Image
+from refusals import differ
+from scipy import ndimage
 from scipy.special import softmax
-from shared_checks import differ
 from sklearn.metrics import jaccard_score
 from small_runs import folder
 
@@ -101,12 +102,10 @@ def by_hand(run: RunContext) -> tuple[float, float]:
 
 def centre(pixels: np.ndarray, fill: float) -> np.ndarray:
     """The middle CROP x CROP, with `fill` where there is no picture."""
-    out = np.full((CROP, CROP, *pixels.shape[2:]), fill, pixels.dtype)
-    top, left = ((side - CROP) // 2 for side in pixels.shape[:2])
-    inside = pixels[max(top, 0) : max(top, 0) + CROP, max(left, 0) : max(left, 0) + CROP]
-    above, before = max(-top, 0), max(-left, 0)
-    out[above : above + inside.shape[0], before : before + inside.shape[1]] = inside
-    return out
+    beside = [(CROP, CROP), (CROP, CROP), (0, 0)][: pixels.ndim]
+    top, left = (CROP + (side - CROP) // 2 for side in pixels.shape[:2])
+    wide = np.pad(pixels, beside, constant_values=fill)
+    return wide[top : top + CROP, left : left + CROP]
 
 
 def check_scores_are_those_of_plain_numpy(world):
@@ -204,13 +203,9 @@ def padded(model: Model, image: np.ndarray) -> np.ndarray:
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
     """Bilinear, pixel centres at one half."""
-
-    def weights(old: int, new: int) -> np.ndarray:
-        centres = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
-        return np.maximum(1 - np.abs(centres[:, None] - np.arange(old)), 0)
-
-    rows, columns = weights(image.shape[0], height), weights(image.shape[1], width)
-    return np.einsum("yh,xw,hwc->yxc", rows, columns, image, optimize=True)
+    factors = height / image.shape[0], width / image.shape[1], 1
+    how = {"order": 1, "mode": "nearest", "grid_mode": True}
+    return ndimage.zoom(np.asarray(image, np.float64), factors, **how)
 
 
 def miou(labels: list[np.ndarray], predictions: list[np.ndarray]) -> float:

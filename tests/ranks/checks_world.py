@@ -5,7 +5,7 @@ from unittest import mock
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from shared_checks import differ
+from refusals import differ
 
 from hvdkit.ranks import encoding, messages
 
