@@ -83,7 +83,7 @@ def test_time_lost_is_from_the_last_record_kept_to_the_next_start(tmp_path):
     starts += [{"step": 20, "time": 180.0, "where": "3 ranks"}]
     run = records.read(made_up(tmp_path / "run", lines, starts))
     text = "".join(report.faults(run))
-    assert "60.0 s" in text and "3 ranks" in text  # 120 to 180: work that was lost, and the break
+    assert "0:01:00" in text and "3 ranks" in text  # 120 to 180: work that was lost, and the break
 
 
 def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):

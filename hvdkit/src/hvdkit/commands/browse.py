@@ -23,7 +23,6 @@ from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import read_one
 from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.ranks import world as world_lib
-from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
@@ -32,7 +31,7 @@ _COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
 _TEXT = 18  # pixels: height of the text
 
 
-def samples(config: Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
+def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
     """The first `count` examples of a run on one rank, as arrays, and the names of the classes."""
     world_lib.set_numbers(config)
     with task_checks.user_code_errors("opening the data"):

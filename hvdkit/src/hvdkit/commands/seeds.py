@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import logs
-from hvdkit.logs import complain, printable
 from hvdkit.observe import records
 from hvdkit.stop import DONE, PREEMPTED
 
@@ -57,17 +56,17 @@ def main(argv: list[str]) -> int:
 
     for seed in range(own.first, own.first + own.count):
         if told:  # too late for the run before to stop
-            complain(f"told to stop before seed {seed}: the same command goes on")
+            logs.complain(f"told to stop before seed {seed}: the same command goes on")
             return PREEMPTED
         folder = own.run_dir / f"seed-{seed}"
         run = subprocess.Popen([*own.command, f"--seed={seed}", f"--run_dir={folder}"])
         signal.signal(signal.SIGTERM, pass_on)
         if code := run.wait():
-            complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
+            logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code
         name, value = score(folder)
         scores.append(value)
-        print(printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
+        print(logs.printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
     mean, deviation, half = interval(scores)
     spread = f"standard deviation {deviation:.3g}"
     spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"

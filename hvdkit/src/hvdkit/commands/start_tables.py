@@ -73,10 +73,9 @@ def _pictures(path: Path, table: Table) -> tuple[str, list[Path]]:
     for name, column in table.items():
         lost = [value for value in column if value not in there]
         if lost and any(value.lower().endswith(endings) for value in column):
-            raise ValueError(
-                f"{path}: {name} names {len(lost)} pictures that are not beside it or below, first "
-                f"{lost[0]}: names must be alike to the letter, with / between folders"
-            )
+            what = f"{len(lost)} pictures that are not beside it or below, first {lost[0]}"
+            rule = "names must be alike to the letter, with / between folders"
+            raise ValueError(f"{path}: {name} names {what}: {rule}")
         found += [] if lost else [name]
     if not found:
         return "", []

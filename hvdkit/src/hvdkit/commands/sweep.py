@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from hvdkit import logs
 from hvdkit import settings as settings_lib
-from hvdkit.logs import complain, printable, refuse
 from hvdkit.settings import fields, flagfiles, project
 from hvdkit.stop import NOT_NOW, WRONG_USE, passes
 
@@ -91,19 +90,19 @@ def main(argv: list[str]) -> int:
     made.add_argument("--launch", default=shlex.join([sys.executable, "train.py"]), **launch)
     own, words = made.parse_known_args(argv[1:])
     own.folder = own.folder or Path("runs", f"sweep-{own.base.stem}")
-    own.command = printable(shlex.join(["hvdkit", "sweep", *argv[1:]]))
+    own.command = logs.printable(shlex.join(["hvdkit", "sweep", *argv[1:]]))
     if not project.is_fork(Path.cwd()):
-        refuse("hvdkit sweep: run it in your fork, the folder that holds train.py and tasks/")
+        logs.refuse("hvdkit sweep: run it in your fork, the folder that holds train.py and tasks/")
     if min(own.trials, own.jobs) < 1:
-        refuse("--trials and --jobs: 1 or more")
+        logs.refuse("--trials and --jobs: 1 or more")
     try:
         from hvdkit.commands.sweep_trials import Sweep
     except ModuleNotFoundError as error:
-        refuse(f"{error}: hvdkit sweep needs Optuna: python -m pip install optuna")
+        logs.refuse(f"{error}: hvdkit sweep needs Optuna: python -m pip install optuna")
     try:
         sweep = Sweep(own, asked(own.base, words))
         with sweep.lock:
             return sweep.run()
     except (OSError, ValueError) as error:  # trials that run save and end
-        complain(str(error))
+        logs.complain(str(error))
         return NOT_NOW if passes(error) else WRONG_USE

@@ -178,7 +178,10 @@ class Sweep:
         elif hopeless and code not in (DONE, DIVERGED) and not self._trials(*_SCORED):
             self._code = code
             self._study.tell(run.trial, state=state)  # not drawn again
-            return complain(f"{run.folder}.log: {_last_error(run.folder.with_suffix('.log'))}")
+            log = run.folder.with_suffix(".log")
+            text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
+            last = (re.findall(r"error: (.*)", text) or text.splitlines() or [""])[-1]
+            return complain(f"{run.folder}.log: {last}")
         self._tell(self._study.tell(run.trial, score, state), why)
 
     def _tell(self, trial: FrozenTrial, why: str) -> None:
@@ -264,11 +267,6 @@ def _gpus() -> list[str]:
         return [*map(str, range(placement.granted()))]
     except (OSError, subprocess.SubprocessError):  # each trial says why
         return []
-
-
-def _last_error(log: Path) -> str:
-    text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
-    return (re.findall(r"error: (.*)", text) or text.splitlines() or [""])[-1]
 
 
 def _short(value: object) -> str:

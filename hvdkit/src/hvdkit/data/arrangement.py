@@ -116,10 +116,9 @@ def _pairs(root: Path, pictures: _Found, masks: _Found) -> list[Item]:
         cut = [{(*k[:-1], _AFFIX.sub("", k[-1])): p for k, p in some.items()} for some in found]
         found = cut if [*map(len, cut)] == [*map(len, found)] else found  # none became one
     if alone := found[0].keys() ^ found[1].keys():
-        raise ValueError(
-            f"{root}: {len(alone)} files lack the mask or the picture of the same name, the first "
-            f"of them {(found[0] | found[1])[min(alone)]}: add it, or move them away"
-        )
+        first = (found[0] | found[1])[min(alone)]
+        what = f"{len(alone)} files lack the mask or the picture of the same name"
+        raise ValueError(f"{root}: {what}, the first of them {first}: add it, or move them away")
     return [Item(k[0], "/".join(filter(None, k)), p, mask=found[1][k]) for k, p in found[0].items()]
 
 

@@ -98,10 +98,9 @@ def _opened(config: Settings, split: str, default: str) -> Source:
         return Synthetic(1024, form)
     name, root = config.data_format or default, remote.url_of(config.data_dir)
     if root and name != "records":
-        raise ValueError(
-            f"--data_dir={root} is a URL, from which only sets that hvdkit pack wrote are read: "
-            "give --data_format=records, or copy the data to a disk"
-        )
+        what = "a URL, from which only sets that hvdkit pack wrote are read"
+        ways = "give --data_format=records, or copy the data to a disk"
+        raise ValueError(f"--data_dir={root} is {what}: {ways}")
     values = config.label_values
     # Values that are mapped need not be classes.
     number = 0 if values else config.num_classes

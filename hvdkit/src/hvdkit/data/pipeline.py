@@ -380,10 +380,9 @@ def pause(error: Exception, pauses: Iterator[float]) -> bool:
     if not passes(error):
         return False
     if (seconds := next(pauses, None)) is None:
-        raise ValueError(
-            f"the disk fails, not the file: {reason_of(error)}, {len(_PAUSES) + 1} times in "
-            f"{sum(_PAUSES)} s: look at the disk or the file server, then start again"
-        ) from None
+        often = f"{len(_PAUSES) + 1} times in {sum(_PAUSES)} s"
+        what = f"the disk fails, not the file: {reason_of(error)}, {often}"
+        raise ValueError(f"{what}: look at the disk or the file server, then start again") from None
     say(f"note: the disk fails ({reason_of(error)}): reading again in {seconds} s")
     heartbeat.beat()
     time.sleep(seconds)

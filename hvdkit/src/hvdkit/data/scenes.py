@@ -92,10 +92,8 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
             work.rename(root)  # onto nothing or an empty folder; fails on anything else
         except OSError as error:
             if not (root / MARKER).is_file():
-                raise ValueError(
-                    f"{root} cannot become a demo set ({error.strerror}): give another folder, or "
-                    "remove this one"
-                ) from None
+                what = f"{root} cannot become a demo set ({error.strerror})"
+                raise ValueError(f"{what}: give another folder, or remove this one") from None
 
 
 def _background(

@@ -198,10 +198,9 @@ class Evaluator:
         size, samples = sum(row.numpy().nbytes for row in rows.values()), len(self._source)
         most, taken = metrics.Rows.MOST_BYTES, f"{size:,} bytes of each of {samples:,} samples"
         if size * samples > most:
-            raise ValueError(
-                f"the task's per_sample keeps {taken}, {size * samples / 2**30:,.1f} GiB: every "
-                f"rank holds them all, {most / 2**30:g} GiB at most: keep less, or add up `sums`"
-            )
+            what = f"keeps {taken}, {size * samples / 2**30:,.1f} GiB"
+            rule = f"every rank holds them all, {most / 2**30:g} GiB at most"
+            raise ValueError(f"the task's per_sample {what}: {rule}: keep less, or add up `sums`")
         if rows:
             self._say_once(f"metrics of all predictions keep {taken} on each rank")
 

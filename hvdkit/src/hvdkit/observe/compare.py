@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import logs, whole_files
-from hvdkit.logs import printable
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
@@ -104,7 +103,7 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
 
 def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
     """The table for a terminal; long values lose their beginning: paths differ at the end."""
-    rows = [list(map(printable, row)) for row in rows]
+    rows = [list(map(logs.printable, row)) for row in rows]
     cut = [[c if len(c) <= most else f"...{c[3 - most :]}" for c in row] for row in rows]
     widths = [max(map(len, cells)) for cells in zip(*cut)]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cut)
@@ -165,9 +164,9 @@ def main(argv: list[str]) -> int:
     print(printed(rows))
     if own.html:
         write(own.html, dict(zip(names, runs)), rows)
-        print(printable(f"page: {own.html}"))
+        print(logs.printable(f"page: {own.html}"))
     for run in runs:
         check_ended(run)
     found = [verdict(runs[0], run) for run in runs[1:]]
-    print("\n".join(printable(sentence) for _, sentence in found))
+    print("\n".join(logs.printable(sentence) for _, sentence in found))
     return max(code for code, _ in found)

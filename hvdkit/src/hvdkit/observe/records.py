@@ -51,20 +51,15 @@ def read(folder: Path) -> Records:
     """Raises ValueError if the folder is not a run's."""
     if not (folder / "config.cfg").is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
-    steps = lines(folder / "metrics.jsonl")
-    starts = lines(folder / "starts.jsonl")
+    steps, starts = lines(folder / "metrics.jsonl"), lines(folder / "starts.jsonl")
+    steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
+    starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in ("time", "score"))]
     try:
         summary = json.loads(whole_files.read(folder / "summary.json", whole_files.JSON_BYTES))
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
     except (FileNotFoundError, ValueError, RecursionError, AttributeError):
         summary = {}
-    return Records(
-        folder,
-        _settings(folder / "config.cfg"),
-        [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps],
-        [line for line in starts if all(_fits(n, line.get(n, "")) for n in ("time", "score"))],
-        summary,
-    )
+    return Records(folder, _settings(folder / "config.cfg"), steps, starts, summary)
 
 
 def text(name: object) -> str:

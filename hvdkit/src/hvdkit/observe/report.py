@@ -119,7 +119,9 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
         order = np.argsort(values, kind="stable")[:_MOST_BARS].tolist()  # NaN last
         title = f"{title}: the {_MOST_BARS} lowest of {len(names)}"
     colours = list(map(_colour, order)) if by_pixel else []
-    shown = {_unique(names, n): float(values[n]) for n in order}
+    # With the number, where two classes have one name.
+    own = {n: names[n] if names.count(names[n]) == 1 else f"{names[n]} ({n})" for n in order}
+    shown = {own[n]: float(values[n]) for n in order}
     found.append(pages.bars(title, shown, colours))
     found.append(pages.matrix("Confusion matrix: shares of each label", counts, names))
     return found
@@ -158,11 +160,6 @@ def faults(run: Records) -> list[str]:
 def _is_segmentation(run: Records) -> bool:
     """Whether classes are of pixels, which have the palette's colours."""
     return any(is_of_class(name) for line in run.evaluations for name in line)
-
-
-def _unique(names: Sequence[str], number: int) -> str:
-    """With the number: two classes may have one name."""
-    return names[number] if names.count(names[number]) == 1 else f"{names[number]} ({number})"
 
 
 def _colour(number: int) -> str:

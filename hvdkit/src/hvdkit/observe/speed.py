@@ -139,12 +139,12 @@ def _convolution(op: tf.Operation) -> int:
     """
     numbers = op.inputs[2] if "Backprop" in op.type else _out(op)
     of_filter = slice(2) if "Depthwise" in op.type else slice(-1)
-    return _size(numbers) * math.prod(_shape(op.inputs[1])[of_filter])
+    return math.prod(_shape(numbers) + _shape(op.inputs[1])[of_filter])
 
 
 def _matrices(op: tf.Operation) -> int:
     transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
-    return _size(op.outputs[0]) * _shape(op.inputs[0])[-2 if transposed else -1]
+    return math.prod(_shape(op.outputs[0])) * _shape(op.inputs[0])[-2 if transposed else -1]
 
 
 def _einsum(op: tf.Operation) -> int:
@@ -176,10 +176,6 @@ def _shape(tensor: tf.Tensor) -> list[int]:
     if not tensor.shape.is_fully_defined():
         raise NotCounted(f"{tensor.op.name} has no fixed shape: {tensor.shape}")
     return tensor.shape.as_list()
-
-
-def _size(tensor: tf.Tensor) -> int:
-    return math.prod(_shape(tensor))
 
 
 # TFLOPS: float32, TF32, bfloat16, float16 (tensor cores); None: not supported. From NVIDIA's data

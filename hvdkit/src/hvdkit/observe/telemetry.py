@@ -68,8 +68,8 @@ class Telemetry:
     def started(self, step: int, about: Mapping[str, Any]) -> None:
         """The run starts or resumes at `step`; `about` describes it for people."""
         if self._world.is_chief:
-            line = {"step": step, "time": _now(), "ranks": self._world.size, **about}
-            self._append("starts.jsonl", line)
+            line = {"step": step, "time": round(time.time(), 2), "ranks": self._world.size}
+            self._append("starts.jsonl", line | {**about})
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:
@@ -191,7 +191,9 @@ class Telemetry:
             del self._sizes[name]
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        self._append("metrics.jsonl", whole_files.without_nan(record) | {"time": _now()})
+        # Seconds since 1970, comparable between hosts.
+        record = whole_files.without_nan(record) | {"time": round(time.time(), 2)}
+        self._append("metrics.jsonl", record)
 
     def _show(self, step: int, scalars: Figures) -> None:
         for tracker in self._trackers:
@@ -210,11 +212,6 @@ class Telemetry:
         if key not in self._noted:
             self._noted.add(key)
             say(self._world, f"note: {note}")
-
-
-def _now() -> float:
-    """Seconds since 1970, comparable between hosts."""
-    return round(time.time(), 2)
 
 
 def _by_rank(losses: Sequence[float]) -> dict[str, float]:

@@ -49,10 +49,9 @@ class Cityscapes(PicturePairs):
         labels = _names(root / "gtFine" / split, _LABEL)
         for ending, lacking in ((_LABEL, images - labels), (_IMAGE, labels - images)):
             if lacking:
-                raise ValueError(
-                    f"{root}, split {split}: no *{ending} for {join(sorted(lacking))}; unpack the "
-                    "archives of leftImg8bit and gtFine that have this split whole"
-                )
+                how = "unpack the archives of leftImg8bit and gtFine that have this split whole"
+                lacks = f"no *{ending} for {join(sorted(lacking))}"
+                raise ValueError(f"{root}, split {split}: {lacks}; {how}")
         names = sorted(images)
         images = packed(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names)
         return str(root), images, packed(f"gtFine/{split}/{name}{_LABEL}" for name in names)

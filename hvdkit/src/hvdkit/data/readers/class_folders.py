@@ -103,10 +103,9 @@ def _list(root: Path, split: str) -> tuple[list[str], np.ndarray, *Packed]:
     classes = listing.folder_names(root / split)
     loose = listing.contents(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES)[0]
     if loose or not classes:
-        raise ValueError(
-            f"{root / split} must hold a folder for each class, and no picture beside them "
-            f"({join(loose) or 'it has no folder'}): sort pictures in, ImageNet's val by synsets"
-        )
+        rule = "must hold a folder for each class, and no picture beside them"
+        how = "sort pictures in, ImageNet's val by synsets"
+        raise ValueError(f"{root / split} {rule} ({join(loose) or 'it has no folder'}): {how}")
     folders = [root / split / name for name in classes]
     with ThreadPoolExecutor(listing.THREADS) as pool:
         parts = [*pool.map(_pictures, folders)]
@@ -124,10 +123,9 @@ def _pictures(folder: Path) -> Packed:
 
     found, rest = listing.contents(folder, IMAGE_SUFFIXES)
     if others := [entry.name for entry in rest if has_pictures(entry)]:
-        raise ValueError(
-            f"{folder} holds {join(others)}, which would be left out: move pictures of folders up, "
-            f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
-        )
+        how = f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
+        what = f"{join(others)}, which would be left out: move pictures of folders up"
+        raise ValueError(f"{folder} holds {what}, {how}")
     if not found:
         what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
         raise ValueError(f"{folder} holds {what}; add some, or remove the class from every split")

@@ -35,10 +35,9 @@ def read_names(path: Path) -> dict[str, int]:
     """
     if not path.is_file():
         there = sorted(found.stem for found in path.parent.glob("*.txt"))
-        raise ValueError(
-            f"{path} is missing: give the folder that holds it, write the split's names there, one "
-            f"a line, or choose another split (there are: {join(there) or 'none'})"
-        )
+        how = "give the folder that holds it, write the split's names there, one a line"
+        others = f"or choose another split (there are: {join(there) or 'none'})"
+        raise ValueError(f"{path} is missing: {how}, {others}")
     try:
         text = whole_files.read(path, _LIST_BYTES, links=True).decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -15,7 +15,6 @@ from hvdkit.data import contents, shared_listing, source
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
-from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
 from hvdkit.data.scenes import MARKER
 
 
@@ -122,7 +121,7 @@ class ImageLabelFolder(PicturePairs):
     @staticmethod
     def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
         names = listing.read_names(root / "splits" / f"{split}.txt")
-        images = listing.find(root / "images", names, IMAGE_SUFFIXES)
+        images = listing.find(root / "images", names, pictures.IMAGE_SUFFIXES)
         labels = listing.find(root / "labels", names, (".png",))
         return str(root), packed(images), packed(labels)
 

@@ -225,10 +225,9 @@ class Records(source.ReadAhead):
         if self._server:
             return  # each host takes from the server what fits rank 0's pack.json
         if (own := _read_meta(self.folder)) != meta:
-            raise ValueError(
-                f"{self.folder} on {os.uname().nodename} is another pack than on rank 0's host "
-                f"({own['packed_from']}): copy it to every host again"
-            )
+            here = f"{self.folder} on {os.uname().nodename} is another pack"
+            what = f"than on rank 0's host ({own['packed_from']}): copy it to every host again"
+            raise ValueError(f"{here} {what}")
         _check_shards(self.folder, meta, source.sampled(len(meta["shards"])))
         _check_size(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
 
@@ -256,10 +255,9 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     if not path.is_file():
         there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
-        raise ValueError(
-            f"{path} is missing; pack the split with hvdkit pack, or choose another "
-            f"(packed in {folder.parent}: {join(there) or 'none'})"
-        )
+        others = f"(packed in {folder.parent}: {join(there) or 'none'})"
+        how = "pack the split with hvdkit pack, or choose another"
+        raise ValueError(f"{path} is missing; {how} {others}")
     return _parsed(path, lambda: whole_files.read(path, whole_files.TABLE_BYTES, links=True))
 
 
