@@ -109,15 +109,13 @@ def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
 
 
 def slow_check_float16_that_only_skips_ends_as_diverged(world):
-    class Half(Small):
-        def build_model(self):
-            return classifier(keras.layers.Dense(5), dtype="float32")
-
+    build = {"build_model": lambda task: classifier(keras.layers.Dense(5), dtype="float32")}
+    half = type("Half", (Small,), build)
     words = ("steps in a row skipped", "loss scale", "learning rate")
     settings = {"precision": "float16", "num_steps": 10}
-    ended = fit(world, Half, *words, code=DIVERGED, base_lr=1e30, **settings)
+    ended = fit(world, half, *words, code=DIVERGED, base_lr=1e30, **settings)
     assert not world.is_chief or ended.summary["exit_reason"] == "diverged"
-    fit(world, Half, **settings)
+    fit(world, half, **settings)
 
 
 def slow_check_a_loss_of_bfloat16_is_added_up_in_float32(world):
