@@ -14,8 +14,8 @@ class FileServer:
     """`asked`: requests for the first byte, by name of file; `latency`: seconds each waits;
     `status`: what each is answered, 0: the file."""
 
-    def __init__(self, root: Path, latency: float = 0.0) -> None:
-        self.root, self.latency, self.asked, self.port = root, latency, Counter(), 0
+    def __init__(self, root: Path) -> None:
+        self.root, self.latency, self.asked, self.port = root, 0.0, Counter(), 0
         self._leaves, self.status = False, 0
 
     @property

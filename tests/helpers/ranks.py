@@ -45,10 +45,6 @@ def json_lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def train(ranks: int, *flags: str, **how) -> Launch:
-    return launch(ranks, ["train.py", "--flagfile=configs/demo.cfg", *flags], **how)
-
-
 def names_of_checks(*files: Path) -> list[str]:
     """Names of all functions check_* and slow_check_* (not in make test) that the files have."""
     return [

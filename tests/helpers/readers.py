@@ -64,18 +64,15 @@ def explained(source: Source, index: int, *parts: object) -> None:
 def read_all(source: Source) -> list[dict[str, np.ndarray]]:
     """All samples, read on two threads; none has an explanation."""
     assert all(source.explain(index) is None for index in range(len(source)))
-    samples = tf.data.Dataset.range(len(source)).map(
-        pipeline.as_written(source.read), num_parallel_calls=2
-    )
+    read = pipeline.as_written(source.read)
+    samples = tf.data.Dataset.range(len(source)).map(read, num_parallel_calls=2)
     return list(samples.as_numpy_iterator())
 
 
 def same(one: Source, other: Source) -> bool:
     """Both hold the same samples under the same ids, to the last pixel."""
-    pairs = list(zip(read_all(one), read_all(other), strict=True))
-    return bool(pairs) and all(
-        np.array_equal(a[k], b[k]) for a, b in pairs for k in ("image", "label")
-    )
+    pairs, names = list(zip(read_all(one), read_all(other), strict=True)), ("image", "label")
+    return bool(pairs) and all(np.array_equal(a[n], b[n]) for a, b in pairs for n in names)
 
 
 def write_voc(root: Path) -> None:

@@ -73,8 +73,8 @@ def masked():
     return keras.Model([x, valid], y)
 
 
-def functional(*parts, shape=(6, 3), dtype=None):
-    x = y = keras.Input(shape, dtype=dtype)
+def functional(*parts, shape=(6, 3)):
+    x = y = keras.Input(shape)
     for part in parts:
         y = part(y)
     return keras.Model(x, y)
@@ -180,9 +180,9 @@ def adds_loss(model, x, training):
     return model.head(y)
 
 
-def transformer(**named):
+def transformer():
     x = keras.Input((4, 4))
-    y = layers.MultiHeadAttention(2, 3, **named)(x, x)
+    y = layers.MultiHeadAttention(2, 3)(x, x)
     y = layers.LayerNormalization()(layers.Add()([x, y]))
     return keras.Model(x, layers.Dense(2)(layers.Add()([y, layers.Dense(4)(dense()(y))])))
 

@@ -1,4 +1,4 @@
-"""Batch norm on real ranks against plain references; run by test_reduction.py.
+"""Batch norm on real ranks against plain references; run by test_small_runs.py.
 
 That --bn_sync=full gives the gradients of one process: kinds_of_models.py.
 """

@@ -1,4 +1,4 @@
-"""Reduced gradients on real ranks against plain references; run by test_reduction.py."""
+"""Reduced gradients on real ranks against plain references; run by test_small_runs.py."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Steps and agreement on real ranks against plain references; run by test_reduction.py."""
+"""Steps and agreement on real ranks against plain references; run by test_small_runs.py."""
 
 import dataclasses
 import math

@@ -185,12 +185,7 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
         ({}, {}, linked("layer"), ["conv1_conv is in another file"]),
         *(({}, {}, linked(kind), ELSEWHERE) for kind in ("kernel", "external", "virtual")),
         ({}, {}, linked("terabytes"), ["conv1_conv/conv1_conv/kernel claims 4,"]),
-        (
-            {},
-            {},
-            linked("one chunk"),
-            ["conv1_conv/conv1_conv/kernel holds 1 values in a chunk of 134,"],
-        ),
+        ({}, {}, linked("one chunk"), ["conv1_conv/kernel holds 1 values in a chunk of 134,"]),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(here, there, spoil, words, tmp_path):

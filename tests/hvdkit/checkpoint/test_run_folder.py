@@ -10,6 +10,7 @@ from kills import killed_at_each
 from small_checkpoints import ALONE
 
 from hvdkit import settings as settings_lib
+from hvdkit import whole_files
 from hvdkit.checkpoint import files, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.settings import Settings, project
@@ -139,6 +140,16 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     assert {p.name for p in run_dir.iterdir()} == expected
     written = settings_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
     assert written == Settings()
+
+
+def test_a_copy_keeps_modes_and_leaves_out_links(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/private").write_text("x")
+    (tmp_path / "a/private").chmod(0o600)
+    (tmp_path / "a/link").symlink_to("private")
+    whole_files.copy(tmp_path / "a", tmp_path / "b")
+    (copied,) = (tmp_path / "b").iterdir()
+    assert copied.read_text() == "x" and copied.stat().st_mode & 0o777 == 0o600
 
 
 def old_run(folder):

@@ -12,6 +12,7 @@ import tensorflow as tf
 from refusals import refused
 from small_checkpoints import ALONE, counted, first_weights
 from small_models import Net
+from small_runs import same
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.settings import Settings
@@ -37,11 +38,6 @@ def averaging(model: keras.Model, **average) -> keras.optimizers.Optimizer:
     optimizer = keras.optimizers.SGD(0.1, **average)
     optimizer.build(model.trainable_variables)
     return optimizer
-
-
-def same(one, other) -> None:
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(*map(keras.ops.convert_to_numpy, (a, b)))
 
 
 @pytest.fixture

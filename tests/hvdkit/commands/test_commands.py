@@ -124,15 +124,6 @@ def test_ranks_with_different_flags_are_refused_before_they_wait(digits, tmp_pat
     assert "rank 1" in error and "give every rank the same flags" in error
 
 
-def test_the_likeliest_classes_come_first_with_their_probabilities(tmp_path):
-    found = {name: x[0].numpy() for name, x in outputs.softmax(tf.constant([[1.0, 3, 2]])).items()}
-    (row,) = predict.write(tmp_path, "a.png", image=np.zeros((2, 2, 3), np.uint8), outputs=found)
-    assert row[0] == "a.png" and row[1::2] == [1, 2, 0]
-    np.testing.assert_allclose(row[2::2], [0.665241, 0.244728, 0.090031], rtol=1e-5)
-    predict.table(tmp_path / "a.csv", [["a.png", 1, 1.0, 0, 0.0]], ["cat", "dog"])
-    assert "a.png,dog,1.0,cat,0.0" in (tmp_path / "a.csv").read_text()
-
-
 def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
     for name in ("a.png", "labels.png", "out/labels/a.png.png", "out/predictions.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -240,10 +231,8 @@ def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(run, folder, o
         finally:
             server.kill()
     config = load_run.settings(folder / run, ["--eval_crop=0"])
-    outputs_of = predict.of_picture(
-        *(load_run.model_of(config, "best", run == "digits")[i] for i in (0, 1, 3))
-    )
-    wanted = outputs_of(shown)
+    task, model, _, decode = load_run.model_of(config, "best", run == "digits")
+    wanted = predict.of_picture(task, model, decode)(shown)
     if run == "digits":
         assert found["rows"][0][0] == f"digit {int(wanted['classes'])}" and len(found["rows"]) == 5
         assert found["rows"][0][1] == f"{wanted['probabilities'].max():.1%}"

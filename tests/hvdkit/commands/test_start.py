@@ -50,10 +50,8 @@ def write(root: Path, layout: str, high: int = 1) -> None:
         label = np.full((40, 48), high * (n % 2), np.uint8)
         label[0, 0] = high - label[0, 0]
         for name, pixels in ((picture, shown), (mask, label)):
-            path = root / name.format(**names)
-            path.parent.mkdir(parents=True, exist_ok=True)
             if name:
-                Image.fromarray(pixels).save(path)
+                readers.save(root / name.format(**names), pixels)
 
 
 @pytest.fixture
@@ -112,9 +110,8 @@ def test_a_table_of_features_becomes_a_flagfile(fork, tmp_path, monkeypatch, cap
     monkeypatch.setattr(importlib.import_module("tasks"), "__path__", [str(fork / "tasks")])
     rows, path = people(), tmp_path / f"people.{suffix}"
     if suffix == "csv":
-        path.write_text(
-            "\ufeff" + "\n".join(";".join(map(str, row)) for row in rows).replace(".", ",")
-        )
+        lines = "\n".join(";".join(map(str, row)) for row in rows)
+        path.write_text("\ufeff" + lines.replace(".", ","))
     else:
         missing = [[None if value in ("", "NA") else value for value in row] for row in rows]
         columns = dict(zip(missing[0], map(list, zip(*missing[1:]))))
@@ -128,9 +125,8 @@ def test_a_table_of_features_becomes_a_flagfile(fork, tmp_path, monkeypatch, cap
     task = tasks.load(config)
     train, val = task.sources()
     scored = tasks.load(dataclasses.replace(config, train_split="val"))  # as hvdkit evaluate does
-    assert scored.words == task.words and np.array_equal(
-        scored.numbers["size"], task.numbers["size"], True
-    )
+    sizes = [of.numbers["size"] for of in (scored, task)]
+    assert scored.words == task.words and np.array_equal(*sizes, equal_nan=True)
     assert scored.sources()[0].fingerprint() == val.fingerprint()
     assert len(train) == 4 * len(val) and train.class_names == val.class_names == ["no", "yes"]
     assert [*task.numbers] == ["size"] and task.words == {"colour": ["", "blue", "red"]}
@@ -150,9 +146,8 @@ def test_a_table_of_features_becomes_a_flagfile(fork, tmp_path, monkeypatch, cap
 def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
     lines = [f"id,breed,subset\n{listed.format(n=20)},pug,test"]
     for n in range(21):
-        path = tmp_path / "pets" / "pictures" / f"{n:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 20), (100 * (n % 2), 0, 0)).save(path)
+        shade = np.full((20, 20, 3), 100 * (n % 2), np.uint8)
+        readers.save(tmp_path / "pets" / "pictures" / f"{n:02}.png", shade)
         split = "Training" if n < 12 else "valid"
         lines += [f"{listed.format(n=n)},{('pug', 'husky')[n % 2]},{split}"] * (n < 20)
     (tmp_path / "pets" / "labels.csv").write_text("\n".join(lines))
@@ -219,39 +214,34 @@ def test_arrays_become_a_flagfile(fork, tmp_path, monkeypatch, kind):
             assert float(shade) / 10 % (2 if kind == "masks" else 99) == label
 
 
+FOUR = {"x": np.zeros((4, 8, 8))}
+LABELS = dict.fromkeys(("y_train", "y_val"), np.arange(4) % 2)
+
+
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"x": np.zeros((4, 8, 8))}, "no array of labels"),
-        ({"x": np.zeros((4, 8, 8)), "y": np.zeros(3, int)}, "4 samples and 3 labels"),
-        ({"x": np.zeros((4, 8, 8)), "x1": np.zeros(4), "y": np.zeros(4)}, "which of x and x1"),
-        ({"x": np.zeros((4, 8, 8)), "y": np.arange(4) / 2}, "labels are float64"),
-        ({"x": np.zeros((4, 8, 8)), "y": np.zeros(4)}, "of one class: two are needed"),
-        ({"x": np.zeros((4, 8, 8)), "y": np.array(["../x", "b"] * 2)}, "'../x' cannot be a folder"),
+        (FOUR, "no array of labels"),
+        (FOUR | {"y": np.zeros(3, int)}, "4 samples and 3 labels"),
+        (FOUR | {"x1": np.zeros(4), "y": np.zeros(4)}, "which of x and x1"),
+        (FOUR | {"y": np.arange(4) / 2}, "labels are float64"),
+        (FOUR | {"y": np.zeros(4)}, "of one class: two are needed"),
+        (FOUR | {"y": np.array(["../x", "b"] * 2)}, "'../x' cannot be a folder"),
         ({"x": np.zeros((0, 8, 8)), "y": np.zeros(0)}, "an array of samples is empty"),
         ({"x": np.array([[np.inf]] * 4), "y": np.arange(4) % 2}, "features are finite numbers"),
         ({"x": np.full((4, 8, 8), "a"), "y": np.arange(4)}, "1 or 3 colours last or second"),
         ({"x": np.full((4, 8, 8), np.nan), "y": np.arange(4)}, "floats from 0 to 1; these are"),
         ({"x": np.zeros((4, 8, 8, 4)), "y": np.arange(4)}, "1 or 3 colours last or second"),
-        (
-            {"x": np.zeros((4, 8, 8)), "y": np.zeros((4, 8, 9), int)},
-            "masks of shape (4, 8, 9), int64",
-        ),
-        ({"x": np.zeros((4, 8, 8)), "y": np.full((4, 8, 8), 300)}, "masks hold 300 to 300"),
+        (FOUR | {"y": np.zeros((4, 8, 9), int)}, "masks of shape (4, 8, 9), int64"),
+        (FOUR | {"y": np.full((4, 8, 8), 300)}, "masks hold 300 to 300"),
         ({"x": np.array([{}]), "y": np.arange(1)}, "x.npy cannot be read as numbers"),
-        (
-            {"x_train": np.zeros((4, 2)), "y_train": np.arange(4) % 2}
-            | {"x_val": np.zeros((4, 3)), "y_val": np.arange(4) % 2},
-            "other shapes",
-        ),
+        (LABELS | {"x_train": np.zeros((4, 2)), "x_val": np.zeros((4, 3))}, "other shapes"),
     ],
 )
 def test_arrays_that_do_not_say_are_refused(fork, tmp_path, capfd, found, words):
+    (data := tmp_path / "set").mkdir()
     for name, array in found.items():
-        np.save(tmp_path / f"{name}.npy", array)
-    data = tmp_path / "set"
-    data.mkdir()
-    [file.rename(data / file.name) for file in tmp_path.glob("*.npy")]
+        np.save(data / f"{name}.npy", array)
     command = ["hvdkit start", str(data), "--yes", "--quick"]
     assert start.main([*command, "--label=y"]) == 2 and "without one" in capfd.readouterr().err
     assert start.main(command) == 2
@@ -293,8 +283,7 @@ def test_arrays_that_do_not_say_are_refused(fork, tmp_path, capfd, found, words)
 )
 def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words):
     for name in ("1.png", "2.png", "3.png", "more/3.png"):
-        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / "set" / name)
+        readers.save(tmp_path / "set" / name, readers.noise(0))
     (tmp_path / "set" / "of.csv").write_text(text)
     given = ["--label=d"] * words.startswith("there is no column")
     given = ["--label=y"] * words.startswith("y is the label") or given
@@ -369,9 +358,8 @@ def test_what_cannot_be_told_is_refused_and_leaves_nothing(
 
 def held_back(names: list[str]) -> dict[str, int]:
     """By class how many of these CLASS/NAME are kept to score; no group is in both splits."""
-    items = [
-        arrangement.Item("", name.split("/")[1], Path(name), name.split("/")[0]) for name in names
-    ]
+    pairs = [name.split("/") for name in names]
+    items = [arrangement.Item("", stem, Path(label, stem), label) for label, stem in pairs]
     found, _ = arrangement.with_splits(items)
     return dict(Counter(item.label for item in found if item.split == "val"))
 

@@ -65,9 +65,8 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
     page = (folder / "sweep.html").read_text()
     assert len(re.findall("<td>(complete|pruned)</td>", page)) == 3
-    assert all(
-        f'aria-label="{name}"' in page for name in ("Settings and score", "Best accuracy so far")
-    )
+    figures = ("Settings and score", "Best accuracy so far")
+    assert all(f'aria-label="{name}"' in page for name in figures)
 
 
 def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):

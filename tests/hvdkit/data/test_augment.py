@@ -70,9 +70,7 @@ def test_a_key_says_it_all():
     image, label = noise(48, 48)
     how = augment.Augmentation(size=(32, 32))
     first, again = pairs(image, label, how, 20), pairs(image, label, how, 20)
-    for (image_1, label_1), (image_2, label_2) in zip(first, again, strict=True):
-        np.testing.assert_array_equal(image_1, image_2)
-        np.testing.assert_array_equal(label_1, label_2)
+    tf.nest.map_structure(np.testing.assert_array_equal, first, again)
     assert len({image.tobytes() for image, _ in first}) == 20
     sample = {"image": image, "label": label}
     eager = augment.training_pair(sample, tf.constant([3, 5]), how)
@@ -207,16 +205,11 @@ def test_evaluation_takes_the_middle():
 DEMO, USUAL = ((0.8, 1.25), False), ((0.5, 2.0), True)
 
 
-def opened(root: Path, **settings) -> tuple[segmentation.Task, str]:
-    config = dataclasses.replace(Settings(), data_dir=str(root), image_size=32, **settings)
-    task = segmentation.Task(config)
+def opened(root: Path, **settings) -> tuple[tuple[tuple[float, float], bool], str]:
+    """Its scales and whether it is mirrored; its fingerprint."""
+    task = segmentation.Task(Settings(data_dir=str(root), image_size=32, **settings))
     train, val = task.sources()
-    return task, train.fingerprint() + val.fingerprint()
-
-
-def scale_and_mirror(root: Path, **settings) -> tuple[tuple[float, float], bool]:
-    task, _ = opened(root, **settings)
-    return task.how.scale, task.how.mirror
+    return (task.how.scale, task.how.mirror), train.fingerprint() + val.fingerprint()
 
 
 def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
@@ -225,19 +218,19 @@ def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
     shutil.copytree(tiny_data, copy)
     # Where the demo is made, under its usual name, it is no other set.
     monkeypatch.setattr(segmentation, "DEMO", tiny_data)
-    prints = [opened(folder)[1] for folder in (tiny_data, copy)]
-    assert scale_and_mirror(tiny_data) == scale_and_mirror(copy) == DEMO and prints[0] == prints[1]
+    assert (demo := opened(tiny_data)) == opened(copy) and demo[0] == DEMO
     shutil.copytree(copy, plain, ignore=shutil.ignore_patterns(MARKER))
-    assert scale_and_mirror(plain) == USUAL
-    assert opened(plain)[1] != prints[0]  # a rank that lacks the marker does not go unnoticed
+    how, fingerprint = opened(plain)
+    # A rank that lacks the marker does not go unnoticed.
+    assert how == USUAL and fingerprint != demo[1]
 
 
 def test_flags_have_the_last_word(tiny_data):
     how = segmentation.Task(Settings(colour_range="0.5,0,0.1")).how
     assert (how.brightness, how.contrast, how.saturation) == (0.5, 0, 0.1)
-    assert scale_and_mirror(tiny_data, mirror="on", scale_range="1,3") == ((1.0, 3.0), True)
-    assert scale_and_mirror(tiny_data, synthetic_data=True) == USUAL
-    assert scale_and_mirror(tiny_data, synthetic_data=True, mirror="off") == (USUAL[0], False)
+    assert opened(tiny_data, mirror="on", scale_range="1,3")[0] == ((1.0, 3.0), True)
+    assert opened(tiny_data, synthetic_data=True)[0] == USUAL
+    assert opened(tiny_data, synthetic_data=True, mirror="off")[0] == (USUAL[0], False)
 
 
 def test_pictures_of_a_class_have_other_colours_where_a_flag_says():
@@ -248,9 +241,9 @@ def test_pictures_of_a_class_have_other_colours_where_a_flag_says():
     assert np.any(found[0] != found[1])
 
 
-def test_the_mean_is_over_the_classes_that_occur(tiny_data):
+def test_the_mean_is_over_the_classes_that_occur():
     """Class 0: 3 of 4 right, IoU 3/5; class 1: 1 of 2, IoU 1/3; class 2 occurs nowhere."""
-    task, _ = opened(tiny_data, num_classes=3)
+    task = segmentation.Task(Settings(num_classes=3))
     figures = task.metrics({"confusion": np.array([[3, 1, 0], [1, 1, 0], [0, 0, 0]])})
     np.testing.assert_allclose(figures["miou"], (3 / 5 + 1 / 3) / 2)
     np.testing.assert_allclose(figures["pixel_accuracy"], 4 / 6)

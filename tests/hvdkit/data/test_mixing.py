@@ -1,4 +1,4 @@
-"""Mixed pictures: the Beta distribution, boxes and shares, the loss, the same on any ranks."""
+"""Mixed pictures: the Beta distribution, boxes and shares, on any ranks; loss: test_losses.py."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler, partner
 from hvdkit.data.source import Arrays
 from hvdkit.settings import Settings
-from hvdkit.train import losses, task_checks
+from hvdkit.train import task_checks
 from tasks import classification
 
 DRAW = np.random.default_rng(0)
@@ -41,22 +41,6 @@ def test_a_box_has_the_pixels_that_its_share_says_also_where_it_is_cut_off():
             assert float(kept) == np.float32(1) - np.float32(pixels) / np.float32(9 * 13)
             lost += float(kept) > share + 0.1
     assert lost > 3
-
-
-@pytest.mark.parametrize("weights", [(), (1.0, 2.0, 0.0, 5.0)])
-def test_the_loss_of_two_labels_is_that_of_a_target_of_two_classes(weights):
-    logits = DRAW.normal(size=(50, 4))
-    first, second, share = DRAW.integers(0, 4, 50), DRAW.integers(0, 4, 50), DRAW.uniform(size=50)
-    targets = {"label": first, "other": second, "share": share}
-    how = {"smoothing": 0.2, "class_weights": weights}
-    found, counts = losses.mixed_cross_entropy(tf.constant(logits), targets, **how)
-    of_class = np.array(weights or [1.0] * 4)
-    parts = share * of_class[first], (1 - share) * of_class[second]
-    smooth = 0.8 * np.eye(4) + 0.2 / 4
-    target = parts[0][:, None] * smooth[first] + parts[1][:, None] * smooth[second]
-    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    np.testing.assert_allclose(found * counts, -(target * logs).sum(-1), rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(counts, sum(parts), rtol=1e-6)
 
 
 def test_a_mixed_picture_is_of_each_label_by_its_share():

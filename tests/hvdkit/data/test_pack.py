@@ -16,20 +16,13 @@ from hosts import run
 from refusals import refused
 from small_checkpoints import save
 
-from hvdkit.data import pack, scenes
+from hvdkit.data import pack
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers import records
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Arrays
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("demo") / "demo"
-    scenes.ensure_demo(root, scenes.Settings(train=11, val=1, size=32, box=(12, 16)))
-    return root
 
 
 def packed(demo: Path, out: Path, shards: int = 3) -> Path:
@@ -89,32 +82,32 @@ def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path,
     assert "--out=s3://some/set is a URL" in capsys.readouterr().err
 
 
-def test_corrupt_records_are_named(demo: Path, tmp_path: Path):
-    folder = packed(demo, tmp_path)
+def test_corrupt_records_are_named(tiny_data: Path, tmp_path: Path):
+    folder = packed(tiny_data, tmp_path)
     source = Records(tmp_path, "train")
     assert source.is_demo  # how it is augmented
-    path = folder / "train-00001-of-00003.tfrecord"  # samples 3, 4, 5, 6
+    path = folder / "train-00001-of-00003.tfrecord"  # samples 8 to 16
     whole = path.read_bytes()
-    for place in (12, 100, len(whole) // 4):  # of the data
+    for place in (12, 100, len(whole) // 12):  # of its first sample
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        readers.explained(source, 3, path, "sample 3 (bytes 12 to", "checksum", "pack again")
-        assert source.explain(4) is None and source.explain(2) is None
+        readers.explained(source, 8, path, "sample 8 (bytes 12 to", "checksum", "pack again")
+        assert source.explain(9) is None and source.explain(7) is None
     path.write_bytes(whole[:-50])  # the end of the last sample
-    readers.explained(source, 6, path, "sample 6", "pack again")
+    readers.explained(source, 16, path, "sample 16", "pack again")
     path.write_bytes(b"")
-    readers.explained(source, 5, path, "sample 5", "pack again")
+    readers.explained(source, 12, path, "sample 12", "pack again")
     path.unlink()
-    readers.explained(source, 5, path, "sample 5", "pack again")
+    readers.explained(source, 12, path, "sample 12", "pack again")
     (folder / "index.bin").write_bytes(b"")  # under a set that is open
-    readers.explained(source, 5, path, "sample 5", folder / "index.bin", "was cut")
+    readers.explained(source, 12, path, "sample 12", folder / "index.bin", "was cut")
 
 
-def test_broken_sets_are_named(demo: Path, tmp_path: Path):
+def test_broken_sets_are_named(tiny_data: Path, tmp_path: Path):
     def open_it() -> Records:
         return Records(tmp_path, "train")
 
     refused(open_it, tmp_path / "train" / "pack.json", "hvdkit pack", "none")
-    folder = packed(demo, tmp_path)
+    folder = packed(tiny_data, tmp_path)
     refused(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
     meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
     for path, damages in (
@@ -131,7 +124,7 @@ def test_broken_sets_are_named(demo: Path, tmp_path: Path):
     refused(open_it, meta, "its checksum differs", "pack again")
 
 
-def test_a_set_is_written_whole_or_not_at_all(demo: Path, tmp_path: Path, capsys):
+def test_a_set_is_written_whole_or_not_at_all(tiny_data: Path, tmp_path: Path, capsys):
     readers.write_classes(tmp_path / "raw")
     bad = tmp_path / "raw" / "train" / "n02" / "a.png"
     bad.write_bytes(bad.read_bytes()[:60])
@@ -142,10 +135,10 @@ def test_a_set_is_written_whole_or_not_at_all(demo: Path, tmp_path: Path, capsys
     assert end.value.code == 2 and f"{bad} cannot be decoded" in capsys.readouterr().err
     assert not any(out.iterdir())
 
-    folder = packed(demo, out)
-    refused(lambda: packed(demo, out), folder, "is there already", "--out")
+    folder = packed(tiny_data, out)
+    refused(lambda: packed(tiny_data, out), folder, "is there already", "--out")
     assert [path.name for path in out.iterdir()] == ["train"]
-    refused(lambda: packed(demo, tmp_path / "b", -1), "--shards=-1")
+    refused(lambda: packed(tiny_data, tmp_path / "b", -1), "--shards=-1")
     for name in ("", ".", "..", "a/b", ".train"):
         with pytest.raises(SystemExit):
             command(*flags, f"--out={tmp_path / 'b'}", f"--as={name}")
@@ -170,16 +163,16 @@ def killed_at(monkeypatch, owner: object, function: str, call: int) -> list[obje
 @pytest.mark.parametrize(("place", "calls_of_both"), [
     ((pack, "_verify", 2), 4), ((Path, "rename", 6), 8),
 ])  # fmt: skip
-def test_after_a_kill_the_next_try_goes_on(demo, tmp_path, monkeypatch, place, calls_of_both: int):
+def test_after_a_kill_the_next_try_goes_on(tiny_data, tmp_path, monkeypatch, place, calls_of_both):
     """In the second of three shards, and when two of the three were put into the whole."""
     calls = killed_at(monkeypatch, *place)
     with pytest.raises(KeyboardInterrupt):
-        packed(demo, tmp_path)
+        packed(tiny_data, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]
-    packed(demo, tmp_path)
+    packed(tiny_data, tmp_path)
     assert len(calls) == calls_of_both
     monkeypatch.undo()
-    once = packed(demo, tmp_path / "once")
+    once = packed(tiny_data, tmp_path / "once")
     files = sorted(path.name for path in once.iterdir())
     assert [path.name for path in tmp_path.glob("*/.*")] == []
     assert files == sorted(path.name for path in (tmp_path / "train").iterdir())
@@ -187,13 +180,13 @@ def test_after_a_kill_the_next_try_goes_on(demo, tmp_path, monkeypatch, place, c
         assert (once / name).read_bytes() == (tmp_path / "train" / name).read_bytes()
 
 
-def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(demo, tmp_path, monkeypatch):
+def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(tiny_data, tmp_path, monkeypatch):
     killed_at(monkeypatch, pack, "_join", 1)
     with pytest.raises(KeyboardInterrupt):
-        packed(demo, tmp_path)
+        packed(tiny_data, tmp_path)
     shard = tmp_path / ".train.packing" / "00001" / "shard"
     os.truncate(shard, shard.stat().st_size // 2)
-    refused(lambda: packed(demo, tmp_path), "bytes where", f"remove {tmp_path}/.train.packing")
+    refused(lambda: packed(tiny_data, tmp_path), "bytes where", f"remove {tmp_path}/.train.packing")
 
 
 def test_ranks_share_the_work(tmp_path: Path):
@@ -214,19 +207,19 @@ def test_ranks_share_the_work(tmp_path: Path):
         assert readers.same(source, Records(tmp_path, name))
 
 
-def test_a_rank_that_nobody_counts_is_refused(demo: Path, tmp_path: Path, monkeypatch):
+def test_a_rank_that_nobody_counts_is_refused(tiny_data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "1")
-    refused(lambda: packed(demo, tmp_path), "rank 1, and not of how many")
+    refused(lambda: packed(tiny_data, tmp_path), "rank 1, and not of how many")
 
 
-def test_what_reads_back_otherwise_is_noticed(demo: Path, tmp_path: Path):
+def test_what_reads_back_otherwise_is_noticed(tiny_data: Path, tmp_path: Path):
     class Changing(ImageLabelFolder):
         def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
             first = super().read(tf.constant(0, tf.int64))["file"]
             sample = super().read(index)
             return {**sample, "file": tf.where(index == 7, first, sample["file"])}
 
-    source = Changing(demo, "train", 11)
+    source = Changing(tiny_data, "train", 11)
     with pytest.raises(ValueError, match="sample 7 differs from what was packed of it"):
         pack.pack(source, tmp_path, "train", shards=2)
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]

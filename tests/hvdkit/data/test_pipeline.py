@@ -1,4 +1,4 @@
-"""The feed's own threads, and how long a step waits for it."""
+"""The feed's own threads, how long a step waits for it, and samples that cannot be read."""
 
 import errno
 import os
@@ -79,32 +79,42 @@ def test_samples_keep_their_order_however_long_each_takes():
 
 
 class Torn(Arrays):
-    def __init__(self, bad: int) -> None:
+    """Samples that cannot be read, and a disk that fails at these reads of one sample."""
+
+    def __init__(self, *bad: int, busy: int = -1, fails: Container[int] = ()) -> None:
         super().__init__(x=np.arange(50))
         self.bad, self.asked = bad, []
+        self.busy, self.reads, self.fails = busy, 0, fails
+
+    def _look(self, index):
+        self.reads += index == self.busy
+        if index == self.busy and self.reads in self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return index
 
     def read(self, index):
-        fine = tf.debugging.Assert(index != self.bad, ["torn"])
-        with tf.control_dependencies([fine]):
+        fine = tf.reduce_all(tf.constant(self.bad, tf.int64) != index)
+        with tf.control_dependencies([tf.debugging.Assert(fine, ["torn"])]):
+            index = tf.ensure_shape(tf.numpy_function(self._look, [index], tf.int64), [])
             return super().read(index)
 
     def explain(self, index):
         self.asked.append(index)
-        return f"sample {index} is torn" if index == self.bad else None
+        return f"sample {index} is torn" if index in self.bad else None
 
 
 @pytest.mark.parametrize("device", ["", "/CPU:0"])
 def test_a_step_names_the_sample_that_cannot_be_read(device: str):
     """With a device, batches take the ops that copy them to a GPU; here it is the host."""
     order = Sampler(50, 4, 1, 1, 0, 1)
-    source = Torn(order.ids_of(2, 0)[1])
+    source = Torn(bad := order.ids_of(2, 0)[1])
     made = reader(source, lambda sample, key: sample, keyed=True)
     feed = TrainingFeed(source, order, made, num_steps=5, device=device)
     for step in range(3):
         assert feed.error is None, step
         read = feed.next()["x"][0].numpy().tolist()
         assert read == (order.ids_of(step, 0) if step < 2 else [0] * 4)
-    assert feed.error == f"sample {source.bad} is torn"
+    assert feed.error == f"sample {bad} is torn"
 
 
 @pytest.mark.parametrize("bad", [13, 49])
@@ -121,61 +131,31 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
     assert source.asked == list(range(bad // 4 * 4, bad + 1))
 
 
-class TornAndBusy(Torn):
-    """Samples that cannot be read, and a disk that fails at these reads of one sample."""
-
-    def __init__(self, bad: set[int], busy: int = -1, fails: Container[int] = ()) -> None:
-        super().__init__(-1)
-        self.torn, self.busy = tf.constant(sorted(bad), tf.int64), busy
-        self.reads, self.fails = 0, fails
-
-    def _look(self, index):
-        self.reads += index == self.busy
-        if index == self.busy and self.reads in self.fails:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return index
-
-    def read(self, index):
-        fine = tf.debugging.Assert(tf.reduce_all(self.torn != index), ["torn"])
-        with tf.control_dependencies([fine]):
-            index = tf.ensure_shape(tf.numpy_function(self._look, [index], tf.int64), [])
-            return Arrays.read(self, index)
-
-    def explain(self, index):
-        return f"sample {index} is torn"
-
-
-def batches_of(source: Torn, steps: range, size: int) -> tuple[list[list[int]], list]:
+def batches_of(
+    source: Torn, steps: range, size: int, example=lambda sample, key: sample, **how
+) -> tuple[list[list], list]:
     """Ids that `size` ranks get at each step, in the batch's order, and what they replaced."""
-    made = reader(source, lambda sample, key: sample, keyed=True)
+    made = reader(source, example, keyed=True, **how)
     how = {"first_step": steps.start, "num_steps": steps.stop, "replaces": True}
     orders = [Sampler(50, 12, 1, 1, rank, size) for rank in range(size)]
     feeds = [TrainingFeed(source, order, made, **how) for order in orders]
-    found = [[int(x) for feed in feeds for x in feed.next()["x"][0]] for _ in steps]
+    found = [[x for feed in feeds for x in feed.next()["x"][0].numpy().tolist()] for _ in steps]
     assert [feed.error for feed in feeds] == [None] * size
     return found, sorted(one for feed in feeds for one in feed.replaced)
 
 
 def test_a_sample_whose_partner_is_bad_is_replaced_alike_on_any_number_of_ranks():
-    found = []
-    for size in (1, 3):
-        source, rows, bad = Torn(17), [], []
-        made = reader(source, lambda s, _: {"x": [s["x"], s["partner"]["x"]]}, True, paired=True)
-        for order in (Sampler(50, 12, 1, 1, rank, size) for rank in range(size)):
-            feed = TrainingFeed(source, order, made, num_steps=9, replaces=True)
-            rows.append([feed.next()["x"][0].numpy() for _ in range(9)])
-            bad += feed.replaced
-            assert feed.error is None
-        found.append((np.concatenate(rows, axis=1).tolist(), sorted(bad)))
-    assert found[0] == found[1]
-    rows, bad = np.array(found[0][0]), found[0][1]
+    both = lambda sample, key: {"x": [sample["x"], sample["partner"]["x"]]}  # noqa: E731
+    rows, bad = batches_of(Torn(17), range(9), 1, both, paired=True)
+    assert (rows, bad) == batches_of(Torn(17), range(9), 3, both, paired=True)
+    rows = np.array(rows)
     assert 17 not in rows and np.all(rows[..., 0] != rows[..., 1])
     assert len(bad) > 2 and {one.sample for one in bad} == {17}  # counted as one bad sample
 
 
 def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume():
     order, torn = Sampler(50, 12, 1, 1, 0, 1), {3, 17, 44}
-    found, replaced = batches_of(TornAndBusy(torn), range(9), 1)
+    found, replaced = batches_of(Torn(*torn), range(9), 1)
     ids = [order.ids_of(step, 0) for step in range(9)]
     seen = []
     for step, (batch, read) in enumerate(zip(ids, found)):
@@ -185,9 +165,9 @@ def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume()
         seen += [Replaced(step + 1, i, x, f"sample {i} is torn") for i, x in pairs]
     assert replaced == sorted(seen) and len({one.by for one in seen}) > 2
     for size in (2, 3):
-        assert batches_of(TornAndBusy(torn), range(9), size) == (found, replaced)
+        assert batches_of(Torn(*torn), range(9), size) == (found, replaced)
     later = [one for one in replaced if one.step > 4]
-    assert batches_of(TornAndBusy(torn), range(4, 9), 2) == (found[4:], later)
+    assert batches_of(Torn(*torn), range(4, 9), 2) == (found[4:], later)
 
 
 def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
@@ -196,7 +176,7 @@ def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
     busy = order.ids_of(1, 0)[5]
     # Also once more where all samples are read again, after each was read by itself.
     for fails, wanted in (({1, 2, 3}, ""), ({1, 3}, ""), (range(99), "the disk fails, not the ")):
-        source = TornAndBusy(set(), busy, fails)
+        source = Torn(busy=busy, fails=fails)
         made = reader(source, lambda sample, key: sample, keyed=True)
         feed = TrainingFeed(source, order, made, num_steps=3)
         found = [feed.next()["x"][0].numpy().tolist() for _ in range(3)]
@@ -204,10 +184,21 @@ def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
         if not wanted:
             assert found == [order.ids_of(step, 0) for step in range(3)] and feed.error is None
             assert "reading again" in capsys.readouterr().out
-    source = TornAndBusy(set(), 17, {1, 2})
+    source = Torn(busy=17, fails={1, 2})
     made = reader(source, lambda sample: sample, keyed=False)
     read = [x for batch in EvaluationFeed(source, made, 4) for x in batch["x"].numpy().tolist()]
     assert read == list(range(50))
+
+
+def test_the_reason_is_found_in_what_tensorflow_says_twice():
+    message = (
+        "Graph execution error:\n\nDetected at node a defined at (most recent call last):\n"
+        '  File "a.py", line 1, in f\n\n<stack traces unavailable>\n2 root error(s) found.\n'
+        "  (0) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n\t [[{{node a}}]]\n"
+        "  (1) INVALID_ARGUMENT:  indices = 7 is not in [0, 1)\n0 successful operations."
+    )
+    error = tf.errors.InvalidArgumentError(None, None, message)
+    assert pipeline.reason_of(error) == "indices = 7 is not in [0, 1)"
 
 
 class Other:

@@ -4,19 +4,19 @@ import fcntl
 import os
 import shutil
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import readers
 from file_server import FileServer
-from PIL import Image
 
 from hvdkit.data import pack, remote
-from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.records import Records
+from hvdkit.data.source import Arrays
 from hvdkit.stop import passes
 
 SHARDS = 6
@@ -25,15 +25,11 @@ SHARDS = 6
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """30 pictures packed in 6 shards, as train and val."""
-    root, draw = tmp_path_factory.mktemp("set"), np.random.default_rng(0)
-    for number in range(30):
-        folder = root / "data" / "train" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = draw.integers(0, 256, (16, 16, 3), np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.png")
+    root, pictures = tmp_path_factory.mktemp("set"), [readers.noise(n, 16, 16) for n in range(30)]
     for name in ("train", "val"):
-        pack.pack(ClassFolders(root / "data", "train"), root / "packed", name, shards=SHARDS)
-    return root / "packed"
+        source = Arrays(image=np.stack(pictures), label=np.arange(30) % 2)
+        pack.pack(source, root, name, shards=SHARDS)
+    return root
 
 
 @pytest.fixture
@@ -51,14 +47,9 @@ def everything(source) -> list:
 def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(root, server):
     local = Records(root, "train")
     server.latency = 0.02
-    two, found = [Records(Path(server.url), "train") for _ in range(2)], []
-    readers = [
-        threading.Thread(target=lambda one=one: found.append(everything(one))) for one in two
-    ]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
+    two = [Records(Path(server.url), "train") for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        found = [*pool.map(everything, two)]
     assert found == [everything(local)] * 2 and two[0].fingerprint() == local.fingerprint()
     assert {name: n for name, n in server.asked.items() if name != "pack.json"} == {
         "index.bin": 1, **{f"train-0000{n}-of-00006.tfrecord": 1 for n in range(SHARDS)}
@@ -148,9 +139,8 @@ def test_a_suspended_run_that_fetches_is_not_waited_for_for_ever(server, monkeyp
 
 
 def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):
-    monkeypatch.setattr(
-        os, "pwrite", lambda file, data, first, p=os.pwrite: p(file, data[:9], first)
-    )
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, first: write(file, data[:9], first))
     fault = Records(server.url, "train").fetch(np.array([0]))[1][0]
     assert "No space left on device" in fault and passes(fault)
 

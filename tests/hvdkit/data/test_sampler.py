@@ -108,15 +108,6 @@ def test_too_little_for_the_ranks(settings, words):
         Sampler(**(usual | settings), rank=0, size=4)
 
 
-def test_batches_that_were_passed_over_are_left_out():
-    """With 3 batches left out, step 4 has the samples, and their keys, of what was step 7."""
-    plain = Sampler(50, 6, 2, 1, 0, 1)
-    after = Sampler(50, 6, 2, 1, 0, 1, passed_over=3)
-    found = after.local_samples(tf.constant(4)), plain.local_samples(tf.constant(7))
-    for ours, theirs in zip(*found):
-        np.testing.assert_array_equal(ours, theirs)
-
-
 def in_shards(n: int, shards: int, at_once: int) -> Shards:
     """Shards of nearly the same size, as `hvdkit pack` makes them, and an empty one."""
     edges = [share(n, number, shards) for number in range(shards)]

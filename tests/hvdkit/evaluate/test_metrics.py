@@ -12,12 +12,8 @@ from hvdkit.evaluate import metrics
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_top_k_counts_ties_as_scikit_learn_does(k):
     rng = np.random.default_rng(3)
-    labels = rng.integers(9, size=500)
-    for scores in (
-        rng.normal(size=(500, 9)),
-        rng.integers(3, size=(500, 9)) / 2,
-        np.ones([500, 9]),
-    ):
+    labels, shape = rng.integers(9, size=500), (500, 9)
+    for scores in (rng.normal(size=shape), rng.integers(3, size=shape) / 2, np.ones(shape)):
         hits = metrics.in_top(tf.constant(labels), tf.constant(scores), k).numpy()
         assert hits.mean() == top_k_accuracy_score(labels, scores, k=k, labels=range(9))
     assert hits.mean() < 0.8  # equal scores for all classes are no way to a high one

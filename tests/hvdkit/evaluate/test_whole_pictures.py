@@ -10,9 +10,6 @@ from hvdkit.evaluate.whole_pictures import Passes, predict
 from hvdkit.settings import Settings
 from tasks import segmentation
 
-STRIDE = 4
-RNG = np.random.default_rng(2)
-
 
 def test_a_small_scale_leaves_no_pixel_out():
     """Stripes that are finer than the scaled pixels become their mean."""

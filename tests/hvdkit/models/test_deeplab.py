@@ -62,10 +62,7 @@ def test_dropout_is_after_the_pyramid(model):
 
 
 def test_sizes_that_are_multiples_of_16(model):
-    spec = {
-        "image": tf.TensorSpec([None, None, None, 3]),
-        "key": tf.TensorSpec([None, 2], tf.int32),
-    }
+    spec = {"image": tf.TensorSpec([None, None, None, 3]), "key": tf.TensorSpec([None, 2], "int32")}
     traced = tf.function(model, input_signature=[spec], autograph=False)
     for size in ((48, 112), (16, 16)):
         logits = traced(inputs(*size))

@@ -17,19 +17,10 @@ from tasks.classification import MODELS
 CONFIG = dataclasses.replace(Settings(), task="classification", num_classes=10, image_size=8)
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "parameters"),
-    [
-        ("resnet20", 10, 269_722),  # He et al. 2015, table 6: 0.27 and 0.85 million
-        ("resnet56", 10, 853_018),
-        ("resnet50_keras", 1000, 25_557_032 + 26_560),  # He et al.'s with biases
-    ],
-)
-def test_parameters(name, classes, parameters):
-    model = MODELS[name](32, classes, 0.0)
-    assert trainable(model) == parameters
-    if classes == 1000:
-        assert model.get_layer("conv3_block1_1_conv").strides == (2, 2)
+@pytest.mark.parametrize(("name", "parameters"), [("resnet20", 269_722), ("resnet56", 853_018)])
+def test_parameters(name, parameters):
+    """He et al. 2015, table 6: 0.27 and 0.85 million. Those of resnet50_keras: test_backbone.py."""
+    assert trainable(MODELS[name](32, 10, 0.0)) == parameters
 
 
 def trainable(model: keras.Model) -> int:
@@ -115,9 +106,7 @@ def test_accuracy_and_top_5():
     sums = task.sums(logits, tf.constant([0, 4, 5, 9], tf.int64))
     figures = task.metrics({k: v.numpy() for k, v in sums.items()})
     assert figures == {"accuracy": 0.25, "top5_accuracy": 0.5}
-    # None where a logit is no number; ties: test_metrics.py.
-    sums = task.sums(tf.fill([4, 10], np.nan), tf.zeros([4], tf.int64))
-    assert int(sums["hits"]) == int(sums["hits_of_5"]) == 0
+    # Ties, and logits that are no numbers: test_metrics.py.
     few = classification.Task(dataclasses.replace(CONFIG, num_classes=5))
     names = list(few.sums(logits[:, :5], tf.constant([0, 4, 3, 3], tf.int64)))
     assert names == ["hits", "samples", "confusion"]

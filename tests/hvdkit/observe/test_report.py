@@ -91,10 +91,8 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
     lines[7]["loss"] = None
     lines += [{"step": 5, "eval_loss": None, "eval_miou": 0.5, "eval_iou_0": None, "time": 9.0}]
     folder = made_up(tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}])
-    names = ["<script>", "$one^", "漢字\udce9"]
-    metrics.write_confusion(
-        folder / "confusion.csv", names, np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]])
-    )
+    names, counts = ["<script>", "$one^", "漢字\udce9"], np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]])
+    metrics.write_confusion(folder / "confusion.csv", names, counts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.main(["hvdkit report", str(folder)]) == 0

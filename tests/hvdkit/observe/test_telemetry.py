@@ -1,5 +1,6 @@
 """Records and trackers of a run: speeds are of training alone, by a clock that the test turns."""
 
+import json
 import os
 import resource
 import sys
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from hvdkit import whole_files
 from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
@@ -98,6 +100,12 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     assert line == {"step": 4, "global_norm": 5.0, "layers": layers}
     ((step, values),) = shown
     assert step == 4 and values["gradient_norm/b"] == 4.0 and len(values) == 6
+
+
+def test_what_json_has_no_word_for_is_null(tmp_path):
+    numbers = {"x": [np.nan, (1.5, -np.inf)], "y": {"z": "nan"}}
+    whole_files.write_json(tmp_path / "a", numbers)
+    assert json.loads((tmp_path / "a").read_text()) == {"x": [None, [1.5, None]], "y": {"z": "nan"}}
 
 
 def test_trackers_get_a_few_figures_of_thousands_of_ranks():

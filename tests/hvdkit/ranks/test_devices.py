@@ -10,9 +10,8 @@ from hosts import executable
 from hvdkit.ranks import devices, fingerprint
 from ranks import ENVIRONMENT, last_lines, launch
 
-without_gpu = pytest.mark.skipif(
-    bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU"
-)
+GPUS = tf.config.list_physical_devices("GPU")
+without_gpu = pytest.mark.skipif(bool(GPUS), reason="there is a GPU")
 TWO = "GPU 0: NVIDIA H100 (UUID: GPU-1)\\nGPU 1: NVIDIA H100 (UUID: GPU-2)\\n"
 
 

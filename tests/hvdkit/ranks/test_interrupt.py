@@ -113,14 +113,10 @@ def test_the_end_of_a_forked_child_does_not_stop_the_run():
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["train.py", "--flagfile=configs/demo.cfg"],
-        ["-m", "hvdkit", "check", "--data_dir=datasets/demo"],
-    ],
-    ids=lambda words: words[1] if words[0] == "-m" else words[0],
+    ["train.py --flagfile=configs/demo.cfg", "-m hvdkit check --data_dir=datasets/demo"],
 )
 def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
-    with python(*words) as terminal:
+    with python(*words.split()) as terminal:
         end = time.monotonic() + 60
         maps = Path(f"/proc/{terminal.pid}/maps")
         while "libtensorflow" not in maps.read_text() and time.monotonic() < end:

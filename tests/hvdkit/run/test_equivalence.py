@@ -9,18 +9,17 @@ from ranks import launch_well
 
 # Rounding only; where a true gradient is zero, Adam divides rounding by rounding: measured.
 LIMITS = {"float64": 1e-12, "float32 sgd": 1e-5, "float32 adam": 1e-2}
-# `make slow-test` trains the others too. That each flag counts: checks_flags.py.
-EVERY_CHANGE = ["float64 sgd accumulation"]
+# `make slow-test` trains the others. That each flag counts: checks_flags.py.
+EVERY_CHANGE = "float64 sgd accumulation"
 EQUAL = [name for name in equivalence.SETTINGS if "local batch norm" not in name]
 
 
 @pytest.fixture(scope="module")
 def weights(request, tiny_data, tmp_path_factory) -> Path:
-    """A folder RANKS/SETTING.npz for 1 and 3 ranks."""
+    """A folder RANKS/SETTING.npz for 1 and 3 ranks, of the settings that were chosen."""
     root = tmp_path_factory.mktemp("weights")
     items = [item for item in request.session.items if item.fspath == request.fspath]
-    whole = any(item.get_closest_marker("slow") for item in items)
-    names = EQUAL if whole else EVERY_CHANGE
+    names = [item.callspec.params["name"] for item in items]
     for ranks in (1, 3):
         (root / str(ranks)).mkdir()
         worker = [Path(equivalence.__file__), tiny_data, root / str(ranks), "tiny"]
@@ -29,7 +28,7 @@ def weights(request, tiny_data, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in EVERY_CHANGE)) for n in EQUAL]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != EVERY_CHANGE)) for n in EQUAL]
 )
 def test_same_weights_as_one_rank(name, weights):
     limit = next(limit for start, limit in LIMITS.items() if name.startswith(start))

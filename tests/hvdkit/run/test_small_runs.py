@@ -1,4 +1,4 @@
-"""Whole small runs on real ranks: what a task or a run may do wrong, and what is promised of it."""
+"""tests/ranks/ on real ranks: what a task or a run may do wrong, and what is promised of it."""
 
 import pytest
 
@@ -7,37 +7,41 @@ from ranks import CHECKS, names_of_checks, run_checks
 # On 1 rank as on 2.
 BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
 OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")
-PARTS = {1: BOTH, 2: (*BOTH, *OF_TWO), 3: ("objective",)}
-# Those of a task are there where the task is.
-FILES = {
-    ranks: [f for part in parts if (f := CHECKS / f"checks_{part}.py").exists()]
-    for ranks, parts in PARTS.items()
+# By what starts the ranks and how many there are. Layers do not know what carries their sums.
+PARTS = {
+    ("alone", 1): BOTH,
+    ("gloo", 2): (*BOTH, *OF_TWO),
+    ("gloo", 3): ("objective", "reduction", "step", "batch_norm", "world"),
+    ("mpirun", 2): ("world",),
+    ("mpi", 2): ("reduction",),
 }
+FILES = {launch: [CHECKS / f"checks_{p}.py" for p in parts] for launch, parts in PARTS.items()}
+SLOW = ("alone", 1), ("mpi", 2)
 
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """By number of ranks; a launch runs the checks that were chosen."""
+    """By launch; one runs the checks that were chosen."""
     items = [item for item in request.session.items if item.fspath == request.fspath]
-    of = [item.callspec.params for item in items]
-    chosen = {n: [param["name"] for param in of if param["ranks"] == n] for n in PARTS}
-    found, how = {}, {"timeout": 1000}
-    for n, names in chosen.items():
+    of, found = [item.callspec.params for item in items], {}
+    for (backend, ranks), files in FILES.items():
+        names = [params["name"] for params in of if params["launch"] == (backend, ranks)]
+        files = [file for file in files if {*names} & {*names_of_checks(file)}]
         if names:
-            found[n] = run_checks(FILES[n], n, "gloo" if n > 1 else "", names=names, **how)
+            found[backend, ranks] = run_checks(files, ranks, backend, names=names, timeout=1000)
     return found
 
 
-# The first waits for its launch: a minute, and several on a busy machine.
+# The first waits for all launches: a minute each, and several on a busy machine.
 @pytest.mark.timeout(3200)
 @pytest.mark.parametrize(
-    ("ranks", "name"),
+    ("launch", "name"),
     [
-        pytest.param(n, name, marks=[pytest.mark.slow] * (n != 2 or name.startswith("slow")))
-        for n, files in FILES.items()
-        for name in names_of_checks(*files)
+        pytest.param(launch, n, marks=[pytest.mark.slow] * (launch in SLOW or n.startswith("slow")))
+        for launch, files in FILES.items()
+        for n in names_of_checks(*files)
     ],
+    ids=lambda part: part if isinstance(part, str) else "-".join(map(str, part)),
 )
-def test_small_run(ranks, name, outcomes):
-    failure = outcomes[ranks][name]
-    assert failure is None, failure
+def test_small_run(launch, name, outcomes):
+    assert outcomes[launch][name] is None, outcomes[launch][name]

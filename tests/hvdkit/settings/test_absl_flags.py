@@ -139,14 +139,13 @@ settings.write(found, pathlib.Path("config.cfg"))
 """
 
 
-def python(project: Path, code: str, *words: str, rank: str = "") -> subprocess.CompletedProcess:
+def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess:
     """Runs `code` in the project, as a train.py that has only this in it."""
     (project / "tasks" / "mine.py").write_text(TASK)
     package = str(Path(hvdkit.__file__).parents[1])
     (project / "train.py").write_text(f"import pathlib, sys; sys.path.append({package!r})\n{code}")
     command = [sys.executable, "train.py", *words]
-    env = {"HOROVOD_RANK": rank} if rank else {}
-    return subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=project, env={}, capture_output=True, text=True, timeout=60)
 
 
 def test_flags_that_a_fork_defines_stand_beside_the_settings(project):

@@ -72,9 +72,8 @@ def test_a_value_may_be_the_next_word():
 
 def test_epochs_become_steps():
     """Of two that say how long a run is, the later counts."""
-    config = parse(
-        "--num_steps=9", "--epochs", "2.5", "--eval_every=1epoch", "--log_every=.01epochs"
-    )
+    flags = "--num_steps=9 --epochs 2.5 --eval_every=1epoch --log_every=.01epochs"
+    config = parse(*flags.split())
     assert int(config.num_steps) > 10**7 and str(config.eval_every) == "1epochs"
     steps = config.for_samples(100)  # 32 a step
     assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)

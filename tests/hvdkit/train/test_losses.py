@@ -1,4 +1,4 @@
-"""The loss by hand, in NumPy; weights that enter as weights; scaled pictures."""
+"""The loss by hand, in NumPy; weights that enter as weights."""
 
 from types import SimpleNamespace
 
@@ -6,31 +6,33 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scipy.special import log_softmax
 
-from hvdkit.train import objective, preprocessing
-from hvdkit.train.losses import cross_entropy
+from hvdkit.train import objective
+from hvdkit.train.losses import cross_entropy, mixed_cross_entropy
 
 LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]])
 LABELS = np.array([0, 1, 1, 2])
 
 
-def by_hand(smoothing: float) -> np.ndarray:
-    probabilities = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
-    target = (1 - smoothing) * np.eye(3)[LABELS] + smoothing / 3
-    return -(target * np.log(probabilities)).sum(-1)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
-def test_losses_are_cross_entropy_to_the_smoothed_target(smoothing):
-    losses, weights = cross_entropy(LOGITS, LABELS, smoothing=smoothing)
-    np.testing.assert_allclose(losses, by_hand(smoothing), rtol=1e-12)
-    np.testing.assert_array_equal(weights, 1)
-
-
-def test_class_weights_are_the_labels_class_and_leave_the_losses_alone():
-    losses, weights = cross_entropy(LOGITS, LABELS, class_weights=[1.0, 2.5, 0.0])
-    np.testing.assert_allclose(losses, by_hand(0.0), rtol=1e-12)
-    np.testing.assert_array_equal(weights, [1.0, 2.5, 2.5, 0.0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("class_weights", [(), (1.0, 2.0, 0.0, 5.0)])
+def test_losses_are_cross_entropy_to_the_smoothed_target(smoothing, class_weights):
+    """Of one class, or of two by share; weights are the classes', and leave the losses alone."""
+    draw, of_class = np.random.default_rng(0), np.array(class_weights or [1.0] * 4)
+    logits, (first, second) = draw.normal(size=(50, 4)), draw.integers(0, 4, (2, 50))
+    logs, smooth = log_softmax(logits, -1), (1 - smoothing) * np.eye(4) + smoothing / 4
+    how = {"smoothing": smoothing, "class_weights": class_weights}
+    losses, weights = cross_entropy(logits, first, **how)
+    np.testing.assert_allclose(losses, -(smooth[first] * logs).sum(-1), rtol=1e-12)
+    np.testing.assert_array_equal(weights, of_class[first])
+    share = draw.uniform(size=50)
+    parts = share * of_class[first], (1 - share) * of_class[second]
+    target = parts[0][:, None] * smooth[first] + parts[1][:, None] * smooth[second]
+    targets = {"label": first, "other": second, "share": share}
+    losses, weights = mixed_cross_entropy(logits, targets, **how)
+    np.testing.assert_allclose(losses * weights, -(target * logs).sum(-1), rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(weights, sum(parts), rtol=1e-6)
 
 
 def test_an_ignored_position_has_no_weight_whatever_its_label():
@@ -40,20 +42,9 @@ def test_an_ignored_position_has_no_weight_whatever_its_label():
     np.testing.assert_array_equal(weights, [3.0, 0.0, 1.0, 1.0])
 
 
-def test_scaled_pictures_are_from_minus_1_to_1():
-    image = keras.Input((None, None, 3))
-    model = keras.Model(image, preprocessing.scaled(image))
-    found = model(tf.constant([[[[0.0, 127.5, 255.0]]]]))
-    np.testing.assert_allclose(found[0, 0, 0], [-1.0, 0.0, 1.0], atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("units", "activation", "words"),
-    [
-        (3, "softmax", "ends with a softmax"),
-        (3, "sigmoid", "ends with a sigmoid"),
-        (1, None, "one"),
-    ],
+    [(3, "softmax", "ends with a softmax"), (3, "sigmoid", "a sigmoid"), (1, None, "one")],
 )
 def test_what_is_no_logits_is_refused(units, activation, words):
     """In a graph, where a run traces its loss."""

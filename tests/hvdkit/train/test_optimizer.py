@@ -1,6 +1,7 @@
 """Update rules and averages against their formulas, by hand in NumPy."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -88,21 +89,19 @@ def expected(config: Settings, weights: list, slope: list) -> tuple[list, list]:
         rate = 0.3 * (1 - number / STEPS) ** 0.9 * min((number + 1) / 3, 1)
         for i, w in enumerate(weights):
             if i != UNUSED:
-                decay = config.weight_decay if i in KERNELS else 0.0
-                update = UPDATES[config.optimizer](config, w, slope[number][i], m[i], v[i], t)
-                w -= update(rate, decay, i in KERNELS)
+                how = {"rate": rate, "decay": config.weight_decay if i in KERNELS else 0.0}
+                how |= {"momentum": config.momentum, "kernel": i in KERNELS, "t": t}
+                update = UPDATES[config.optimizer]
+                w -= update(w, slope[number][i], m[i], v[i], SimpleNamespace(**how))
         if averages is None:
             averages = [w.copy() for w in weights]
         averages = [EMA * a + (1 - EMA) * w for a, w in zip(averages, weights)]
     return weights, averages
 
 
-def sgd(config, w, g, m, v, t):
-    def update(rate, decay, kernel):
-        m[...] = config.momentum * m - rate * (g + decay * w)
-        return -m
-
-    return update
+def sgd(w, g, m, v, how):
+    m[...] = how.momentum * m - how.rate * (g + how.decay * w)
+    return -m
 
 
 def adam_size(m, v, g, t, epsilon_hat):
@@ -114,32 +113,26 @@ def adam_size(m, v, g, t, epsilon_hat):
     return m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-7)
 
 
-def adam(config, w, g, m, v, t):
-    return lambda rate, decay, kernel: rate * adam_size(m, v, g + decay * w, t, True)
+def adam(w, g, m, v, how):
+    return how.rate * adam_size(m, v, g + how.decay * w, how.t, True)
 
 
-def adamw(config, w, g, m, v, t):
-    return lambda rate, decay, kernel: rate * (adam_size(m, v, g, t, True) + decay * w)
+def adamw(w, g, m, v, how):
+    return how.rate * (adam_size(m, v, g, how.t, True) + how.decay * w)
 
 
-def lamb(config, w, g, m, v, t):
-    def update(rate, decay, kernel):
-        u = adam_size(m, v, g, t, False) + decay * w
-        usable = kernel and np.linalg.norm(w) > 0 and np.linalg.norm(u) > 0
-        return rate * (np.linalg.norm(w) / np.linalg.norm(u) if usable else 1.0) * u
-
-    return update
+def lamb(w, g, m, v, how):
+    u = adam_size(m, v, g, how.t, False) + how.decay * w
+    usable = how.kernel and np.linalg.norm(w) > 0 and np.linalg.norm(u) > 0
+    return how.rate * (np.linalg.norm(w) / np.linalg.norm(u) if usable else 1.0) * u
 
 
-def lars(config, w, g, m, v, t):
-    def update(rate, decay, kernel):
-        size, slope = np.linalg.norm(w), np.linalg.norm(g)
-        if kernel and size > 0 and slope > 0:
-            rate = rate * 0.001 * size / (slope + decay * size)
-        m[...] = config.momentum * m + rate * (g + decay * w)
-        return m
-
-    return update
+def lars(w, g, m, v, how):
+    size, slope, rate = np.linalg.norm(w), np.linalg.norm(g), how.rate
+    if how.kernel and size > 0 and slope > 0:
+        rate = rate * 0.001 * size / (slope + how.decay * size)
+    m[...] = how.momentum * m + rate * (g + how.decay * w)
+    return m
 
 
 UPDATES = {"sgd": sgd, "adam": adam, "adamw": adamw, "lamb": lamb, "lars": lars}
@@ -268,6 +261,7 @@ def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
 ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
+MUON = keras.optimizers.Muon
 
 
 @pytest.mark.parametrize(
@@ -278,22 +272,14 @@ ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
         (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
         (lambda: ADAM(use_ema=True), {}, "--ema_decay"),
         (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
-        (
-            lambda: keras.optimizers.Muon(0.1, weight_decay=None),
-            {"weight_decay": 0.1},
-            "both decay",
-        ),
+        (lambda: MUON(0.1, weight_decay=None), {"weight_decay": 0.1}, "both decay"),
         (list, {}, "at least one Group"),
         (lambda: [ADAM()], {}, "make it of Groups"),
         (lambda: [Group(lambda v: True, ADAM(), -1.0)], {}, "rate of -1.0"),
         (lambda: [Group(lambda v: True, ADAM(use_ema=True))], {}, "--ema_decay"),
         (lambda: [Group(is_kernel, ADAM())], {}, "bias is in no Group"),
         (lambda: [Group([], ADAM()), Group(lambda v: True, ADAM())], {}, "Group 0 takes no weight"),
-        (
-            lambda: [Group([keras.Variable(0.0, name="x")], ADAM())],
-            {},
-            "Group 0 has x, not trained",
-        ),
+        (lambda: [Group([keras.Variable(0.0, name="x")], ADAM())], {}, "0 has x, not trained"),
         (lambda: keras.optimizers.LossScaleOptimizer(SGD_OF_KERAS(0.1)), {}, "LossScaleOptimizer"),
     ],
 )

@@ -43,12 +43,11 @@ def test_softmax_where_the_loss_is_softmax_cross_entropy_of_the_outputs(task):
 
 def test_what_decode_says():
     found = outputs.decoder(OfLabels(Settings()), LOGITS)(LOGITS)
-    np.testing.assert_allclose(found["probabilities"], 1 / (1 + np.exp(-LOGITS)), rtol=1e-6)
+    chances = 1 / (1 + np.exp(-LOGITS))
+    np.testing.assert_allclose(found["probabilities"], chances, rtol=1e-6)
     np.testing.assert_array_equal(found["labels"], LOGITS.numpy() > 0)
     found = outputs.one_logit(LOGITS[:, :1])
-    np.testing.assert_allclose(
-        found["probabilities"][:, 1], 1 / (1 + np.exp(-LOGITS[:, 0])), rtol=1e-6
-    )
+    np.testing.assert_allclose(found["probabilities"][:, 1], chances[:, 0], rtol=1e-6)
     np.testing.assert_array_equal(found["classes"], LOGITS[:, 0] > 0)
 
 

@@ -78,10 +78,8 @@ def test_names_stay_when_batch_norm_is_synchronized():
 
 
 def test_paths_that_repeat_keep_their_slots_apart():
-    shared = keras.layers.Dense(3, name="same")
+    shared, other = (keras.layers.Dense(3, name="same") for _ in range(2))
     x = keras.Input((3,))
-    model = keras.Model(
-        x, keras.Sequential([keras.layers.Dense(3, name="same")])(shared(shared(x)))
-    )
+    model = keras.Model(x, keras.Sequential([other])(shared(shared(x))))
     found = state_names(model)
     assert len(found) == len(set(found)) and sum("same/kernel/momentum" in n for n in found) == 2

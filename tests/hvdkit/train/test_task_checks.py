@@ -122,10 +122,7 @@ MISTAKES = [
     ({"evaluation_example": lambda task, s: (s["x"], s["y"])}, "evaluation_example", "tuple"),
     ({"training_example": branches}, "training_example failed", "test_task_checks.py, line"),
     ({"sources": tuple_for_dict}, "read() must return a dict of tensors, not tuple"),
-    (
-        example(targets=lambda task, x, y: tf.sparse.from_dense(x)),
-        *("training_example", "a SparseTensor"),
-    ),
+    (example(targets=lambda _, x, y: tf.sparse.from_dense(x)), "training_example", "SparseTensor"),
     (
         example(targets=lambda task, x, y: tf.ensure_shape(x[: y + 1], [None])),
         *("training_example", "shape (None,)"),
@@ -138,10 +135,7 @@ MISTAKES = [
     ),
     ({"evaluation_example": NORMAL}, "evaluation_example draws", "leave them out"),
     (model(lambda: keras.layers.Dense(3)), "build_model must return a keras.Model"),
-    (
-        model(lambda: Steps(keras.layers.Dense(CLASSES))),
-        *("defines its own train_step", "the task's loss"),
-    ),
+    (model(lambda: Steps(keras.layers.Dense(CLASSES))), "its own train_step", "the task's loss"),
     (model(lambda: OwnLoss(keras.layers.Dense(CLASSES))), "its own compute_loss"),
     (
         model(lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(3)])),

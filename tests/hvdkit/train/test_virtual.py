@@ -5,15 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
-import keras
 import pytest
-import tensorflow as tf
 
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
 from hvdkit.observe import compare
-from hvdkit.train.dropout import Seeds
 from ranks import CHECKS, PROJECT, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_virtual.py"
@@ -106,18 +103,6 @@ def test_folders_that_cannot_be_compared_are_named(whole, tmp_path, capsys):
     assert code == 2 and f"{tmp_path}/summary.json is no summary of a run" in printed
     code, printed = compared(whole, whole / ".." / whole.name, capsys)
     assert code == 2 and "one folder" in printed
-
-
-def test_no_two_generators_virtual_ranks_or_steps_share_a_seed():
-    layers = [keras.layers.Dropout(0.5), keras.layers.GaussianNoise(1.0), keras.layers.Dropout(0.1)]
-    model = keras.Sequential([keras.Input((2,)), *layers])
-    seeds, found = Seeds(5, model), []
-    for step in (0, 1, 2, 2**31):
-        for number in range(4):
-            seeds.assign(tf.constant(step, tf.int64), tf.constant(number, tf.int64))
-            found += [tuple(v.numpy().tolist()) for v in seeds.variables]
-    assert len(set(found)) == len(found) == 4 * 4 * 3
-    assert all(0 <= word < 2**31 - 2 for state in found for word in state)
 
 
 def parse(*flags):

@@ -16,8 +16,8 @@ from hvdkit.data.readers import pairs
 CLASSES = 5
 
 
-def write(root: Path, name: str, image: np.ndarray, label: np.ndarray, suffix: str = ".png"):
-    readers.save(root / "images" / f"{name}{suffix}", image)
+def write(root: Path, name: str, image: np.ndarray, label: np.ndarray):
+    readers.save(root / "images" / f"{name}.png", image)
     readers.save(root / "labels" / f"{name}.png", label)
 
 
@@ -36,8 +36,7 @@ def pixels() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture
 def root(tmp_path: Path, pixels: tuple[np.ndarray, np.ndarray]) -> Path:
-    for name in ("a", "b", "c"):
-        write(tmp_path, name, *pixels)
+    readers.write_pairs(tmp_path, dict.fromkeys("abc", pixels))
     list_names(tmp_path, "b", "", "a")
     return tmp_path
 

@@ -149,11 +149,8 @@ def test_segments_before_the_exif_are_passed():
     data = picture(6)
     jfif, rest = data[2:20], data[20:]
     assert jfif[:2] == b"\xff\xe0" and rest[:2] == b"\xff\xe1"
-    for before in (
-        b"",
-        jfif,
-        jfif + b"\xff\xfe\x00\x09comment" + b"\xff\xe2\x10\x02" + bytes(4096),
-    ):
+    comment, profile = b"\xff\xfe\x00\x09comment", b"\xff\xe2\x10\x02" + bytes(4096)
+    for before in (b"", jfif, jfif + comment + profile):
         assert pictures.orientation(data[:2] + before + rest) == 6
     # The name inside a comment begins no Exif segment.
     fake = b"\xff\xfe\x00\x12Exif\0\0II*\0\x08\0\0\0\0\0"

@@ -79,7 +79,7 @@ def test_odd_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path):
         assert off.max() <= (16 if name == "palette.PNG" else 5), (name, off.max())
 
 
-def test_pictures_of_16_bits_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_pictures_of_16_bits_are_refused(tmp_path: Path):
     """Of 12 bits in 16, as of X-rays and microscopes, decoders would show almost nothing."""
     path = tmp_path / "train" / "a" / "xray.png"
     path.parent.mkdir(parents=True)
