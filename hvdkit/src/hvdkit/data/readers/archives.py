@@ -224,4 +224,12 @@ def _found(root: Path, split: str, names: str) -> list[Path]:
                 f"{folder}, split {split}: {len(missing)} of {int(count)} files are missing, "
                 f"number {missing[0]} first"
             )
+    numbers = [int(re.findall(r"\d+", path.name)[-1]) for path in found] if len(found) > 1 else []
+    lacking = len(range(min(numbers, default=0), max(numbers, default=-1) + 1)) - len({*numbers})
+    if 0 < lacking < len(found):  # more than that: dates, or the like
+        first = next(n for n in range(min(numbers), max(numbers)) if n not in numbers)
+        raise ValueError(
+            f"{folder}, split {split}: {lacking} files between {found[0].name} and "
+            f"{found[-1].name} are missing, number {first} first: copy them, or number them anew"
+        )
     return found
