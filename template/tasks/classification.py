@@ -48,7 +48,10 @@ class Task:
         self.mixes = bool(config.mixup or config.cutmix)
 
     def sources(self) -> tuple[Source, Source]:
-        return open_sources(self.config, default="digits")
+        train, val = open_sources(self.config, default="digits")
+        if getattr(train, "is_demo", False) and self.config.mirror == "auto":  # packed digits
+            self.mirror = False
+        return train, val
 
     def augmentation(self) -> dict[str, object]:
         how = {"mirror": self.mirror, "smallest_area": self.smallest, "colour": self.colour}

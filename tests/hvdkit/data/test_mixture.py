@@ -9,6 +9,8 @@ from refusals import refused
 
 from hvdkit.data import pack
 from hvdkit.data.mixture import Mixture
+from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Arrays, Synthetic
 
@@ -57,9 +59,23 @@ def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
     readers.explained(ahead, 4, shard, "record of sample 0")
 
 
+def test_a_packed_set_and_loose_files_mix(tmp_path):
+    """Before: kinds, or class names, that a set does not tell were others than the pack's."""
+    readers.write_classes(tmp_path / "raw")
+    readers.write_pairs(tmp_path, {"a": (readers.noise(1), np.zeros((12, 16), np.uint8))})
+    loose = [ClassFolders(tmp_path / "raw", "train"), ImageLabelFolder(tmp_path, "train", 2)]
+    for number, source in enumerate(loose):
+        pack.pack(source, tmp_path / "packed", f"{number}")
+        mixed = Mixture((source, 1), (Records(tmp_path / "packed", f"{number}"), 1))
+        found, count = readers.read_all(mixed), len(source)
+        assert len(found) == 2 * count
+        for one, two in zip(found[:count], found[count:], strict=True):
+            np.testing.assert_array_equal(one["label"], two["label"])
+
+
 def test_what_cannot_be_mixed_is_refused():
     form = {"label": ((), np.int32, 3)}
     named = Synthetic(3, form)
     named.class_names = ["a", "b"]
-    refused(lambda: Mixture((named, 1), (Synthetic(3, form), 1)), "class_names", "['a', 'b'], None")
+    refused(lambda: Mixture((named, 1), (Synthetic(3, form), 1)), "class_names", "['a', 'b'], []")
     refused(lambda: Mixture((named, 0)), "shares", "[0]")

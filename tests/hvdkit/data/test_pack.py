@@ -82,6 +82,24 @@ def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path,
     assert "--out=s3://some/set is a URL" in capsys.readouterr().err
 
 
+BLACK = np.zeros((2, 12, 16, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("image", "label", "words"),
+    [
+        (BLACK, np.array([0.5, 1.7]), "float64 ()"),  # before: packed as 0 and 1
+        (BLACK, np.zeros((2, 3), np.int64), "int64 (3,)"),
+        (BLACK, BLACK, "with uint8 (12, 16, 3)"),  # before: packed as its brightness
+        (BLACK, np.zeros((2, 12, 16, 1), np.int32), "int32 (12, 16, 1)"),
+        (BLACK[..., :1], np.zeros(2, np.int64), "not uint8 (12, 16, 1)"),
+        (BLACK / 255, np.zeros(2, np.int64), "not float64 (12, 16, 3)"),
+    ],
+)
+def test_what_a_record_cannot_hold_is_refused(tmp_path: Path, image, label, words: str):
+    refused(lambda: pack.pack(Arrays(image=image, label=label), tmp_path, "train"), words)
+
+
 def test_corrupt_records_are_named(tiny_data: Path, tmp_path: Path):
     folder = packed(tiny_data, tmp_path)
     source = Records(tmp_path, "train")

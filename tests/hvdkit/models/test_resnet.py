@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdkit.data import pack
+from hvdkit.data.shipped import Digits
 from hvdkit.models import resnet
 from hvdkit.settings import Settings
 from hvdkit.train import batch_norm
@@ -131,6 +133,16 @@ def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
             drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
             falls += int(drawn[8, 4, 0] > drawn[8, 11, 0])
         assert (0 < falls < 12) == mirrored and (mirrored or not falls)
+
+
+def test_packed_digits_are_not_mirrored_either(tmp_path):
+    for split in ("train", "val"):
+        pack.pack(Digits(None, split), tmp_path, split)
+    settings = {"data_format": "records", "data_dir": str(tmp_path), "num_classes": 10}
+    for mirror, mirrored in (("auto", False), ("on", True)):
+        task = classification.Task(dataclasses.replace(CONFIG, mirror=mirror, **settings))
+        task.sources()
+        assert task.mirror == mirrored
 
 
 def test_wrong_model_is_named():

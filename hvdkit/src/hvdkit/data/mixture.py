@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.data import classes
+from hvdkit.data.open import kind_of
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Parts, ReadAhead, Source, digest
 
@@ -23,12 +25,11 @@ class Mixture(ReadAhead):
         self._sources, shares = zip(*sets)
         if not all(0 < share < float("inf") for share in shares):
             raise ValueError(f"the shares of a mixture are {list(shares)}: give numbers above 0")
-        for name in ("class_names", "kind"):
-            found = [getattr(source, name, None) for source in self._sources]
+        for name, of in (("class_names", classes.of), ("kind", kind_of)):
+            found = [of(source) for source in self._sources]
             if any(one != found[0] for one in found):
                 raise ValueError(f"the sets of a mixture differ in {name}: {found}")
-            if found[0] is not None:
-                setattr(self, name, found[0])
+            setattr(self, name, found[0])
         if known := [s.num_classes for s in self._sources if hasattr(s, "num_classes")]:
             self.num_classes = max(known)
         self._sizes = np.array([len(source) for source in self._sources])

@@ -158,6 +158,7 @@ class _Encoder:
         if not {"image", "label"} <= sample.keys():
             raise ValueError(f"samples need an image and a label to be packed: {[*sample]}")
         image, label = sample["image"], sample["label"]
+        _check_kept(image, label)
         # Sources that do not read files have none.
         file = sample["file"] if "file" in sample else tf.io.encode_png(image)
         again = pictures.decode_image(file)  # the same, unless it was replaced since it was decoded
@@ -188,6 +189,21 @@ class _Encoder:
                 parts["label"].int64_list.value.append(int(label))
             counted = label != IGNORE if is_map else True  # in class folders, 255 is a class
             yield example.SerializeToString(), int(np.max(label, initial=0, where=counted))
+
+
+def _check_kept(image: tf.Tensor, label: tf.Tensor) -> None:
+    """Raises ValueError for what a record cannot hold as it is."""
+    picture = (
+        image.dtype == tf.uint8 and image.shape.rank in (3, None) and image.shape[-1] in (3, None)
+    )
+    one = label.shape.rank in (0, None) and (label.dtype.is_integer or label.dtype.is_bool)
+    pixels = label.shape.rank == 3 and label.dtype == tf.uint8 and label.shape[-1] in (1, None)
+    if not picture or not (one or pixels):
+        raise ValueError(
+            "a pack holds pictures, uint8 [height, width, 3], with a whole number or a map of "
+            f"classes, uint8 [height, width, 1], as label: not {image.dtype.name} {image.shape} "
+            f"with {label.dtype.name} {label.shape}"
+        )
 
 
 class Smaller(Wrapper):

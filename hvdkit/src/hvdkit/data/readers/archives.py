@@ -218,4 +218,11 @@ def _found(root: Path, split: str, names: str) -> list[Path]:
         if missing := [number for number in range(int(count)) if number not in there]:
             what = f"{len(missing)} of {int(count)} files are missing, number {missing[0]} first"
             raise ValueError(f"{folder}, split {split}: {what}")
+    numbers = {int(re.findall(r"\d+", path.name)[-1]) for path in found[:-1] and found}
+    lacking = max(numbers, default=-1) + 1 - min(numbers, default=0) - len(numbers)
+    if 0 < lacking < len(found):  # more than that: dates, or the like
+        first = next(n for n in range(min(numbers), max(numbers)) if n not in numbers)
+        what = f"{lacking} files between {found[0].name} and {found[-1].name} are missing"
+        how = f"number {first} first: copy them, or number them anew"
+        raise ValueError(f"{folder}, split {split}: {what}, {how}")
     return found

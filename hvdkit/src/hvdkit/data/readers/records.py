@@ -67,7 +67,7 @@ class Records(source.ReadAhead):
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
-        self.is_demo: bool = meta.get("is_demo", False)  # packed from hvdkit/data/scenes.py's
+        self.is_demo: bool = meta.get("is_demo", False)  # packed from one of hvdkit's own
         self.is_shuffled: bool = meta.get("is_shuffled", False)
         self._index_sha256: str = meta["index_sha256"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
