@@ -276,7 +276,7 @@ class Run:
         reason = "benchmark" if self.settings.benchmark else "done"
         self.telemetry.summary(
             {"step": int(state.step), "exit_reason": ending.reason if ending else reason}
-            | {"skipped_steps": int(state.skipped)}
+            | {"exit_code": ending.code if ending else DONE, "skipped_steps": int(state.skipped)}
             | {"samples_per_second": self.telemetry.median_speed()}
             | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
             | {"batches_passed_over": int(state.passed_over)}
