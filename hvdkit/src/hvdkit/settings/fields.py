@@ -191,7 +191,7 @@ def numbers(
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
         found = [float(part) for part in text.split(",")]
-        if fits(found):
+        if all(map(math.isfinite, found)) and fits(found):
             return found
     raise ValueError(f"--{name}={text!r} must be {must_be}")
 
