@@ -121,6 +121,8 @@ def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):
         ("--base_lr=0.1", "nothing to search"),
         ("--base_lr=0.1,0.2 --eval_every=0", "no evaluations"),
         ("--base_lr=0.1,0.2 --jobs=0", "1 or more"),
+        ("--base_lr=0.1,0.2 --resume=runs/other", "--init_from= takes first weights"),
+        ("--base_lr=0.1,0.2 --find_lr=true", "--find_lr gives no score"),
     ],
 )
 def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, said, capfd):
