@@ -163,6 +163,7 @@ REFUSED = {
     "--end_lr=0.06": "is greater than",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--colour_range=0,2,0": "--colour_range='0,2,0'",
+    "--colour_range=0,nan,0": "--colour_range='0,nan,0'",
     **{
         f"--rand_augment={value}": f"--rand_augment='{value}'"
         for value in ("2", "0,9", "1.5,9", "2,31", "2,-1", "2,nan")
@@ -188,12 +189,14 @@ REFUSED = {
     "--class_weights=1,x,3": "--class_weights='1,x,3'",
     "--class_weights=1,2": "2 weights",
     "--eval_scales=1,x": "--eval_scales='1,x'",
+    "--eval_scales=1,nan": "--eval_scales='1,nan'",
     "--eval_scales=0.5,0.5": "different numbers",
     "--eval_crop=8 --eval_window=8": "choose one",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
     "--trackers=paper": "paper is neither",
     "--dry_run --benchmark": "choose one",
     "--find_lr --benchmark": "choose one",
+    "--find_lr --resume=runs/other": "begins at step 0",
 }
 # What only a started run can know.
 REFUSED_BY_RUN = {

@@ -147,6 +147,7 @@ def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
         (["--max-np", "many", "--", "true"], "invalid int value: 'many'"),
         (["--pause", "-1", "--", "true"], "--rejoin: 0 or more"),
         (["--", "python", f"{PROJECT}/train.py", "--resume=never"], "begin anew at each start"),
+        (["--", "python", f"{PROJECT}/train.py", "--resume=x"], "begin there at each start"),
         (["--hostfile", "x", "--hosts-from", "y", "--", "true"], "choose one"),
         (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
         (["--hosts-from", "cat {tmp}/hosts", "--", "true"], "is no host: a host is letters"),

@@ -57,6 +57,12 @@ def test_the_newest_and_the_best_are_kept(scores, left, best, kept):
     assert names(kept) == [f"step-{step:08d}" for step in left] and kept.best() == best
 
 
+def test_a_data_card_may_hold_numbers_that_json_lacks(kept):
+    kept.card["augmentation"] = {"largest": math.inf, "least": math.nan}
+    path = save(kept, 1, score=0.5)
+    assert files.verify(path).card["augmentation"] == {"largest": None, "least": None}
+
+
 def test_scores_of_another_measure_are_none(kept):
     old = replace(kept, measure={"--eval_crop": 16, "--eval_flip": False})
     new = replace(kept, measure={"--eval_crop": 0, "--eval_flip": False})

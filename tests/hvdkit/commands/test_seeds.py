@@ -9,7 +9,7 @@ from scipy import stats
 from hvdkit.commands import seeds
 
 # Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a signal
-# comes too late.
+# comes too late, of seed 12 a launcher loses the exit code.
 RUN = """
 import json, os, pathlib, signal, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -19,6 +19,8 @@ folder.mkdir(parents=True)
 (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
 lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
+ended = {"step": 2, "exit_code": 75 * (seed == 12), "exit_reason": "preempted"}
+(folder / "summary.json").write_text(json.dumps(ended))
 if seed == 8:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.kill(os.getppid(), signal.SIGTERM)
@@ -46,3 +48,6 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
     assert "seed 5 ended with exit code 75" in capfd.readouterr().err
     assert seeds.main(["hvdkit seeds", "--first=8", *words]) == 75
     assert (tmp_path / "seed-8").exists() and not (tmp_path / "seed-9").exists()
+    assert seeds.main(["hvdkit seeds", "--first=11", "--count=2", *words]) == 2
+    said = capfd.readouterr()
+    assert "seed-12: its run did not end well: preempted" in said.err and "mean" not in said.out

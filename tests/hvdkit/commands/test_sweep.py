@@ -27,6 +27,7 @@ with open(folder / "starts.jsonl", "a") as file:
 if model in ("whole", "weak"):
     line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+    (folder / "summary.json").write_text(json.dumps({"step": 5, "exit_code": 0}))
 time.sleep(60 * (model == "weak" and not again))
 print({"crashes": "Traceback\\nKeyError: 0"}.get(model, "error: no such model"))
 sys.exit({"diverges": 3, "stops": 75, "wrong": 2, "crashes": 1}.get(model, 0))
@@ -119,6 +120,8 @@ def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):
         ("--base_lr=0.1", "nothing to search"),
         ("--base_lr=0.1,0.2 --eval_every=0", "no evaluations"),
         ("--base_lr=0.1,0.2 --jobs=0", "1 or more"),
+        ("--base_lr=0.1,0.2 --resume=runs/other", "--init_from= takes first weights"),
+        ("--base_lr=0.1,0.2 --find_lr=true", "--find_lr gives no score"),
     ],
 )
 def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, said, capfd):

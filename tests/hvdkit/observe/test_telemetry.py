@@ -14,7 +14,7 @@ from hvdkit import whole_files
 from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
-from ranks import json_lines, last_lines, launch_well
+from ranks import json_lines, last_lines, launch, launch_well
 
 FIGURES = {"loss": 1.0, "lr": 0.1}
 
@@ -157,6 +157,16 @@ def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
     assert "train/loss" in calls[1][1] and "eval/loss" in calls[-3][1]
     assert len(calls[-2][1]) == 4 and calls[-2][1][-1] == 3  # pictures
     assert not (tmp_path / "run" / "tensorboard").exists()
+
+
+def test_a_tracker_that_is_not_there_leaves_the_runs_records(tmp_path):
+    words = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=2", f"--run_dir={tmp_path}"]
+    launch_well(1, words)
+    before = {file: (tmp_path / file).read_text() for file in ("summary.json", "metrics.jsonl")}
+    for resume in ("auto", "never"):
+        ended = launch(1, [*words, "--trackers=gone:Own", f"--resume={resume}"])
+        assert ended.code == 2 and len(ended.errors()) == 1, ended.output
+        assert before == {file: (tmp_path / file).read_text() for file in before}
 
 
 NEITHER = {"dry_run": False, "find_lr": False, "optimizer": "adam"}

@@ -2,7 +2,9 @@
 
 import fcntl
 import math
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,6 +45,18 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     with throwaway(tmp_path / "run" / "..") as tried:
         assert Path(tried.run_dir).name == tmp_path.name
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
+def test_a_loss_below_0_does_not_end_the_search_for_a_rate(tmp_path):
+    x, world = np.linspace(np.log(1e-7), np.log(10), 200), World(0, 1, 0, 1)
+    curve = 2 - 1.5 / (1 + np.exp((np.log(1e-3) - x) / 0.7)) + np.exp(2 * (x - np.log(0.1)))
+    config, found = SimpleNamespace(num_steps=200, lr_factor=lambda size: 1.0), []
+    for below in (0, 1, 5):
+        test = find_lr.FindLr(SimpleNamespace(config=config, world=world), tmp_path / "page.html")
+        steps = enumerate(zip(np.exp(x), curve - below), 1)
+        endings = (test(step, {"lr": rate, "loss": loss}) for step, (rate, loss) in steps)
+        found.append(re.search("try --base_lr=([^:]+):", next(filter(None, endings)).message)[1])
+    assert found == found[:1] * 3
 
 
 def test_a_noisy_loss_gives_a_rate_near_the_best_or_none():

@@ -99,7 +99,7 @@ class _Hashed(io.RawIOBase):
 
 
 def _write_manifest(folder: Path, manifest: files.Manifest) -> None:
-    record = dataclasses.asdict(manifest)
+    record = whole_files.without_nan(dataclasses.asdict(manifest))  # as it is read again
     about = {"format": files.FORMAT, **record, "checksum": files.checksum_of(record, files.FORMAT)}
     whole_files.write_json(folder / files.MANIFEST, about)
 

@@ -31,8 +31,12 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def score(folder: Path) -> tuple[str, float]:
-    """The main metric and its newest value; ValueError where the run has none."""
+    """The main metric and its newest value; ValueError where the run has none, or did not end well:
+    a launcher or a script may lose its exit code."""
     found = records.read(folder)
+    if found.summary.get("exit_code") != DONE:
+        why = found.summary.get("exit_reason", "it wrote no summary.json")
+        raise ValueError(f"{folder}: its run did not end well: {why}")
     name = found.last_start().get("score", "")
     value = found.scores().get(name)
     if value is None or not math.isfinite(value):
@@ -64,7 +68,12 @@ def main(argv: list[str]) -> int:
         if code := run.wait():
             logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code
-        name, value = score(folder)
+        try:
+            name, value = score(folder)
+        except ValueError:
+            if told:
+                return PREEMPTED
+            raise
         scores.append(value)
         print(logs.printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
     mean, deviation, half = interval(scores)

@@ -81,8 +81,10 @@ class Supervisor:
         self._told, self._starting, self._child, self._died = 0, False, None, None
         self._files = [*filter(os.path.exists, command)]
         given = of_command(command)
-        if given and given.resume == "never":
-            refuse("--resume=never would begin anew at each start: leave it out, or start it once")
+        if given and given.resume != "auto":
+            again = "anew" if given.resume == "never" else "there"
+            why = f"--resume={given.resume} would begin {again} at each start"
+            refuse(f"{why}: leave it out, or start it once")
         if given and given.virtual_ranks:
             options.max_np = min(options.max_np or given.virtual_ranks, given.virtual_ranks)
         folder = options.run_dir or (given and Path(given.run_dir))

@@ -62,6 +62,12 @@ def asked(base: Path, words: Sequence[str]) -> Asked:
         raise ValueError("nothing to search: give a range, --base_lr=1e-4:1e-2:log, or a choice")
     if not settings.eval_every:
         raise ValueError("--eval_every=0 makes no evaluations, by which trials are compared")
+    if settings.resume not in ("auto", "never"):
+        told = f"--resume={settings.resume}: a trial resumes its own run alone"
+        raise ValueError(f"{told}; --init_from= takes first weights from another")
+    for name in ("dry_run", "find_lr", "benchmark"):
+        if getattr(settings, name):
+            raise ValueError(f"--{name} gives no score to compare: leave it out")
     return what
 
 

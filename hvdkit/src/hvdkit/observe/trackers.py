@@ -3,8 +3,9 @@
 The caller reports a tracker's error once, and the run continues.
 """
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,17 +50,31 @@ class TensorBoard:
         self._board.close()
 
 
+def kinds(names: Sequence[str]) -> dict[str, type[Tracker]]:
+    """Their classes, by name. Raises ValueError, naming the tracker, where there is none."""
+    found: dict[str, type[Tracker]] = {}
+    for name in names:
+        module, _, own = name.partition(":")
+        with _named(name):
+            found[name] = getattr(importlib.import_module(module), own) if own else TensorBoard
+    return found
+
+
 def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> list[Tracker]:
     """Raises ValueError, naming the tracker, if it cannot be started."""
     found: list[Tracker] = []
-    for name in names:
-        module, _, own = name.partition(":")
-        try:
-            kind = TensorBoard if not own else getattr(importlib.import_module(module), own)
-            # A run that keeps nothing here must leave nothing on a server either.
-            if name == BUILT_IN or not (settings["dry_run"] or settings["find_lr"]):
+    for name, kind in kinds(names).items():
+        # A run that keeps nothing here must leave nothing on a server either.
+        if name == BUILT_IN or not (settings["dry_run"] or settings["find_lr"]):
+            with _named(name):
                 found.append(kind(run_dir, settings))
-        except Exception as error:  # a user's class may raise anything
-            why = " ".join(str(error).split())
-            raise ValueError(f"--trackers={name} cannot be started: {why}") from None
     return found
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # a user's class may raise anything
+        why = " ".join(str(error).split())
+        raise ValueError(f"--trackers={name} cannot be started: {why}") from None

@@ -51,7 +51,10 @@ class FindLr:
         self._losses.append(float(result["loss"]))
         recent = float(np.median(self._losses[-_RECENT:]))
         self._least = min(self._least, recent)
-        blown_up = not math.isfinite(recent) or recent > _BLOWN_UP * self._least
+        # From the least; one below 0 has no multiple to compare with.
+        least, first = self._least, abs(self._losses[0])
+        most = _BLOWN_UP * least if least > 0 else least + _BLOWN_UP * max(-least, first)
+        blown_up = not math.isfinite(recent) or recent > most
         if not (step >= config.num_steps or (blown_up and step >= _FEWEST)):
             return None
         found = suggested(self._rates, self._losses)

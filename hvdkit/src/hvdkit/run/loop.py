@@ -273,7 +273,8 @@ class Run:
         reason = "benchmark" if self.settings.benchmark else "done"
         self.telemetry.summary(
             {"step": int(state.step), "exit_reason": ending.reason if ending else reason}
-            | {"skipped_steps": int(state.skipped), "batches_passed_over": int(state.passed_over)}
+            | {"exit_code": ending.code if ending else DONE, "skipped_steps": int(state.skipped)}
+            | {"batches_passed_over": int(state.passed_over)}
             | {"samples_per_second": self.telemetry.median_speed()}
             | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
             | {"weights_sha256": sha, "ranks": world.size, "fingerprint": self.context.fingerprint}

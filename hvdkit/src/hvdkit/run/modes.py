@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
 from hvdkit.run import dry_run, find_lr, model_doctor
 from hvdkit.run.actions import Action, CheckDrift, Log, Own, Sync
@@ -43,6 +44,8 @@ def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]
 def before_folder(run: Run) -> None:
     """What shows or tries the run before anything is written; every rank must call it."""
     run.parts.try_state(run.feed.sample)
+    with run.world.fail_together("reading the settings"):
+        trackers.kinds(run.settings.tracker_names if run.world.is_chief else ())
     if run.mode == "dry_run":
         run.val_feed.rounds = min(run.val_feed.rounds, dry_run.BATCHES)
         dry_run.describe(run)

@@ -184,7 +184,7 @@ def numbers(settings: Room, name: str, must_be: str, *, fits: Callable[..., bool
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
         found = [float(part) for part in text.split(",")]
-        if fits(found):
+        if all(map(math.isfinite, found)) and fits(found):
             return found
     raise ValueError(f"--{name}={text!r} must be {must_be}")
 

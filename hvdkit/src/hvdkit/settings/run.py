@@ -55,6 +55,8 @@ class CheckpointSettings(Room):
             raise ValueError("--init_from and --backbone_weights both start a run: leave one out")
         if not self.resume:
             raise ValueError("--resume= is empty: write auto, never or a path")
+        if self.resume not in ("auto", "never") and getattr(self, "find_lr", False):
+            raise ValueError("--find_lr begins at step 0: give --init_from instead of --resume")
 
     def without_effect(self) -> dict[str, str]:
         names = () if self.resume in ("auto", "never") else ("init_from", "backbone_weights")
