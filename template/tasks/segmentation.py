@@ -156,7 +156,7 @@ class Task:
     def sums(self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)
         labels = tf.squeeze(targets["label"], -1)
-        classes = self.config.num_classes
+        classes = max(self.config.num_classes, outputs.shape[-1])  # a model may have more
         counts = {n: tf.reduce_sum(pixels) for n, pixels in targets.items() if n != "label"}
         return counts | {
             "confusion": metrics.confusion_matrix(

@@ -106,7 +106,7 @@ def slow_check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
 
 def check_failed_pictures_and_nan_scores_end_no_run(world):
     class Faulty(Small):
-        """The first evaluation has no score; pictures fail after the try-out."""
+        """The first two evaluations have no score; pictures fail after the try-out."""
 
         drawn = scored = 0
 
@@ -118,10 +118,11 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
 
         def metrics(self, sums):
             Faulty.scored += 1
-            return {"accuracy": float("nan") if Faulty.scored == 2 else 0.1 * Faulty.scored}
+            return {"accuracy": {2: np.nan, 3: np.inf}.get(Faulty.scored, 0.1 * Faulty.scored)}
 
-    ended = fit(world, Faulty, eval_every=1, num_steps=5, keep=1)
-    assert ended.checkpoints == ["step-00000005"], "a score of NaN is never the best"
+    ended = fit(world, Faulty, eval_every=1, num_steps=6, keep=1, early_stop_evals=3)
+    best = "a score of NaN or infinity is never the best"
+    assert ended.checkpoints == ["step-00000006"], best
     # Printed once, by one rank.
     notes = ended.printed.count("note: no pictures: draw failed: RuntimeError: no fonts here")
     assert notes == world.is_chief, ended.printed

@@ -22,13 +22,16 @@ from refusals import refused
 from small_checkpoints import ALONE
 
 from hvdkit import settings as settings_lib
-from hvdkit.commands import browse, evaluate, predict
+from hvdkit.checkpoint.checkpoints import Checkpoints
+from hvdkit.commands import browse, evaluate, predict, serve
 from hvdkit.commands.export import Exported, export
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
-from hvdkit.train import outputs
+from hvdkit.train import optimizer, outputs
+from hvdkit.train.state import State
 from ranks import CHECKS, PROJECT, json_lines, last_lines, launch, names_of_checks, run_checks
+from tasks import classification
 
 FILE = CHECKS / "checks_commands.py"
 
@@ -122,6 +125,59 @@ def test_ranks_with_different_flags_are_refused_before_they_wait(digits, tmp_pat
     assert ended.code == 2, last_lines(ended.output)
     (error,) = ended.errors()
     assert "rank 1" in error and "give every rank the same flags" in error
+
+
+def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
+    """Its variables have the run's names in a checkpoint, not the task's."""
+
+    class Keeps(classification.Task):
+        def __init__(self, config):
+            super().__init__(config)
+            self.rule = keras.optimizers.Adam()
+
+        def optimizer(self, model):
+            return self.rule
+
+    config = Settings(task="classification", run_dir=str(tmp_path), image_size=8)
+    task = Keeps(config)
+    model = task.build_model()
+    rule = optimizer.build(config, model, task.optimizer)
+    kept = Checkpoints(tmp_path / "checkpoints", 1, ALONE)
+    kept.write(kept.copy(1, State(model, rule, "float32", task=task).variables, config))
+    monkeypatch.setattr(load_run.tasks, "load", Keeps)
+    _, found, *_ = load_run.model_of(config, "last", False)
+    assert all(map(np.array_equal, found.get_weights(), model.get_weights()))
+
+
+def test_what_decode_returns_beside_classes_is_written_and_shown_too(tmp_path):
+    image, names = np.zeros((2, 2, 3), np.uint8), ["cat", "dog"]
+    found = {"classes": np.int64(1), "probabilities": np.array([0.25, 0.75]), "size": 3.5}
+    rows = predict.write(tmp_path, "a.png", image=image, outputs=found)
+    assert rows == [["a.png", 1, 0.75, 0, 0.25], ["a.png", {"size": 3.5}]]
+    predict.record(tmp_path, rows, names)
+    assert "a.png,dog,0.75,cat,0.25" in (tmp_path / "predictions.csv").read_text()
+    assert json_lines(tmp_path / "predictions.jsonl") == [{"file": "a.png", "size": 3.5}]
+    drawn = found | {"classes": np.zeros((2, 2), np.int64)}
+    rows = predict.write(tmp_path, "b.png", image=image, outputs=drawn)
+    assert rows == [["b.png", {"size": 3.5}]] and (tmp_path / "labels" / "b.png.png").exists()
+    data = tf.io.encode_png(image).numpy()
+    shown = serve.answered(data, lambda _: found, names)["rows"]  # a number is no share
+    assert shown == [("dog", "75.0%"), ("cat", "25.0%"), ("size", "3.5")]
+    assert serve.answered(data, lambda _: drawn, names)["rows"][1:] == [("size", "3.5")]
+
+
+def test_outputs_that_are_no_numbers_are_no_class(tmp_path):
+    for classes in (np.int64(0), np.zeros((2, 2), np.int64)):
+        found = {"classes": classes, "probabilities": np.full([*classes.shape, 2], np.nan)}
+        how = {"image": np.zeros((2, 2, 3), np.uint8), "outputs": found}
+        refused(lambda how=how: predict.write(tmp_path, "a.png", **how), "a.png: ", "no numbers")
+
+
+def test_colours_of_16_bits_in_a_tiff_are_refused():
+    Image.new("RGB", (3, 2)).save(file := io.BytesIO(), "TIFF")
+    assert predict.decoded(file.getvalue(), "a.tiff").shape == (2, 3, 3)
+    deep = file.getvalue().replace(b"\x08\0" * 3, b"\x10\0" * 3)
+    refused(lambda: predict.decoded(deep, "a.tiff"), "a.tiff has more than 8 bits a channel")
 
 
 def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):

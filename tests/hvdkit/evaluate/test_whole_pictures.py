@@ -55,3 +55,12 @@ def test_a_window_that_the_model_cannot_take_is_refused():
     task = Frozen(dataclasses.replace(config, model="tiny", image_size=16))
     found = task.predict(task.build_model(), {"image": tf.zeros([1, 9, 9, 3])})
     assert task.passes.stride == 2 and found.shape[1:3] == (9, 9)
+
+
+def test_a_class_that_only_the_model_has_is_no_other_one():
+    """Of 4 outputs and 3 classes, the last was counted as class 0 of the next label."""
+    task = segmentation.Task(Settings(model="tiny", num_classes=3))
+    labels = tf.constant([[[[0], [2], [255]]]], tf.uint8)
+    logits = tf.one_hot([[[3, 2, 3]]], 4)
+    found = task.sums(logits, {"label": labels})["confusion"].numpy()
+    assert found.shape == (4, 4) and found[0, 3] == found[2, 2] == 1 and found.sum() == 2

@@ -56,8 +56,10 @@ data = open(file, "rb").read()
 loaded = tf.saved_model.load(folder)
 outputs = loaded.signatures["serving_default"](image=tf.constant([data, data]))
 found_by_name = {name: value.numpy() for name, value in outputs.items()}
-np.savez(found, **{n: x.astype("S") if x.dtype == object else x for n, x in found_by_name.items()})
+np.savez(found, **{n: x.astype(KINDS.get(x.dtype.name, x.dtype)) for n, x in found_by_name.items()})
 """
+# What NumPy's files cannot hold, as what they can.
+_KINDS = {"object": "S", "bfloat16": "f4"}
 
 
 class Exported(tf.Module):
@@ -120,7 +122,7 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
         )
     found = loaded_elsewhere(folder, data)
     for name, value in wanted.items():
-        own_value = value.numpy().astype("S") if value.dtype == tf.string else value.numpy()
+        own_value = (x := value.numpy()).astype(_KINDS.get(x.dtype.name, x.dtype))
         if not np.array_equal(own_value, found[name], equal_nan=own_value.dtype.kind == "f"):
             raise Stop(BUG, f"loaded in a new process {name} differ: do not use it")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
@@ -177,7 +179,8 @@ def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as scratch:
         picture, found = Path(scratch) / "picture", Path(scratch) / "found.npz"
         picture.write_bytes(data)
-        words = [sys.executable, "-I", "-c", _LOADED, str(folder.absolute()), picture, found]
+        words = [sys.executable, "-I", "-c", f"KINDS = {_KINDS}{_LOADED}"]
+        words += [str(folder.absolute()), picture, found]
         ended = subprocess.run(words, cwd=scratch, capture_output=True, text=True, check=False)
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]

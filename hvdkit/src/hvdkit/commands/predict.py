@@ -56,7 +56,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
 
     outputs_of = of_picture(task, model, decode)
     say(world, f"{len(found)} pictures, by {path}")
-    rows: list[Row] = []
+    found_rows: list[Row] = []
     faults: list[str] = []
     stopped = False
     mine = list(found.items())[world.rank :: world.size]
@@ -65,7 +65,7 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
             break
         try:  # an error ends no rank here: the others wait for it below
             image = load(file)
-            rows += write(own.out, name, image=image, outputs=outputs_of(image))
+            found_rows += write(own.out, name, image=image, outputs=outputs_of(image))
         except tf.errors.ResourceExhaustedError:
             faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
         except tf.errors.OpError as error:
@@ -74,12 +74,12 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
             faults.append(str(error))
         if world.is_chief:
             logs.progress("pictures", done, len(mine))
-    everyone = world.gather_objects((rows, faults, stopped), "predict.rows")
-    rows = sorted(row for theirs, _, _ in everyone for row in theirs)
+    everyone = world.gather_objects((found_rows, faults, stopped), "predict.rows")
+    found_rows = sorted((x for theirs, _, _ in everyone for x in theirs), key=lambda row: row[0])
     faults = [fault for _, theirs, _ in everyone for fault in theirs]
     with world.fail_together(f"writing {own.out}"):
-        if world.is_chief and rows:
-            record(own.out, rows, files.read_manifest(path).card.get("class_names", []))
+        if world.is_chief:
+            record(own.out, found_rows, files.read_manifest(path).card.get("class_names", []))
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
@@ -148,7 +148,9 @@ def decoded(data: bytes, file: object) -> np.ndarray:
         if not fault:
             with Image.open(io.BytesIO(data), formats=_OTHERS) as picture:
                 fault = pictures.too_large(*picture.size)
-                if not fault and picture.mode[0] not in "IF":
+                # Of a TIFF's colours of 16 bits Pillow would keep the high 8.
+                bits = picture.tag_v2.get(258, (1,)) if picture.format == "TIFF" else (1,)
+                if not fault and picture.mode[0] not in "IF" and max(bits) <= 8:
                     return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
             fault = fault or "has more than 8 bits a channel: convert it to 8 bits"
     except tf.errors.OpError:
@@ -164,21 +166,21 @@ def decoded(data: bytes, file: object) -> np.ndarray:
 
 
 def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> list[Row]:
-    """Writes what can be drawn; returns the row of anything else."""
+    """Writes what can be drawn; returns the rows of anything else."""
     pictures_of = drawn(name, image=image, outputs=outputs)
-    if pictures_of is None:
-        return [row(name, outputs)]
-    for folder, picture in zip(("labels", "overlays"), pictures_of):
+    for folder, picture in zip(("labels", "overlays"), pictures_of or ()):
         file = out / folder / f"{name}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_files.written(file) as partial:
             picture.save(partial, "PNG")
-    return []
+    return rows(name, outputs, drawn=bool(pictures_of))
 
 
 def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawn | None:
     """ "classes" [height, width] at the picture's size, and drawn over it; None: there are none."""
     classes, chances = outputs.get("classes"), outputs.get("probabilities")
+    if classes is not None and chances is not None and np.any(chances != chances):
+        raise ValueError(f"{name}: the model's outputs are no numbers (NaN), so it has no class")
     if np.ndim(classes) != 2:
         return None
     if classes.max(initial=0) >= len(COLOURS) or np.shape(chances)[2:] > (len(COLOURS),):
@@ -189,13 +191,15 @@ def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawn | N
     return classes, Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
 
 
-def row(name: str, outputs: dict[str, Any]) -> Row:
-    """The five most probable classes, or all outputs by name."""
-    classes, chances = outputs.get("classes"), outputs.get("probabilities")
+def rows(name: str, outputs: dict[str, Any], *, drawn: bool) -> list[Row]:
+    """The five most probable classes, unless they are `drawn`; then the other outputs by name."""
+    classes, chances, found = outputs.get("classes"), outputs.get("probabilities"), []
     if np.ndim(classes) == 0 and classes is not None and np.ndim(chances) == 1:
         first = np.argsort(-chances, kind="stable")[:5]
-        return [name, *(x for c in first for x in (int(c), float(chances[c])))]
-    return [name, {part: _plain(value) for part, value in outputs.items()}]
+        found = [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
+    told = ("classes", "probabilities") if drawn or found else ()
+    others = {part: _plain(value) for part, value in outputs.items() if part not in told}
+    return found + [[name, others]] * bool(others)
 
 
 def _plain(value: Any) -> Any:
@@ -208,13 +212,13 @@ def _plain(value: Any) -> Any:
 
 
 def record(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Writes and prints the rows, which are all of one kind; `names` of the classes, if any."""
-    if not isinstance(rows[0][1], dict):
-        table(out / "predictions.csv", rows, names)
-        return
-    with whole_files.written(out / "predictions.jsonl") as partial:
-        partial.write_text("".join(json.dumps({"file": n} | x) + "\n" for n, x in rows))
-    for name, found in rows:
+    """Writes and prints the rows; `names` of the classes, if any."""
+    if listed := [row for row in rows if not isinstance(row[1], dict)]:
+        table(out / "predictions.csv", listed, names)
+    if others := [row for row in rows if isinstance(row[1], dict)]:
+        with whole_files.written(out / "predictions.jsonl") as partial:
+            partial.write_text("".join(json.dumps({"file": n} | x) + "\n" for n, x in others))
+    for name, found in others:
         print(logs.printable(f"{name}: {json.dumps(found):.200}"))
 
 

@@ -110,25 +110,24 @@ def answered(data: bytes, outputs_of: predict.OutputsOf, names: list[str]) -> di
         drawn = predict.drawn("the file", image=image, outputs=(found := outputs_of(image)))
     except Exception as error:  # whatever a picture does to a model, the server stays
         return {"error": f"{error}"[:500]}
-    if drawn is None:
-        _, *row = predict.row("", found)
-        pairs = zip(row[::2], row[1::2]) if len(row) > 1 else row[0].items()
-        named = {str(number): name for number, name in enumerate(names)}
-        shown = [(named.get(str(name), str(name)), _text(value)) for name, value in pairs]
-        return {"rows": shown}
-    classes, overlay = drawn
-    counts = np.bincount(np.asarray(classes).ravel())
-    shown = []
-    for c in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]:
-        called = names[c] if c < len(names) else f"class {c}"
-        shown.append((called, f"{counts[c] / counts.sum():.1%}", "#" + bytes(COLOURS[c]).hex()))
-    overlay.save(buffer := io.BytesIO(), "PNG")
-    picture = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return {"rows": shown, "picture": picture}
-
-
-def _text(value: Any) -> str:
-    return f"{value:.1%}" if isinstance(value, float) else json.dumps(value)[:500]
+    named, shown = {str(number): name for number, name in enumerate(names)}, []
+    picture = {}
+    if drawn:
+        classes, overlay = drawn
+        counts = np.bincount(np.asarray(classes).ravel())
+        for c in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]:
+            called = names[c] if c < len(names) else f"class {c}"
+            shown.append((called, f"{counts[c] / counts.sum():.1%}", "#" + bytes(COLOURS[c]).hex()))
+        overlay.save(buffer := io.BytesIO(), "PNG")
+        encoded = base64.b64encode(buffer.getvalue()).decode()
+        picture = {"picture": f"data:image/png;base64,{encoded}"}
+    for _, *row in predict.rows("", found, drawn=bool(drawn)):
+        if isinstance(row[0], dict):
+            shown += [(name, json.dumps(value)[:500]) for name, value in row[0].items()]
+        else:
+            pairs = zip(row[::2], row[1::2])
+            shown += [(named.get(str(c), str(c)), f"{chance:.1%}") for c, chance in pairs]
+    return {"rows": shown} | picture
 
 
 def handler(answer: Answer, word: str, title: str) -> type[http.server.BaseHTTPRequestHandler]:

@@ -211,7 +211,8 @@ class Evaluate:
             if (counts := found.confusion()) is not None:
                 self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
             self._saver.add_score(step, score)
-        if not math.isnan(score) and (self._best is None or score > self._best.score):
+        # As the checkpoints' scores: infinity is never the best.
+        if math.isfinite(score) and (self._best is None or score > self._best.score):
             self._best = Best(score, step)
         best, config = self._best, run.config
         best_step = max(best.step if best else 0, self._scored_since)

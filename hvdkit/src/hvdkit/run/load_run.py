@@ -22,6 +22,7 @@ from hvdkit.run.context import RunContext, bring_to_all, prepare
 from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings
 from hvdkit.stop import launch_rank
+from hvdkit.train import optimizer as optimizers
 from hvdkit.train import outputs, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.state import Held
@@ -120,7 +121,11 @@ def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model
     decode = outputs.decoder(task, task_checks.outputs(task, model, example))
     tasks.check_read(task, config, tasks.EVALUATION[:-1])
     warm_start.load(model, path, skip=False, averages=ema and config.ema_decay > 0)
-    warm_start.load_held(Held(task, model), path)
+    with task_checks.user_code_errors("optimizer"):
+        own = tasks.optional(task, "optimizer")
+        # The task may hold it; in the checkpoint it is the run's.
+        others = optimizers.build(config, model, own).variables if own else []
+    warm_start.load_held(Held(task, model, others), path)
     return task, model, path, decode
 
 
