@@ -127,6 +127,13 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
     notes = ended.printed.count("note: no pictures: draw failed: RuntimeError: no fonts here")
     assert notes == world.is_chief, ended.printed
 
+    class Nan(Small):  # whose outputs have a largest one all the same
+        def evaluation_example(self, sample):
+            return {"inputs": sample["x"] * np.nan, "targets": sample["y"]}
+
+    ended = fit(world, Nan, eval_every=1, num_steps=6, early_stop_evals=2)
+    assert "no accuracy that is a number in 2 evaluations" in ended.printed or not world.is_chief
+
 
 def slow_check_a_score_of_another_measure_counts_as_none(world):
     """A high score of picture centres does not end a run that scores whole ones; both are kept."""

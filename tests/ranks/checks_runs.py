@@ -147,11 +147,11 @@ def check_state_that_drifts_apart_is_named_at_the_first_save(world):
     assert world.size == 1 or ended.checkpoints == ["step-00000002"], ended.checkpoints
 
 
-def check_moving_statistics_are_alike_after_a_run_unless_they_are_not_synced(world):
-    for mode, alike in (("none", world.size == 1), ("moments", True)):
+def check_moving_statistics_are_alike_after_a_run(world):
+    for mode in ("none", "moments"):  # else the run's own check of the final weights ends it
         ended = fit(world, Normalized, bn_sync=mode)
         everyone = world.gather_objects(world_lib.weights_sha256(ended.model.variables), "hashes")
-        assert (len({*everyone}) == 1) == alike, mode
+        assert len({*everyone}) == 1, mode
         noted = "normalize with each rank's own batch" in ended.printed
         assert noted == (world.size > 1 and world.is_chief), ended.printed
 

@@ -45,6 +45,7 @@ MISTAKES = [
     ({"loss": _remembers}, "changes a lookup table", "tf.Variable"),
     ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
     ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy']"),
+    ({"augmentation": lambda task: {"shift": np.float32(1)}}, "augmentation", "float32"),
     (
         {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
         *("draw must return", "uint8", "float32 [4, 8, 3]"),

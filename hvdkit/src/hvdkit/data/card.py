@@ -5,6 +5,7 @@ samples are in RUN_DIR/samples-HASH.z, so that a resume can say which ones chang
 """
 
 import hashlib
+import json
 import os
 import zlib
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def made(config: Settings, train: Source, val: Source, *, augmentation: Card) ->
         "label_map": config.label_map,
         "colour_order": "RGB, 0 to 255",
         "image_size": config.image_size,
-        "augmentation": dict(augmentation),
+        "augmentation": json.loads(json.dumps(whole_files.without_nan(dict(augmentation)))),
     }
 
 

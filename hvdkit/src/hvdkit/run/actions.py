@@ -157,10 +157,8 @@ class Save:
         run = self._run
         with self._telemetry.not_training():
             self._sync()
-            # Rank 0's is saved: the others' would be lost. With --bn_sync=none each rank keeps
-            # moving statistics of its own. Weights are compared at the end.
-            apart = batch_norm.moving_ids(run.model) if run.config.bn_sync == "none" else set()
-            untrained = set(map(id, run.state.untrained)) - apart
+            # Rank 0's is saved: the others' would be lost. Weights are compared at the end.
+            untrained = set(map(id, run.state.untrained))
             named = {n: v for n, v in run.state.variables.items() if id(raw(v)) in untrained}
             agreement.check_same_state(run.world, named, step)
             self._saver.save(step, run.state.variables, run.config)
@@ -205,7 +203,9 @@ class Evaluate:
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
             self.figures, main = found.figures, run.task.main_metric
-            score, shown = self.figures[main], {"main_metric": main, "pictures": found.pictures}
+            shown = {"main_metric": main, "pictures": found.pictures}
+            # Outputs that are NaN have a largest one all the same, the first.
+            score = math.nan if math.isnan(self.figures["loss"]) else self.figures[main]
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(step, self.figures, **shown)
             if (counts := found.confusion()) is not None:

@@ -266,10 +266,8 @@ class Run:
         Raises Stop: on all ranks, when the weights differ.
         """
         world, state = self.world, self.state
-        sha = shared = world_lib.weights_sha256(self.model.variables)
-        if self.settings.bn_sync == "none":  # each rank has moving statistics of its own
-            shared = world_lib.weights_sha256(self.model.trainable_variables)
-        world.check_same(shared, "the final weights")
+        sha = world_lib.weights_sha256(self.model.variables)
+        world.check_same(sha, "the final weights")
         reason = "benchmark" if self.settings.benchmark else "done"
         self.telemetry.summary(
             {"step": int(state.step), "exit_reason": ending.reason if ending else reason}

@@ -39,14 +39,14 @@ def normalizing(model: keras.Model) -> list[str]:
 
 
 def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0) -> Callable:
-    """Returns the function that averages the moving statistics; all ranks must call it.
+    """Returns the function that makes moving statistics alike; all ranks must call it.
 
     One allreduce carries the statistics of all layers.
 
     Args:
       mode: mean: mean over ranks of the moving means and of the moving variances.
         moments: means weighted by share of the batch; the variance between the ranks' means is
-        added to the variances (law of total variance). full and none: nothing to do.
+        added to the variances (law of total variance). none: rank 0's. full: nothing to do.
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
       virtual_ranks: with any, the step itself averages them.
     """
@@ -57,22 +57,21 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
                 "not over these ranks: use --bn_sync=full"
             )
     means, variances = moving_statistics(model)
-    if mode in ("full", "none") or not means or hvd.size() == 1 or virtual_ranks:
+    if mode == "full" or not means or hvd.size() == 1 or virtual_ranks:
         return lambda: None
-    if mode == "mean":
-        weight = 1.0 / hvd.size()
+    weight = {"mean": 1.0 / hvd.size(), "none": float(hvd.rank() == 0)}.get(mode, weight)
     sizes = [m.shape.num_elements() for m in means]
 
     def joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
         return tf.concat([tf.cast(v, tf.float64) for v in variables], axis=0)
 
     @tf.function(autograph=False)
-    def sync() -> None:
+    def sync(share: tf.Tensor) -> None:
         # float64 throughout: E[x^2] - E[x]^2 loses the digits it needs in float32.
         mean, second = joined(means), joined(variances)
         if mode == "moments":
             second += tf.square(mean)
-        both = tf.stack([mean, second]) * weight
+        both = tf.math.multiply_no_nan(tf.stack([mean, second]), share)  # 0 times NaN is 0
         mean, second = tf.unstack(hvd.allreduce(both, op=hvd.Sum, name="batch_norm.moving"))
         if mode == "moments":
             second = tf.maximum(second - tf.square(mean), 0.0)
@@ -80,7 +79,9 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
             for variable, value in zip(variables, tf.split(values, sizes)):
                 variable.assign(tf.cast(value, variable.dtype))
 
-    return sync
+    # An argument: of a constant, TensorFlow's optimizer would call Horovod while it compiles.
+    share = tf.constant(weight, tf.float64)
+    return lambda: sync(share)
 
 
 def synchronize(model: keras.Model) -> keras.Model:
