@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
-from ranks import last_lines, launch, launch_well
+from ranks import Launch, last_lines, launch, launch_well
 
 V_IS_N = "--virtual_ranks={ranks}"
 USUAL = "--optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant --weight_decay=0"
@@ -254,7 +254,7 @@ def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, An
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
     command = [python.absolute(), peers.__file__, "--worker", "cuda", "10", *words, port]
-    ended = launch(ranks, [*peers.BECOME, *command], "mpirun", timeout=600)
+    ended = launched(ranks, [*peers.BECOME, *command], "mpirun", timeout=600)
     if ended.code or not (found := peers.shown(ended.output)):
         return {}, f"exit code {ended.code}: {last_lines(ended.output)}"
     rates = [ranks * int(words[1]) / seconds for seconds in found]
@@ -300,13 +300,21 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
+def launched(ranks: int, command: list, *words: str, **how: Any) -> Launch:
+    """As `launch`; what hung has failed like any other, and the table goes on."""
+    try:
+        return launch(ranks, command, *words, **how)
+    except AssertionError as error:
+        return Launch(-9, str(error))
+
+
 def measure(
     kind: str, ranks: int, flags: list[str], *, env: dict[str, str] | None
 ) -> tuple[dict[str, Any], str]:
     """A run's benchmark.json; or {} and why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--benchmark", f"--run_dir={folder}/run"]
-        ended = launch(ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env)
+        ended = launched(ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env)
         file = Path(folder) / "run" / "benchmark.json"
         if ended.code == 0 and file.exists():
             return json.loads(file.read_text()), ""

@@ -96,7 +96,7 @@ class Task:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
 
     def _label(self, sample: dict[str, tf.Tensor]) -> tf.Tensor:
-        return losses.require_classes(tf.cast(sample["label"], tf.int64), self.config.num_classes)
+        return tf.cast(losses.require_classes(sample["label"], self.config.num_classes), tf.int64)
 
     def build_model(self) -> keras.Model:
         config = self.config

@@ -89,6 +89,7 @@ def check_each_class_and_the_worst_samples(world):
     said = call(evaluate, world, checkpoint="last", out=out, worst=3)
     figures, found = logged(40), json.loads((out / "evaluation.json").read_text())
     assert found["figures"] == figures and found["step"] == 40 and found["samples"] == 359
+    assert found["measure"]["--eval_flip"] is False
     head, rows = table(out / "confusion.csv")
     confusion = np.array([row[1:] for row in rows], int)
     assert head[1:] == [str(n) for n in range(10)] == [row[0] for row in rows]

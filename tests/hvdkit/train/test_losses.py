@@ -43,13 +43,18 @@ def test_an_ignored_position_has_no_weight_whatever_its_label():
 
 
 @pytest.mark.parametrize(
-    ("units", "activation", "words"),
-    [(3, "softmax", "ends with a softmax"), (3, "sigmoid", "a sigmoid"), (1, None, "one")],
+    ("units", "activation", "labels", "words"),
+    [
+        (3, "softmax", LABELS, "ends with a softmax"),
+        (3, "sigmoid", LABELS, "a sigmoid"),
+        (1, None, LABELS, "one"),
+        (3, None, np.array([1.9, 0, 0, 0]), "labels are float64"),
+    ],
 )
-def test_what_is_no_logits_is_refused(units, activation, words):
+def test_what_is_no_logits_and_no_labels_is_refused(units, activation, labels, words):
     """In a graph, where a run traces its loss."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(units, activation)])
-    traced = tf.function(lambda x: cross_entropy(model(x), LABELS), autograph=False)
+    traced = tf.function(lambda x: cross_entropy(model(x), labels), autograph=False)
     with pytest.raises(ValueError, match=words):
         traced(np.ones((4, 2), np.float32))
 

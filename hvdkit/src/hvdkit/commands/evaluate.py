@@ -100,6 +100,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
             if world.is_chief:
                 about = {"checkpoint": str(path), "step": step, "averaged": averaged}
                 about |= {"split": config.val_split, "samples": len(run.val_source)}
+                about["measure"] = dict(run.checkpoints.measure)
                 about["chose_checkpoint"] = own.checkpoint == "best" and chosen_by(run, path)
                 with whole_files.held(out.resolve() if own.out else out) as held:
                     write(run, held, about=about, found=found, worst=samples)

@@ -15,12 +15,20 @@ import keras
 import tensorflow as tf
 
 
+def _integers(labels: tf.Tensor) -> tf.Tensor:
+    labels = tf.convert_to_tensor(labels)
+    if not (labels.dtype.is_integer or labels.dtype.is_bool):  # a cast would make 1 of 1.9
+        raise ValueError(f"labels are {labels.dtype.name}: make the numbers of classes integers")
+    return tf.cast(labels, tf.int64)
+
+
 def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
     """The labels (integers of any shape) unchanged; use it where examples are made.
 
-    When it runs, InvalidArgumentError names a label that is no class.
+    When it runs, InvalidArgumentError names a label that is no class. Raises ValueError: they are
+    no integers.
     """
-    wide = tf.reshape(tf.cast(labels, tf.int64), [-1])
+    wide = tf.reshape(_integers(labels), [-1])
     known = (wide >= 0) & (wide < num_classes)
     first = tf.reduce_sum(tf.boolean_mask(wide, ~known)[:1])
     rest = f"is no class: classes are 0 to {num_classes - 1}"
@@ -50,11 +58,10 @@ def cross_entropy(
         class (Szegedy et al. 2016, arXiv:1512.00567, section 7).
       class_weights: weight of each class; empty: 1 for all.
     Raises:
-      ValueError: for probabilities instead of logits, and for a single class.
+      ValueError: for probabilities instead of logits, a single class, and labels of floats.
     """
     _require_logits(logits)
-    logits = at_least_float32(tf.convert_to_tensor(logits))
-    labels = tf.cast(labels, tf.int64)
+    logits, labels = at_least_float32(tf.convert_to_tensor(logits)), _integers(labels)
     if valid is not None:
         labels = tf.where(valid, labels, 0)
     # TensorFlow would give NaN on a GPU, and end one rank in mid-step on a CPU.
