@@ -95,12 +95,16 @@ def check(
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
     labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
     if hashes:
-        try:
-            print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
-        except OSError as error:
-            tell(str(error))
+        _hash(source, split, tell)
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
+
+
+def _hash(source: Source, split: str, tell: Callable[[str], None]) -> None:
+    try:
+        print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
+    except OSError as error:
+        tell(str(error))
 
 
 class _Sample(NamedTuple):

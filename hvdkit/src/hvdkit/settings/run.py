@@ -89,5 +89,5 @@ class RanksSettings(Room):
     device: str = setting("auto", "auto: GPUs, else CPUs", choices=("auto", "gpu", "cpu"))
     bind: bool = setting(True, "run each rank on cores of its own, near its GPU")
     cpu_threads: int = setting(0, "CPU threads of a rank; 0: its share of the cores", low=0)
-    start_limit_s: int = setting(600, "seconds to wait for ranks at the start; 0: for ever", low=0)
+    start_limit_s: int = setting(600, "seconds to wait for ranks until step 1; 0: for ever", low=0)
     stall_shutdown_s: int = setting(1800, "seconds to wait for a hanging rank; 0: for ever", low=0)
