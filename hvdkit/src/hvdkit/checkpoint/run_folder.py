@@ -61,10 +61,7 @@ def begin(
             raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
     if found is None and listed is not None:
-        there = {path.name for path in checkpoint_files.candidates(folder)}
-        if new := there - listed:
-            why = f"{folder} has {min(new)}, which was not there when this start looked for"
-            raise NotNow(f"{why} checkpoints: its disk came in between")
+        _check_none_came(folder, listed)
     lease.take(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
         replaced = f"--benchmark would replace the records of the run in {run_dir}"
@@ -90,6 +87,13 @@ def begin(
     with whole_files.written(run_dir / "config.cfg") as partial:
         settings_lib.write(config, partial)
     return note
+
+
+def _check_none_came(folder: Path, listed: Set[str]) -> None:
+    there = {path.name for path in checkpoint_files.candidates(folder)}
+    if new := there - listed:
+        why = f"{folder} has {min(new)}, which was not there when this start looked for"
+        raise NotNow(f"{why} checkpoints: its disk came in between")
 
 
 def data_away(config: Settings) -> bool:
