@@ -194,7 +194,8 @@ def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> Non
 
 
 def watch_feed(tick, *, same_batch: bool = False) -> None:
-    """Each step of train.py calls `tick`; `same_batch`: on the first batch, on the device."""
+    """Each step of train.py that begins calls `tick`; with `same_batch` it gets the first batch
+    again, which stays on the device: no input."""
     import tensorflow as tf
 
     from hvdkit.run import loop

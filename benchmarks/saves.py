@@ -5,7 +5,8 @@
 Trains with regular saves on two ranks of one thread each, and on one. A save's cost is the time of
 the first half of the steps from it to the next one, less that of the second half, when nothing is
 written: the median over saves, its standard error in brackets, and the share of the time at a save
-every hundred steps. On two cores, one rank leaves a core to the thread that writes, as on a GPU.
+every hundred steps. On two cores, two ranks leave no core to the thread that writes; one rank does,
+as on hosts with GPUs.
 """
 
 import argparse

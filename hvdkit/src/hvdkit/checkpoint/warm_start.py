@@ -36,7 +36,8 @@ def start(model: keras.Model, config: Settings) -> None:
 def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
-    Random layers keep their own state. Names are those of hvdkit/train/state.py.
+    Random layers keep their own state. Names are those of hvdkit/train/state.py, without
+    Keras's counters.
 
     `path`: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
     newest where none has a score), or a .keras file. `skip`: leave a variable as it is

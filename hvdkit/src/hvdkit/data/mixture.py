@@ -62,6 +62,7 @@ class Mixture(ReadAhead):
         own = (index - tf.gather(np.append(0, self._ends), which)) % tf.gather(self._sizes, which)
 
         def sample(source: Source) -> Parts:
+            # All pictures are decoded whole here: of a file, nothing is gained.
             return {name: part for name, part in source.read(own).items() if name != "file"}
 
         return tf.switch_case(which, [lambda of=of: sample(of) for of in self._sources])

@@ -69,7 +69,7 @@ class Telemetry:
         """The run starts or resumes at `step`; `about` describes it for people."""
         if self._world.is_chief:
             line = {"step": step, "time": round(time.time(), 2), "ranks": self._world.size}
-            self._append("starts.jsonl", line | {**about})
+            self._append("starts.jsonl", line | about)
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """What happens after a step, in the order of run/modes.py; called as action(step, result).
 
 `due(step)`: whether it acts after a step. `settles`: whether the step must be known to be applied
-before. It returns why the run must end, or None. All ranks call the same: it may hold collectives.
+before. It returns why the run must end, or None. All ranks call the same actions at the same steps:
+an action may hold collectives.
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class Health:
         return None
 
     def after_step(self, result: Result, *, at_once: bool) -> Ending | None:
-        """`verdict` one step late, so that a GPU has work meanwhile; not `at_once` or at an end."""
+        """`verdict` one step late, so that a GPU already has the next step to work on, unless
+        `at_once` or the run ends."""
         ending = self.verdict()
         self._waits = result
         if ending or at_once:

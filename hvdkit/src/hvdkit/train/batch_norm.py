@@ -4,7 +4,8 @@ By default each rank normalizes with its own batch and keeps its own moving mean
 They are averaged over ranks before they are read (evaluation, checkpoint, export). In `mean` mode
 that equals averaging at every step, because a moving average is linear.
 
-With `SyncBatchNormalization` ranks normalize with the global batch's, and compute what one would.
+With `SyncBatchNormalization` every rank normalizes with the global batch's statistics, so that
+N ranks compute what one would.
 """
 
 from collections.abc import Callable, Sequence

@@ -59,7 +59,7 @@ class MicroBatches:
             return forward(tf.nest.map_structure(lambda t: t[0], batch))
         targets, sums, grads = self.gradients(forward, batch)
 
-        # The loop's own gradient would keep all activations, so the known ones are attached.
+        # The loop's own gradient would keep all activations: known gradients are attached.
         @tf.custom_gradient
         def attach(*reads: tf.Tensor):
             def backward(*upstreams: tf.Tensor):

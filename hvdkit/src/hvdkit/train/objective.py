@@ -140,7 +140,8 @@ def check_sum(
         least = near * (1 + sum(map(abs, parts)))
         if not abs(total - sum(parts)) > least:
             continue
-        # A loss may draw by a sample's place: then what a place adds depends on its sample alone.
+        # A loss that draws may do it by a sample's place in its batch: then what each place adds
+        # depends on its own sample alone.
         one, other = samples[:2]
         crossed = sums(one, other)[name] + sums(other, one)[name]
         apart = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least

@@ -136,7 +136,8 @@ class Step:
         # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
         alone = self._world.size == 1
         ready = tf.zeros([], tf.float64) if alone else own_part(sums)
-        # One collective for both, of constant size. Its name holds the terms': other ones are told.
+        # One collective for both: constant size on any number of ranks. Its name holds those of the
+        # terms, so that ranks with other terms are told.
         totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
         name = ".".join(filter(None, ["step.totals", *step.terms]))
         if not alone:
