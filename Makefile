@@ -61,5 +61,5 @@ fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARG
 	@[ -z "$$(git status --porcelain --untracked-files=no)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
 	@$(IN_VENV) copier copy --vcs-ref "$$(git rev-parse HEAD)" $(ARGS) "$(CURDIR)" "$(NAME)"
 
-image-test: setup ## builds the CPU image on Debian and trains in it; root, buildah, 25 minutes
+image-test: setup ## builds the CPU image (IMAGE_DEVICE=gpu: the other) on Debian, trains in it; root, buildah, 25 minutes
 	@$(IN_VENV) pytest -s $(ARGS) tests/helpers/image_build.py
