@@ -60,7 +60,9 @@ def written(path: Path) -> Iterator[Path]:
         yield Path(f"/proc/self/fd/{handle}")  # this very file, whatever has its name by then
         os.fsync(handle)
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and not error.filename:  # a full disk's says no name
+            error.filename = str(path)
         with contextlib.suppress(OSError):  # the first error says more
             partial.unlink(missing_ok=True)
         raise

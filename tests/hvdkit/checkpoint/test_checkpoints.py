@@ -1,7 +1,9 @@
 """Checkpoints on disk: whole or not there, verified, few kept; by one rank, without a launcher."""
 
+import errno
 import json
 import math
+import os
 import resource
 from collections import Counter
 from dataclasses import replace
@@ -12,9 +14,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from kills import killed_at_each
-from refusals import refused
+from refusals import differ, refused
 from small_checkpoints import ALONE, names, restored, save, variables
 
+from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints, changes
 from hvdkit.checkpoint.saver import Saver
@@ -270,6 +273,25 @@ def test_what_is_written_are_the_values_at_the_step(kept):
     for step in (1, 2):
         values = files.read(kept.folder / f"step-{step:08d}")["w"]
         assert np.all(values == step)
+
+
+def test_a_disk_that_fails_for_a_moment_loses_no_checkpoint(kept, monkeypatch):
+    """The best is not deleted, nor does a run begin anew beside those that cannot be read."""
+
+    def fails(path, *_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    read = whole_files.read
+    for step, score in ((1, 0.9), (2, 0.1), (3, 0.2)):
+        save(kept, step, score=score)
+    with monkeypatch.context() as disk:
+        best = lambda path, *how: (fails if path.parent.name[-1] == "1" else read)(path, *how)  # noqa: E731
+        disk.setattr(whole_files, "read", best)
+        save(kept, 4)
+    assert kept.best() == (0.9, 1)
+    monkeypatch.setattr(whole_files, "sha256", fails)
+    assert differ(lambda: kept.find("auto", 9), "Input/output error", "--resume=never").code == 76
+    assert kept.find("never", 9) is None
 
 
 def test_a_folder_that_is_away_is_not_made_anew(kept, capsys):

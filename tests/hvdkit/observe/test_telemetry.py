@@ -79,10 +79,18 @@ def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, caps
             log(made, 3)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        for step in (4, 5):
-            log(made, step)
+        log(made, 4)
+        limits = resource.RLIMIT_FSIZE, (file.stat().st_size, before[1])
+        resource.setrlimit(*limits)
+        log(made, 5)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)  # and no line comes after it
     assert [line["step"] for line in json_lines(file)] == [1, 2, 3, 4, 5]
-    assert capsys.readouterr().out.count("metrics.jsonl cannot be written") == 1
+    with opened(tmp_path) as made:
+        resource.setrlimit(*limits)
+        log(made, 6)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the last 1 lines of metrics.jsonl are lost" in (said := capsys.readouterr().out)
+    assert said.count("metrics.jsonl cannot be written") == 2
 
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):

@@ -21,6 +21,7 @@ from hvdkit.data import card as cards
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
+from hvdkit.stop import NotNow, passes
 
 Variables = Mapping[str, keras.Variable | tf.Variable]
 
@@ -200,6 +201,8 @@ class Checkpoints:
         newest, passed_over = files.newest_sound(folder)
         for why in passed_over:
             say(self.world, f"note: passed over: {why}")
+        if not newest and (away := [*filter(passes, passed_over)]):
+            raise NotNow(f"{away[0]}: to begin anew although it is there, give --resume=never")
         if not newest and resume != "auto":
             raise Damaged(
                 "is no checkpoint (step-XXXXXXXX), and no folder of a run with a sound checkpoint "
@@ -246,13 +249,14 @@ class Checkpoints:
         """
         paths = [p for p in files.candidates(self.folder) if p.is_dir()]
         before = [p for p in paths if files.step_of(p) <= applied]
-        there = files.scored(paths)
+        read = files.manifests(paths)  # what a failing disk does not show may be the best
+        there = {path: about for path, about in read.items() if about.score is not None}
         measures = {json.dumps(m.measure, sort_keys=True): m.measure for m in there.values()}
         best = [files.best(there, measure) for measure in measures.values()]
         kept = {*paths[-self.keep :], *before[-1:], *best}
         for path in paths:
             try:
-                if path not in kept:
+                if path in read and path not in kept:
                     with whole_files.held(path.parent) as folder:
                         files.delete(folder / path.name)
             except OSError as error:

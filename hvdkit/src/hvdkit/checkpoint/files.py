@@ -148,13 +148,18 @@ def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, l
     return None, passed_over
 
 
-def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
-    """The manifests of those that have a score, in the same order."""
+def manifests(paths: Iterable[Path]) -> dict[Path, Manifest]:
+    """Those that can be read, in the same order."""
     found = {}
     for path in paths:
         with contextlib.suppress(Damaged, OtherFormat):
             found[path] = read_manifest(path)
-    return {path: about for path, about in found.items() if about.score is not None}
+    return found
+
+
+def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
+    """The manifests of those that have a score, in the same order."""
+    return {path: about for path, about in manifests(paths).items() if about.score is not None}
 
 
 def card_of(path: Path) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class Telemetry:
     """The run folder's records. On ranks other than 0 every method does nothing.
 
     A record that cannot be written (a full disk) is reported once, and the run continues; the next
-    one that can is written with those before it. Use it in a `with`, which closes trackers; a
-    summary may follow.
+    one that can is written with those before it, at the latest at the end. Use it in a `with`,
+    which closes trackers; a summary may follow.
     """
 
     def __init__(self, config: Settings, world: World, *, first_step: int, epoch: int) -> None:
@@ -61,6 +61,10 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for name in [name for name, lines in self._unwritten.items() if lines]:
+            self._flush(name)
+            if lost := len(self._unwritten[name]):
+                self._note_once(f"lost {name}", f"the last {lost} lines of {name} are lost")
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
                 tracker.close()
@@ -177,8 +181,11 @@ class Telemetry:
                 metrics.write_confusion(self._dir / "confusion.csv", names, counts)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        lines = self._unwritten.setdefault(name, [])
-        lines.append(json.dumps(record) + "\n")
+        self._unwritten.setdefault(name, []).append(json.dumps(record) + "\n")
+        self._flush(name)
+
+    def _flush(self, name: str) -> None:
+        lines = self._unwritten[name]
         with self._reports_once(name):
             with whole_files.opened(self._dir / name, append=True) as file:
                 size = os.fstat(file.fileno()).st_size
