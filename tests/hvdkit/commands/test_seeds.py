@@ -1,6 +1,9 @@
 """hvdkit seeds: several runs, their mean, and how sure it is."""
 
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -51,3 +54,14 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
     assert seeds.main(["hvdkit seeds", "--first=11", "--count=2", *words]) == 2
     said = capfd.readouterr()
     assert "seed-12: its run did not end well: preempted" in said.err and "mean" not in said.out
+
+
+def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):
+    """It would end alone, and leave its child, mpirun, that passes SIGUSR1 on to the ranks."""
+    mpirun = f'{sys.executable} -c \'import time; open("there", "w"); time.sleep(300)\''
+    command = [sys.executable, "-m", "hvdkit", "seeds", f"--run_dir={tmp_path}", "--"]
+    with subprocess.Popen([*command, "sh", "-c", f"{mpirun}; exit $?"], cwd=tmp_path) as running:
+        while not (tmp_path / "there").exists():
+            time.sleep(0.1)
+        running.terminate()
+        assert running.wait(30) == 128 + signal.SIGUSR1

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import logs
+from hvdkit.commands.supervise import end_with_parent, hear, tell
 from hvdkit.observe import records
 from hvdkit.stop import DONE, PREEMPTED
 
@@ -52,19 +53,24 @@ def main(argv: list[str]) -> int:
     made.add_argument("--first", type=int, default=1, help="the first seed")
     made.add_argument("--run_dir", type=Path, required=True, help="folder for the runs")
     made.add_argument("command", nargs="+", help="after --: what trains")
-    own, scores, told = made.parse_args(argv[1:]), [], []
+    own, scores, told, run = made.parse_args(argv[1:]), [], [], None
 
-    def pass_on(number: int, _: object) -> None:
-        told.append(number)
-        run.send_signal(number)
+    def pass_on(*_: object) -> None:
+        told.append(True)
+        if run:
+            tell(run, signal.SIGTERM)
 
+    hear(pass_on)
     for seed in range(own.first, own.first + own.count):
         if told:  # too late for the run before to stop
             logs.complain(f"told to stop before seed {seed}: the same command goes on")
             return PREEMPTED
         folder = own.run_dir / f"seed-{seed}"
-        run = subprocess.Popen([*own.command, f"--seed={seed}", f"--run_dir={folder}"])
-        signal.signal(signal.SIGTERM, pass_on)
+        command = [*own.command, f"--seed={seed}", f"--run_dir={folder}"]
+        how = {"process_group": 0, "preexec_fn": end_with_parent}  # Ctrl-C comes here alone
+        run = subprocess.Popen(command, **how)
+        if told:  # while there was none to tell
+            pass_on()
         if code := run.wait():
             logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hvdkit import logs, whole_files
@@ -49,6 +49,23 @@ _PR_SET_PDEATHSIG = 1
 end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
 _NO_STEP = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 _OF_A_RUN = ("config.cfg", "metrics.jsonl", "checkpoints")
+
+
+def hear(handler: Callable[[int, object], None]) -> None:
+    """Of signals that end a run."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, handler)
+
+
+def tell(child: subprocess.Popen, number: int) -> None:
+    """Signals a launcher, also past the shell that horovodrun becomes: that would end alone."""
+    there = Path(f"/proc/{child.pid}")
+    with contextlib.suppress(OSError):
+        inner = (there / f"task/{child.pid}/children").read_text().split()
+        if inner and (there / "comm").read_text() == "sh\n":
+            return os.kill(int(inner[0]), signal.SIGUSR1)  # SIGTERM: mpirun kills after a second
+    return child.send_signal(number)
 
 
 def table() -> str:
@@ -104,9 +121,7 @@ class Supervisor:
         os.environ |= {"LAUNCH_BY": own, "LAUNCH_HOSTFILE": str(options.live)}
         if not options.hosts_from:
             del os.environ["LAUNCH_HOSTFILE"]
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, self._hear)
+        hear(self._hear)
 
     def run(self) -> int:
         """Starts the command until a rule ends it; returns the exit code."""
@@ -207,7 +222,7 @@ class Supervisor:
     def _pass_on(self) -> None:
         """SIGTERM would make srun kill the ranks."""
         usr1 = self._options.stop_ends or self._told == signal.SIGUSR1
-        self._child.send_signal(signal.SIGUSR1 if usr1 else signal.SIGTERM)
+        tell(self._child, signal.SIGUSR1 if usr1 else signal.SIGTERM)
 
     # ---- hosts --------------------------------------------------------------------------------
 
@@ -259,7 +274,7 @@ class Supervisor:
         if sum(there.values()) > sum(self._used.values()) and not (self._told or self._rejoins):
             _say(f"{', '.join(more)} answers: starting again on all hosts")
             self._rejoins = True
-            self._child.send_signal(signal.SIGUSR1)
+            tell(self._child, signal.SIGUSR1)
 
     # ---- what follows an end ------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from hvdkit import whole_files
 from hvdkit.commands import seeds
-from hvdkit.commands.supervise import end_with_parent, newest_step
+from hvdkit.commands.supervise import end_with_parent, hear, newest_step
 from hvdkit.commands.sweep import Asked
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
@@ -72,8 +72,7 @@ class Sweep:
 
     def run(self) -> int:
         """Runs trials to the last one, or to a signal. Raises OSError: the folder fails."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, self._hear)
+        hear(self._hear)
         try:
             return self._run()
         finally:  # where the folder fails, those that are left save and end
