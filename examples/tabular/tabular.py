@@ -23,7 +23,7 @@ class Task:
 
     def __init__(self, config):
         self.config = config
-        train = self.fitted = self._read("train")  # also where other splits are scored
+        train = self.fitted = self._read(config.train_split)
         features = {name: train[name] for name in train if name != "label"}
         self.numbers = {n: x for n, c in features.items() if (x := tables.numbers(c)) is not None}
         self.words = {n: tables.ordered(c) for n, c in features.items() if n not in self.numbers}
@@ -45,12 +45,13 @@ class Task:
         names = tables.classes(self.fitted["label"])
         if strange := [*({*self.fitted} ^ {*table}), *({*table["label"]} - {*names})]:
             raise ValueError(f"{strange[0]!r} is not in both tables, as column or as label")
-        numbers = [tables.numbers(table[name]) for name in self.numbers]
+        # A number before them: a column may have none in this split.
+        numbers = [tables.numbers(["0", *table[name]]) for name in self.numbers]
         if any(column is None for column in numbers):
             raise ValueError("a column of numbers in training holds other text in validation")
         arrays = {"label": _codes(table["label"], names)}
         if numbers:
-            arrays["numbers"] = np.stack(numbers, 1)
+            arrays["numbers"] = np.stack(numbers, 1)[1:]
         if self.words:  # 0: one that training does not have
             arrays["words"] = 1 + np.stack([_codes(table[n], w) for n, w in self.words.items()], 1)
         source = Arrays(**arrays)

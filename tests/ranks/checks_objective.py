@@ -142,24 +142,26 @@ def slow_check_terms_that_mix_samples_or_differ_between_ranks_are_refused(world)
         fit(world, task, *words, code=BUG if "totals" in words[0] else WRONG_USE, **EXACT)
 
 
+def own_train(run, change):
+    """The task's own loss mixes no samples; run.loss is given another."""
+
+    def losses(micro):
+        outputs = run.context.model(micro["inputs"], training=True)[:, 0]
+        each = tf.square(change(outputs))
+        return each, tf.ones_like(each)
+
+    @run.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = run.loss(batch, losses)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+        return run.update(tape.gradient(loss, run.weights))
+
+    for batch in run.batches():
+        run.after_step(step(batch))
+
+
 def slow_check_own_losses_that_mix_samples_are_refused(world):
-    """The task's own loss does not; run.loss was given another."""
-
-    def own_train(run, change):
-        def losses(micro):
-            outputs = run.context.model(micro["inputs"], training=True)[:, 0]
-            return tf.square(change(outputs)), tf.ones_like(outputs)
-
-        @run.function
-        def step(batch):
-            with tf.GradientTape() as tape:
-                loss = run.loss(batch, losses)
-            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-            return run.update(tape.gradient(loss, run.weights))
-
-        for batch in run.batches():
-            run.after_step(step(batch))
-
     for change, name in (
         (lambda x: x - tf.reduce_mean(x), "losses"),
         (shrunk, "gradient"),
@@ -169,6 +171,12 @@ def slow_check_own_losses_that_mix_samples_are_refused(world):
         words = (f"run.loss(batch, losses): {name} of", "one by one") if refused else ()
         own = partial(own_train, change=change)
         fit(world, Terms, *words, own_train=own, code=WRONG_USE if refused else DONE, **EXACT)
+
+
+def check_own_losses_of_each_output_and_every_other_are_refused(world):
+    """Outputs [n, 1] minus targets [n] would be [n, n]."""
+    own = partial(own_train, change=lambda x: x[:, None] - x)
+    fit(world, Terms, "one example more", own_train=own, code=WRONG_USE, **EXACT)
 
 
 def contrast(outputs, gather, places):

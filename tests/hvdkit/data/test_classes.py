@@ -1,17 +1,20 @@
 """Classes are matched by name, values of label pictures mapped; NumPy is the reference."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import readers
 import tensorflow as tf
-from refusals import refused
+from refusals import differ, refused
+from small_checkpoints import ALONE
 
 from hvdkit.data import check, classes
 from hvdkit.data import open as open_lib
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Arrays
+from hvdkit.run import context
 from hvdkit.settings import parse
 
 
@@ -41,6 +44,13 @@ def test_a_models_classes_are_found_by_name(names, numbers):
         refused(lambda: classes.numbered(Named("owl", "cat"), "split test"), *words)
     assert labels(source) == numbers and source.num_classes == 3
     assert labels(classes.numbered(Named("b", "a"), "anywhere")) == [0, 1], "no model is known"
+
+
+def test_splits_of_a_tasks_own_are_matched_too():
+    task = SimpleNamespace(sources=lambda: (Named("cat", "dog", "owl"), Named("owl", "cat")))
+    assert labels(context.open_sources(ALONE, task)[1]) == [2, 0]
+    task.sources = lambda: (Named("cat"), Named("dog"))
+    differ(lambda: context.open_sources(ALONE, task), "validation split has dog", "training split")
 
 
 def test_a_validation_split_may_lack_a_class_and_one_split_alone_is_scored(tmp_path: Path, capsys):

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refused
 from scipy.special import log_softmax
 
 from hvdkit.train import objective
@@ -70,6 +71,20 @@ def test_padding_that_keras_masks_has_no_weight():
     mean = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
     wanted = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(words % 3, outputs)
     np.testing.assert_allclose(mean, wanted, rtol=1e-6)
+    # Of several outputs: the one mask there is, or that of the term's own output.
+    bare, other = tf.identity(outputs), tf.identity(outputs)
+    other._keras_mask = tf.constant(words > 2)
+    first = lambda outputs, targets: cross_entropy(outputs["a"], targets)  # noqa: E731
+    weighted = {"a": outputs, "b": bare}, {"b": bare, "a": outputs, "c": outputs}
+    for several in weighted:
+        found = objective.loss(SimpleNamespace(loss=first), several, words % 3)[""]
+        np.testing.assert_array_equal(found[1], words > 0)
+    several = {"a": outputs, "b": other, "c": bare}
+    refused(lambda: objective.loss(SimpleNamespace(loss=first), several, words % 3), "2 masks")
+    each = lambda outputs, y: {n: cross_entropy(x, y) for n, x in outputs.items()}  # noqa: E731
+    found = objective.loss(SimpleNamespace(loss=each), several, words % 3)
+    for name, known in (("a", words > 0), ("b", words > 2), ("c", words >= 0)):
+        np.testing.assert_array_equal(found[name][1], known)
 
 
 X = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]])

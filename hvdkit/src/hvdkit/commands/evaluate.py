@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from PIL import Image
 
 from hvdkit import logs, whole_files
@@ -32,8 +31,8 @@ from hvdkit.run import load_run
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.stop import PREEMPTED, Stop
-from hvdkit.train import objective, task_checks
 from hvdkit.train import task as tasks
+from hvdkit.train import task_checks
 from hvdkit.train.state import averaged_weights
 
 
@@ -44,13 +43,8 @@ class Worst:
         self._run, self._most, self._rounds, self._done = run, most, rounds, 0
         self._found: list[tuple[float, int]] = []  # loss, and the sample's number, negated
 
-    def add(self, batch: tasks.Example, outputs: Any, ids: list[int]) -> None:
+    def add(self, means: np.ndarray, ids: list[int]) -> None:
         """Takes a batch of this rank, as Evaluator.on_batch."""
-        means = 0.0  # of a sample, its terms added up
-        for losses, weights in objective.loss(self._run.task, outputs, batch["targets"]).values():
-            axes = list(range(1, losses.shape.rank))
-            total = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights), axes)
-            means += tf.math.divide_no_nan(total, tf.reduce_sum(weights, axes)).numpy()
         # NaN is the worst; among equal losses the first sample.
         ranked = np.where(np.isnan(means), np.inf, means).tolist()
         self._found += [(loss, -number) for loss, number in zip(ranked, ids, strict=True)]

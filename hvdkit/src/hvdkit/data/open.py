@@ -1,7 +1,8 @@
 """Opens data_dir with the reader that --data_format names, or with the task's default."""
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,20 @@ from hvdkit.settings.data import PACK_ONLY, READERS
 
 _LOOKED_AT = 32  # label pictures, at the start of a run
 _KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  # of labels
+
+
+_one_split = False
+
+
+@contextlib.contextmanager
+def one_split() -> Iterator[None]:
+    """Inside, `open_sources` opens the split to score alone: there may be no other."""
+    global _one_split
+    _one_split = True
+    try:
+        yield
+    finally:
+        _one_split = False
 
 
 def reader_of(name: str) -> Callable[[Path, str, int], Source]:
@@ -56,7 +71,7 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     """
     pictures.limit(config.max_pixels)
     remote.limit(config.cache_dir, config.cache_gb)
-    splits = (config.train_split, config.val_split)
+    splits = (config.val_split if _one_split else config.train_split, config.val_split)
     train, val = (_opened(config, split, default) for split in splits)
     remote.check_fits(config.shuffle_shards, train, val)
     # Before their number is checked: if names differ, no --num_classes is right for both.

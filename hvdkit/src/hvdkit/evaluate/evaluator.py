@@ -54,8 +54,8 @@ class Evaluator:
         self._at = run.state.step
         self._near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
-        # Called with each batch of this rank, its outputs and its samples' numbers.
-        self.on_batch: Callable[[Example, Any, list[int]], None] = lambda *batch: None
+        # Called with each batch of this rank: its samples' mean losses, and their numbers.
+        self.on_batch: Callable[[np.ndarray, list[int]], None] = lambda *batch: None
 
     def try_out(self) -> None:
         """Evaluates one example, so that mistakes show before the first training step."""
@@ -67,7 +67,7 @@ class Evaluator:
                 handles = set(map(id, graph_checks.assigned_handles(graph)))
                 self._moved = [v for v in self._moved if id(v.handle) in handles]
                 graph_checks.check_state(graph, self._state, "the evaluation")
-                outputs, sums, rows = self._step(batch)
+                outputs, _, sums, rows = self._step(batch)
             self._check_size(rows)
             try:
                 self._figures({name: value.numpy() for name, value in (sums | rows).items()})
@@ -101,7 +101,7 @@ class Evaluator:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
             with unoptimized():
                 with unchanged(self._moved):
-                    outputs, found, _ = self._step(whole)
+                    outputs, _, found, _ = self._step(whole)
                 with unchanged(self._moved):  # a loss may change state too
                     grad = gradient(outputs, whole["targets"])
             parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
@@ -135,10 +135,10 @@ class Evaluator:
             try:
                 batch = next(batches, None)
                 if batch is not None:
-                    outputs, more, rows = self._one(batch, place)
+                    outputs, means, more, rows = self._one(batch, place)
                     total.add(more)
                     kept.add(rows, self._feed.ids(place))
-                    self.on_batch(batch, outputs, self._feed.ids(place))
+                    self.on_batch(means, self._feed.ids(place))
                     if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
                         try:
                             drawn.append(self._drawn(batch, outputs))
@@ -172,15 +172,15 @@ class Evaluator:
         alike = [part for part in drawn if part.shape[1:] == drawn[0].shape[1:]]
         return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
 
-    def _one(self, batch: Example, place: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """Outputs, sums, rows of this rank's batch number `place`; a ValueError names samples."""
+    def _one(self, batch: Example, place: int) -> tuple[Any, np.ndarray, dict, dict]:
+        """Of this rank's batch number `place`, as `make_step`; a ValueError names samples."""
         if self._seeds:
             number = place * self._world.size + self._world.rank
             self._seeds.assign(self._at, tf.constant(number, tf.int64))
         try:
             with unchanged(self._moved):
                 outputs, *found = self._step(batch)
-            return outputs, *({name: x.numpy() for name, x in part.items()} for part in found)
+            return outputs, *tf.nest.map_structure(lambda x: x.numpy(), found)
         except (tf.errors.OpError, ValueError) as error:
             shape = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
             if isinstance(error, tf.errors.ResourceExhaustedError):
@@ -245,21 +245,27 @@ class Ballot:
 
 
 def make_step(task: Task, model: keras.Model, spec: Any):
-    """Returns the function of one evaluation batch; it has no collectives."""
+    """Returns the function of one evaluation batch; it has no collectives.
+
+    It returns outputs, the mean loss of each sample with its terms added up, sums, rows.
+    """
 
     @tf.function(input_signature=[spec], autograph=False)
-    def eval_step(batch: Example) -> tuple[Any, dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def eval_step(batch: Example) -> tuple[Any, tf.Tensor, dict, dict]:
         outputs = task_checks.outputs(task, model, batch["inputs"])
         terms = objective.loss(task, outputs, batch["targets"])
         sums = task_checks.sums(task, outputs, batch["targets"])
+        means = 0.0
         for name, (losses, weights) in terms.items():
             of, each = f"/{name}" if name else "", tf.math.multiply_no_nan(losses, weights)
+            parts = (tf.reduce_sum(x, range(1, len(x.shape))) for x in (each, weights))
+            means += tf.math.divide_no_nan(*parts)
             sums[f"loss{of}"] = tf.reduce_sum(tf.cast(each, tf.float64))
             sums[f"weight{of}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         graph = tf.compat.v1.get_default_graph()
         graph_checks.check_collectives(graph, "the task, in evaluation,")
         rows = task_checks.per_sample(task, outputs, batch["targets"], taken=set(sums))
-        return outputs, sums, rows
+        return outputs, means, sums, rows
 
     return eval_step
 

@@ -102,11 +102,11 @@ class Rows:
 
 
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> tuple[Arrays, Arrays]:
-    """Zero sums and no rows of `eval_step(batch) -> (outputs, sums, rows)`, before any batch."""
-    _, *found = eval_step.get_concrete_function().structured_outputs
-    sums, rows = ({n: (t.shape, t.dtype.as_numpy_dtype) for n, t in x.items()} for x in found)
-    rows = {name: np.zeros([0, *shape[1:]], dtype) for name, (shape, dtype) in rows.items()}
-    return {name: np.zeros(*like) for name, like in sums.items()}, rows
+    """Zero sums and no rows of evaluator.py's `make_step`, before any batch."""
+    *_, sums, rows = eval_step.get_concrete_function().structured_outputs
+    kinds = [{n: (t.shape, t.dtype.as_numpy_dtype) for n, t in x.items()} for x in (sums, rows)]
+    rows = {name: np.zeros([0, *shape[1:]], dtype) for name, (shape, dtype) in kinds[1].items()}
+    return {name: np.zeros(*like) for name, like in kinds[0].items()}, rows
 
 
 class KerasMetrics:

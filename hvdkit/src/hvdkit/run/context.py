@@ -133,6 +133,8 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
         if sources is None:  # it needs a list of rank 0
             with shared_listing.given(found, look=world.local_rank == 0):
                 train, val = task.sources()
+        train = classes.numbered(train, "the training split")
+        val = classes.numbered(val, "the validation split", classes.of(train))
         both = train.fingerprint(), val.fingerprint()
         if not all(isinstance(found, str) for found in both):
             raise ValueError(f"a source's fingerprint() must return text, not {both!r:.200}")

@@ -1,7 +1,6 @@
 """A run that was trained: its settings, and its model with the weights of a checkpoint."""
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import tensorflow as tf
 from hvdkit import logs
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import checkpoints, files, warm_start
+from hvdkit.data import open as open_lib
 from hvdkit.data.readers import pictures
 from hvdkit.logs import refuse
 from hvdkit.ranks import agreement
@@ -86,8 +86,8 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
         if world.is_chief:
             found = str(chosen(Path(config.run_dir) / "checkpoints", which))
     path = Path(world.broadcast_object(found, "trained.restored"))
-    # Only the split that is scored is opened: there may be no other.
-    run = prepare(dataclasses.replace(config, train_split=config.val_split), world, path)
+    with open_lib.one_split():
+        run = prepare(config, world, path)
     with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
             checkpoints.load(path, run.state.variables)

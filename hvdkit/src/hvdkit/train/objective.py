@@ -23,21 +23,27 @@ def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) 
     """The terms of the task's loss for `samples` examples (None: any number)."""
     with user_code_errors("the task's loss"):
         found = task.loss(outputs, targets)
-    made = {n: (e, _unmasked(w, outputs)) for n, (e, w) in terms(found, samples).items()}
+    made = {n: (e, _unmasked(w, outputs, n)) for n, (e, w) in terms(found, samples).items()}
     if samples:
-        _check_independent(task, outputs, targets, made=made)
+        check_independent(task.loss, outputs, targets, made=made)
     return made
 
 
-def _unmasked(weights: tf.Tensor, outputs: Any) -> tf.Tensor:
+def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
     """No weight where Keras's mask hides padding: its losses are zeros there, and no part of means.
 
-    So does Keras's `fit`.
+    So does Keras's `fit`. A term with an output's `name` has that output's mask.
     """
-    mask = getattr(outputs, "_keras_mask", None)
-    if mask is None or mask.shape.as_list() != weights.shape.as_list():
-        return weights
-    return weights * tf.cast(mask, weights.dtype)
+    outputs = outputs[name] if isinstance(outputs, Mapping) and name in outputs else outputs
+    found = [getattr(output, "_keras_mask", None) for output in tf.nest.flatten(outputs)]
+    shape = weights.shape.as_list()
+    masks = {id(m): m for m in found if m is not None and m.shape.as_list() == shape}
+    if len(masks) > 1:
+        raise ValueError(
+            f"the task's loss: its outputs have {len(masks)} masks of padding: return a dict of "
+            "terms, each with the name of its output"
+        )
+    return weights * tf.cast(*masks.values(), weights.dtype) if masks else weights
 
 
 def terms(found: Any, samples: int | None) -> Terms:
@@ -90,9 +96,10 @@ def _losses_and_weights(pair: Any, samples: int | None, what: str) -> tuple[tf.T
     return losses, tf.cast(weights, losses.dtype)
 
 
-def _check_independent(task: Task, outputs: Any, targets: Any, *, made: Terms) -> None:
+def check_independent(loss: Callable, *parts: Any, made: Terms) -> None:
     """Raises ValueError where one example's losses depend on how many examples there are.
 
+    `made`: what `loss` returned for `parts`, nested tensors.
     Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
     """
 
@@ -101,9 +108,9 @@ def _check_independent(task: Task, outputs: Any, targets: Any, *, made: Terms) -
         sizes = [tensor.shape[0] + 1, *tensor.shape[1:]] if whole else tensor.shape
         return tf.TensorSpec(sizes, tensor.dtype)
 
-    again = tf.function(lambda o, t: terms(task.loss(o, t), None), autograph=False)
+    again = tf.function(lambda *more: terms(loss(*more), None), autograph=False)
     try:
-        specs = [tf.nest.map_structure(one_more, part) for part in (outputs, targets)]
+        specs = [tf.nest.map_structure(one_more, part) for part in parts]
         others = again.get_concrete_function(*specs).structured_outputs
     except Exception:  # it takes no other number of examples, so there is nothing to compare
         return
@@ -111,7 +118,7 @@ def _check_independent(task: Task, outputs: Any, targets: Any, *, made: Terms) -
         shape, other = losses.shape, others[name][0].shape.as_list()
         if other[1:] != shape.as_list()[1:]:
             raise ValueError(
-                f"the task's loss returns losses of shape {shape}, and {other} for one example "
+                f"the loss returns losses of shape {shape}, and {other} for one example "
                 "more: its shape after the first dimension must not depend on the batch. Are "
                 "outputs [n, 1] compared to targets [n]?"
             )

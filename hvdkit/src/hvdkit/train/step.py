@@ -285,6 +285,7 @@ class Step:
             added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
             if losses:
                 terms = objective.terms(found, samples)
+                objective.check_independent(losses, micro, made=terms)
             else:
                 terms = objective.loss(self._task, outputs, micro["targets"], samples=samples)
         if self._traced:
