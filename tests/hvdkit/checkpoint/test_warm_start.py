@@ -131,6 +131,21 @@ def keras_file(folder, share: float = 1.0):
     return file
 
 
+def quantized(folder):
+    """Keras keeps the codes of int8, not the weights, and a scale beside them."""
+    model = network()
+    model.quantize("int8")
+    model.save(folder / "model.keras")
+    return folder / "model.keras"
+
+
+def broken(folder):
+    model = network()
+    model.weights[0].assign(model.weights[0] * np.nan)
+    model.save(folder / "model.keras")
+    return folder / "model.keras"
+
+
 CUT = r"--init_from=\S+model.keras cannot be read: ."
 NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
 
@@ -139,6 +154,8 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
     ("write", "averages", "match"),
     [
         (lambda at: keras_file(at, 0.9), False, CUT),
+        (quantized, False, r"\(int8 there, of a quantized model, float32 here\)"),
+        (broken, False, r"\(NaN there\)"),
         (keras_file, True, r"a .keras file holds no average"),
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),
         (lambda at: averaged_run(at, 0, use_ema=True)[0], True, NO_AVERAGE),  # yet zeros

@@ -79,3 +79,5 @@ def test_what_cannot_be_mixed_is_refused():
     named.class_names = ["a", "b"]
     refused(lambda: Mixture((named, 1), (Synthetic(3, form), 1)), "class_names", "['a', 'b'], []")
     refused(lambda: Mixture((named, 0)), "shares", "[0]")
+    unlike = Mixture((Synthetic(3, form), 1), (Arrays(label=np.arange(3)), 1))
+    refused(lambda: readers.read_all(unlike), "unlike samples", "int32, rank 0", "int64, rank 0")

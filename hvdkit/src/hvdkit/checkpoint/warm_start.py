@@ -57,6 +57,12 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
             faults[name] = "missing there"
         elif there[name].shape != tuple(variable.shape):
             faults[name] = f"{list(there[name].shape)} there, {list(variable.shape)} here"
+        elif there[name].dtype.kind in "iu" and "int" not in variable.dtype:
+            faults[name] = f"{there[name].dtype} there, of a quantized model, {variable.dtype} here"
+        elif there[name].dtype.kind in "fV" and np.isnan(there[name]).any():
+            faults[name] = "NaN there"
+    if unused := [name for name in there if name not in named]:
+        logs.say(f"note: of {path} is not used: {join(unused, 4)}")
     if len(faults) == len(pairs) or (faults and not skip):
         way_out = "--init_skip_mismatched leaves such variables as they are made"
         if len(faults) == len(pairs):

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from hvdkit.commands.start_tables import LABELS, Table, checked
-from hvdkit.data import arrangement
+from hvdkit.data import arrangement, tables
 from hvdkit.data.arrangement import Item
 from hvdkit.logs import join, printable
 
@@ -40,7 +40,10 @@ def understood(root: Path, folder: Path) -> tuple[list[Item], Table]:
     """
     if root.suffix.lower() == ".npy":
         raise ValueError(f"{root}: give the folder in which its labels are too")
-    pairs = {split: _pair(root, *both) for split, both in _pairs(root).items()}
+    found = _pairs(root)
+    if len({labels.shape[1:] for _, labels in found.values() if labels.ndim == 2}) > 1:
+        raise ValueError(f"{root}: labels of its splits have other widths: give one width to all")
+    pairs = {split: _pair(root, *both) for split, both in found.items()}
     classes = {split: labels for split, (_, labels) in pairs.items() if labels.ndim == 1}
     rows = {split for split in classes if pairs[split][0].ndim == 2}
     if len({*map(len, (pairs, rows or pairs, classes or pairs))}) > 1:
@@ -117,7 +120,7 @@ def _read(root: Path) -> dict[str, np.ndarray]:
 
 def _pair(root: Path, samples: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """With labels [number] or [number, height, width], whole numbers or text."""
-    if labels.dtype.kind == "f" and (labels == np.rint(labels)).all():
+    if labels.dtype.kind == "f" and np.isfinite(labels).all() and (labels == np.rint(labels)).all():
         labels = labels.astype(np.int64)
     if labels.ndim == 4 and 1 in (labels.shape[1], labels.shape[3]):
         labels = labels.squeeze(1 if labels.shape[1] == 1 else 3)
@@ -146,8 +149,11 @@ def _names(root: Path, classes: dict[str, np.ndarray]) -> dict[str, list[str]]:
         split: [x.strip() if isinstance(x, str) else f"{x:0{width}}" for x in of]
         for split, of in names.items()
     }
-    if classes and len(checked(root, [x for of in texts.values() for x in of])) < 2:
+    different = tables.classes(everyone := [x for of in texts.values() for x in of])
+    if classes and len(checked(root, everyone)) < 2:
         raise ValueError(f"{root}: all samples are of one class: two are needed")
+    if 2 * len(different) > len(everyone) > 20:
+        raise ValueError(f"{root}: its labels are no classes but numbers: see examples/regression")
     return texts
 
 

@@ -1,5 +1,6 @@
 """Several sets as one, each with its share of every epoch."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,18 @@ class Mixture(ReadAhead):
         which = tf.searchsorted(self._ends, [index], "right")[0]
         own = (index - tf.gather(np.append(0, self._ends), which)) % tf.gather(self._sizes, which)
 
-        def sample(source: Source) -> Parts:
-            # All pictures are decoded whole here: of a file, nothing is gained.
-            return {name: part for name, part in source.read(own).items() if name != "file"}
+        kinds = {}
 
-        return tf.switch_case(which, [lambda of=of: sample(of) for of in self._sources])
+        def sample(number: int, source: Source) -> Parts:
+            # All pictures are decoded whole here: of a file, nothing is gained.
+            parts = {name: part for name, part in source.read(own).items() if name != "file"}
+            kinds[number] = {n: f"{x.dtype.name}, rank {x.shape.rank}" for n, x in parts.items()}
+            return parts
+
+        try:
+            return tf.switch_case(which, [partial(sample, *of) for of in enumerate(self._sources)])
+        except (TypeError, AssertionError):
+            raise ValueError(f"the sets of a mixture give unlike samples: {kinds}") from None
 
     def explain(self, index: int) -> str | None:
         which, own = self._place(index)
