@@ -305,6 +305,9 @@ def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, cap
     other = [*command[:1], str(tmp_path / "set" / "x.odt"), "--label=a"]
     (tmp_path / "set" / "x.odt").touch()
     assert start.main(other) == 2 and "no table or arrays" in capfd.readouterr().err
+    np.savez(tmp_path / "set.npz", FOUR["x"], np.arange(4))
+    other = ["hvdkit start", str(tmp_path / "set.npz"), "--yes", "--quick"]
+    assert start.main(other) == 2 and "no array's name says" in capfd.readouterr().err
     assert start.main(command) == 0
     assert words[-2:] == ["train", "ARGS=--flagfile=configs/set.cfg"]
     assert f"--data_dir={tmp_path}/set\n" in (fork / "configs" / "set.cfg").read_text()

@@ -102,7 +102,9 @@ def _recognized(root: Path, layout: str, label: str, *, links: Path) -> tuple[li
         if kind in tables.SUFFIXES:
             return start_tables.understood(root, label)
         _refuse_label(label, root)
-        return start_arrays.understood(root, links)
+        if not (read := start_arrays.understood(root, links))[0]:
+            raise ValueError(f"{root}: no array's name says what it is, as x and y do")
+        return read
     arrays = start_arrays.files(root)
     try:  # tables and arrays beside what is recognized are notes
         found = arrangement.recognized(root)

@@ -146,20 +146,22 @@ class KerasMetrics:
 
 
 def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]) -> None:
-    """Makes the metric's variables; ValueError unless the same batch twice is twice its state."""
+    """Makes the metric's variables; ValueError unless the same batch twice is twice its state, also
+    as one batch."""
     shapes = [[size or 2 for size in part.shape] for part in batch]
     like = [tf.ones(shape, part.dtype) for shape, part in zip(shapes, batch)]
     if len(like) > 1 and like[1].dtype.is_floating:
         like[1] *= 0.25  # not the labels: a maximum of errors must not be 0
-    states = []
-    for times in range(3):
+    longer, states = [tf.concat([x, x], 0) if x.shape.rank else x for x in like], []
+    for batches in ([], [like], [like, like], [longer]):
         metric.reset_state()
-        for _ in range(times):
-            metric.update_state(*like)
+        for parts in batches:
+            metric.update_state(*parts)
         states.append([v.numpy() for v in metric.variables])
     metric.reset_state()
-    none, once, twice = (states[0] or [0.0 * x for x in states[1]]), *states[1:]
-    if any(np.any(x) for x in none) or not all(map(np.allclose, twice, [2 * x for x in once])):
+    none, once, *twice = states
+    alike = all(np.allclose(x, 2 * y) for two in twice for x, y in zip(two, once, strict=True))
+    if any(np.any(x) for x in none) or not alike:
         kind = type(metric).__name__
         raise ValueError(f"{name}: the state of {kind} is no sum over samples: use per_sample")
 
