@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from hosts import executable
 from scipy import stats
 
 from hvdkit.commands import seeds
@@ -59,8 +60,9 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):
     """It would end alone, and leave its child, mpirun, that passes SIGUSR1 on to the ranks."""
     mpirun = f'{sys.executable} -c \'import time; open("there", "w"); time.sleep(300)\''
+    horovodrun = executable(tmp_path / "horovodrun", f"{mpirun}; exit $?")
     command = [sys.executable, "-m", "hvdkit", "seeds", f"--run_dir={tmp_path}", "--"]
-    with subprocess.Popen([*command, "sh", "-c", f"{mpirun}; exit $?"], cwd=tmp_path) as running:
+    with subprocess.Popen([*command, "sh", horovodrun], cwd=tmp_path) as running:
         while not (tmp_path / "there").exists():
             time.sleep(0.1)
         running.terminate()

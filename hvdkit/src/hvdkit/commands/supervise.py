@@ -61,10 +61,11 @@ def hear(handler: Callable[[int, object], None]) -> None:
 def tell(child: subprocess.Popen, number: int) -> None:
     """Signals a launcher, also past the shell that horovodrun becomes: that would end alone."""
     there = Path(f"/proc/{child.pid}")
-    with contextlib.suppress(OSError):
-        inner = (there / f"task/{child.pid}/children").read_text().split()
-        if inner and (there / "comm").read_text() == "sh\n":
-            return os.kill(int(inner[0]), signal.SIGUSR1)  # SIGTERM: mpirun kills after a second
+    if "horovodrun" in {Path(word).name for word in child.args}:
+        with contextlib.suppress(OSError):
+            inner = (there / f"task/{child.pid}/children").read_text().split()
+            if inner and (there / "comm").read_text() == "sh\n":
+                return os.kill(int(inner[0]), signal.SIGUSR1)  # SIGTERM: mpirun kills in a second
     return child.send_signal(number)
 
 
