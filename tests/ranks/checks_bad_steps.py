@@ -1,10 +1,12 @@
 """Steps whose loss is no number: skipped, then once gone back before; on real ranks."""
 
+from functools import partial
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
+from checks_objective import own_train
 from checks_runs import PLAIN_SGD, batch_ids, plain_sgd
 from small_runs import Small, classifier, fit, numbers, same
 
@@ -12,7 +14,7 @@ from hvdkit.checkpoint import files
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
-from hvdkit.stop import DIVERGED
+from hvdkit.stop import DIVERGED, WRONG_USE
 from hvdkit.train import updating
 
 SAMPLES, BATCH = 600, 12
@@ -150,3 +152,9 @@ def check_virtual_ranks_are_named(world):
     if world.is_chief:
         samples = ", ".join(map(str, batch_ids(3, SAMPLES)[3:6]))
         assert f"loss of virtual rank 1 with samples {samples})" in printed, printed
+
+
+def check_own_losses_of_each_output_and_every_other_are_refused(world):
+    """Outputs [n, 1] minus targets [n] would be [n, n]."""
+    own = partial(own_train, change=lambda x: x[:, None] - x)
+    trained(world, Small, "one example more", own_train=own, code=WRONG_USE)

@@ -173,12 +173,6 @@ def slow_check_own_losses_that_mix_samples_are_refused(world):
         fit(world, Terms, *words, own_train=own, code=WRONG_USE if refused else DONE, **EXACT)
 
 
-def check_own_losses_of_each_output_and_every_other_are_refused(world):
-    """Outputs [n, 1] minus targets [n] would be [n, n]."""
-    own = partial(own_train, change=lambda x: x[:, None] - x)
-    fit(world, Terms, "one example more", own_train=own, code=WRONG_USE, **EXACT)
-
-
 def contrast(outputs, gather, places):
     """Each sample's first half against all samples' second halves, and the labels of all."""
     first, second = tf.split(outputs[:, :4], 2, -1)
