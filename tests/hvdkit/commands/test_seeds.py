@@ -62,8 +62,11 @@ def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):
     mpirun = f'{sys.executable} -c \'import time; open("there", "w"); time.sleep(300)\''
     horovodrun = executable(tmp_path / "horovodrun", f"{mpirun}; exit $?")
     command = [sys.executable, "-m", "hvdkit", "seeds", f"--run_dir={tmp_path}", "--"]
-    with subprocess.Popen([*command, "sh", horovodrun], cwd=tmp_path) as running:
-        while not (tmp_path / "there").exists():
-            time.sleep(0.1)
-        running.terminate()
-        assert running.wait(30) == 128 + signal.SIGUSR1
+    # Ctrl-C stays Ctrl-C: a second one ends mpirun's ranks at once. Python answers it with 130.
+    for number, code in ((signal.SIGTERM, 128 + signal.SIGUSR1), (signal.SIGINT, 130)):
+        with subprocess.Popen([*command, "sh", horovodrun], cwd=tmp_path) as running:
+            while not (tmp_path / "there").exists():
+                time.sleep(0.1)
+            running.send_signal(number)
+            assert running.wait(30) == code
+        (tmp_path / "there").unlink()

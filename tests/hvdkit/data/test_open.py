@@ -72,6 +72,8 @@ def test_splits_of_any_name(tmp_path: Path):
 
     assert list(map(len, opened())) == [3, 1]
     assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
+    with open_lib.one_split():
+        assert list(map(len, opened("--train_split=none"))) == [1, 1]
     (tmp_path / "ImageSets/Segmentation/trainval.txt").write_text("2007_000000\n2007_000003\n")
     both = opened("--train_split=trainval")
     assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))

@@ -8,7 +8,6 @@ again, the command resumes.
 """
 
 import math
-import signal
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -55,10 +54,10 @@ def main(argv: list[str]) -> int:
     made.add_argument("command", nargs="+", help="after --: what trains")
     own, scores, told, run = made.parse_args(argv[1:]), [], [], None
 
-    def pass_on(*_: object) -> None:
-        told.append(True)
+    def pass_on(number: int, _: object) -> None:
+        told.append(number)
         if run:
-            tell(run, signal.SIGTERM)
+            tell(run, number)
 
     hear(pass_on)
     for seed in range(own.first, own.first + own.count):
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> int:
         how = {"process_group": 0, "preexec_fn": end_with_parent}  # Ctrl-C comes here alone
         run = subprocess.Popen(command, **how)
         if told:  # while there was none to tell
-            pass_on()
+            tell(run, told[0])
         if code := run.wait():
             logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code

@@ -65,7 +65,8 @@ def tell(child: subprocess.Popen, number: int) -> None:
         with contextlib.suppress(OSError):
             inner = (there / f"task/{child.pid}/children").read_text().split()
             if inner and (there / "comm").read_text() == "sh\n":
-                return os.kill(int(inner[0]), signal.SIGUSR1)  # SIGTERM: mpirun kills in a second
+                # Two of SIGINT end it at once; after SIGTERM mpirun kills in a second.
+                return os.kill(int(inner[0]), number if number == signal.SIGINT else signal.SIGUSR1)
     return child.send_signal(number)
 
 

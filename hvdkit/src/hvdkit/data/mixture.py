@@ -73,6 +73,8 @@ class Mixture(ReadAhead):
         try:
             return tf.switch_case(which, [partial(sample, *of) for of in enumerate(self._sources)])
         except (TypeError, AssertionError):
+            if len(kinds) < len(self._sources):  # a source's own mistake
+                raise
             raise ValueError(f"the sets of a mixture give unlike samples: {kinds}") from None
 
     def explain(self, index: int) -> str | None:

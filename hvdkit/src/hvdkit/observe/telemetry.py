@@ -61,10 +61,11 @@ class Telemetry:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in [name for name, lines in self._unwritten.items() if lines]:
-            self._flush(name)
-            if lost := len(self._unwritten[name]):
-                self._note_once(f"lost {name}", f"the last {lost} lines of {name} are lost")
+        for name, lines in self._unwritten.items():
+            if lines:
+                self._flush(name)
+            if lines:  # still
+                self._note_once(f"lost {name}", f"the last {len(lines)} lines of {name} are lost")
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
                 tracker.close()
