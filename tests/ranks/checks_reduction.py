@@ -138,6 +138,10 @@ def check_compression_halves_what_travels_and_stays_close(world):
 
         wires = collectives(config, model, loss)
         kind = {"fp16": "float16", "bf16": "int16"}[compression]
+        exponents = [wire for wire in wires if "/compression." in wire]
+        assert len(exponents) == (len(grads) if compression == "fp16" else 0)
+        assert all("float32 []" in wire for wire in exponents), "one number ahead of a gradient"
+        wires = [wire for wire in wires if wire not in exponents]
         assert wires and all(kind in wire for wire in wires), wires
         if compression == "bf16":  # to all and back, whatever the number of gradients
             assert len(wires) == 2 < len(grads), wires

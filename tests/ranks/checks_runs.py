@@ -317,7 +317,7 @@ def changing(change):
     )
 
 
-def own_result(made, times=1, op=hvd.Sum):
+def own_result(made, times=1, op=hvd.Sum, **reduction):
     """A step of `times` losses that returns `made(loss, what run.update returned)`."""
 
     def make_step(run):
@@ -325,7 +325,7 @@ def own_result(made, times=1, op=hvd.Sum):
         def step(batch):
             with tf.GradientTape() as tape:
                 loss = sum(run.loss(batch) for _ in range(times))
-            tape = hvd.DistributedGradientTape(tape, op=op, **run.reduction)
+            tape = hvd.DistributedGradientTape(tape, op=op, **run.reduction | reduction)
             return made(loss, run.update(tape.gradient(loss, run.weights)))
 
         return step
@@ -383,6 +383,9 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         for own_train in (means, *(loop_of(tape, usual) for tape in tapes)):
             fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=own_train)
         fit(world, Small, "sums no gradients", code=WRONG_USE, own_train=own_update(list))
+        as_float16 = hvd.Compression.fp16
+        tape = loop_of(own_result(lambda loss, result: result, compression=as_float16), usual)
+        fit(world, Small, "--compression=fp16", code=WRONG_USE, own_train=tape)
 
 
 def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is(world):

@@ -32,7 +32,22 @@ class Regression:
         return tf.square(outputs - tf.where(targets > -100, targets, 0)), valid
 
 
-def regression_step(world, config, model=None):
+class FewPlaces(Regression):
+    """Squared errors at 4,096 places, of which one in two samples counts: the mean is tiny beside
+    what is divided out after the sum over ranks.
+    """
+
+    def __init__(self, *, factor, weight, terms):
+        self.factor, self.weight, self.terms = factor, weight, terms
+
+    def loss(self, outputs, targets):
+        places = tf.repeat(self.factor * tf.square(outputs - targets), 4096, axis=1)
+        first = tf.one_hot(0, 4096) * tf.cast(targets > 1.0, tf.float32)
+        term = (places, self.weight * first)
+        return term if self.terms == 1 else {"one": term, "two": (*term, 0.5)}
+
+
+def regression_step(world, config, model=None, *, task=None):
     """A function of a batch that does one step, train.py's own or the engine's; and its state."""
     keras.utils.set_random_seed(3)
     if model is None:
@@ -45,7 +60,7 @@ def regression_step(world, config, model=None):
         "inputs": tf.TensorSpec([*shape, 4], tf.float32),
         "targets": tf.TensorSpec([*shape, 1], tf.float32),
     }
-    parts = Step(config, world, Regression(), state=state, spec=spec)
+    parts = Step(config, world, task or Regression(), state=state, spec=spec)
     parts.function = parts.trace  # all else that train.py calls has the same name in a run
     own = parts.own_step()
     step = parts.trace(own) if own else train.make_step(parts)
@@ -118,6 +133,44 @@ def check_loss_and_gradient_are_means_over_valid_positions_and_the_rate_is_the_s
     slopes = 2 * x[3:].T @ errors / 9, 2 * errors.mean(0)
     for after, before, slope in zip(state.model.get_weights(), (kernel, bias), slopes):
         np.testing.assert_allclose(after, before - 0.025 * slope, rtol=1e-5, atol=1e-6)
+
+
+def check_compressed_gradients_are_those_of_the_mean(world):
+    """Whatever the share of places that count, their weights, the loss's size and the step's way.
+
+    From means of 1e-7 to 5e4; the compressed ones are within 1e-3.
+    """
+    ways = ({}, {"accumulation_steps": 2}, {"jit": True}, {"deterministic": True})
+    cases = [({"factor": 1e-8, "weight": 1.0, "terms": 1}, way) for way in ways]
+    cases += [({"factor": 4e3, "weight": 1e-4, "terms": 2}, way) for way in ways]
+    cases.append(({"factor": 1.0, "weight": 1e-4, "terms": 1}, {"gradient_groups": 1}))
+    cases.append(({"factor": 1.0, "weight": 1e4, "terms": 1}, {"precision": "float16"}))
+    for of_loss, way in cases:
+        found = []
+        for compression in ("none", "fp16"):
+            rate = 0.1 / of_loss["factor"]
+            config = dataclasses.replace(PLAIN, compression=compression, base_lr=rate, **way)
+            do, state = regression_step(world, config, task=FewPlaces(**of_loss))
+            before = state.model.get_weights()
+            norm = float(do(*batch())["grad_norm"])
+            moves = [a - b for a, b in zip(before, state.model.get_weights())]
+            found.append((norm, np.concatenate([move.ravel() for move in moves])))
+        (norm, moves), (compressed_norm, compressed_moves) = found
+        assert 1 < norm / of_loss["factor"] < 20
+        np.testing.assert_allclose(compressed_norm, norm, rtol=1e-3, err_msg=f"{of_loss} {way}")
+        apart = np.linalg.norm(moves - compressed_moves) / np.linalg.norm(moves)
+        assert 0 < apart < 1e-3, (apart, of_loss, way)
+
+
+def check_compressed_gradients_that_are_no_number_are_skipped_by_all(world):
+    do, state = regression_step(world, dataclasses.replace(PLAIN, compression="fp16"))
+    before = state.model.get_weights()
+    for bad in (np.nan, np.inf):
+        x, y = batch()
+        x[-1] = bad  # the last rank's
+        assert not bool(do(x, y)["finite"])
+    for one, other in zip(before, state.model.get_weights()):
+        np.testing.assert_array_equal(one, other)
 
 
 def check_clipping_is_by_the_global_norm_and_equal_on_all_ranks(world):

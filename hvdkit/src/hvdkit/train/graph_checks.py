@@ -11,7 +11,7 @@ from tensorflow.python.eager import context
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
-from hvdkit.train import losses
+from hvdkit.train import compression, losses
 from hvdkit.train.state import State
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
@@ -37,6 +37,7 @@ _NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([
 # Names of the collectives of a step's figures and state; of synchronized batch norm and `gather`.
 _OF_STEP = re.compile(r"(^|/)(step\.totals|state\.)")
 _OF_ENGINE = re.compile(r"(\.batch|hvdkit\.gather)(\.gradient)?(_\d+)?$")
+_OF_COMPRESSION = re.compile(rf"(^|/){re.escape(compression.NAME)}\d+$")
 
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
@@ -143,12 +144,25 @@ def _check_sum(node: tf.compat.v1.NodeDef) -> None:
 
 
 def check_sums(graph: tf.Graph, ranks: int) -> None:
-    """Raises ValueError where gradients of `ranks` are not summed, which `update` counts on."""
-    found = [node for node in nodes(graph) if node.op.startswith("Horovod")]
-    for node in found:
+    """Raises ValueError where gradients of `ranks` are not summed, which `update` counts on.
+
+    And where they are summed as float16 without a scale, in which small ones are zeros.
+    """
+    exchanges = [node for node in nodes(graph) if node.op.startswith("Horovod")]
+    sums = [node for node in exchanges if not _OF_COMPRESSION.search(node.name)]
+    in_float16 = 0
+    for node in sums:
         if "Tape_Allreduce" in node.name and "reduce_op" in node.attr:
             _check_sum(node)
-    if ranks > 1 and all(_OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in found):
+        if "reduce_op" in node.attr and node.attr["T"].type == tf.float16.as_datatype_enum:
+            in_float16 += node.attr["num_tensors"].i or 1  # of a group
+    if in_float16 > len(exchanges) - len(sums):  # each with a scale is preceded by an exchange
+        raise ValueError(
+            "the step sums float16 over ranks as it is, where small gradients become zeros and "
+            "large ones infinite: give the tape **run.reduction alone, and --compression=fp16 "
+            "(float16 weights: make them float32)"
+        )
+    if ranks > 1 and all(_OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in sums):
         raise ValueError(
             "the step sums no gradients over ranks, whose weights would drift apart: wrap its "
             "tape, tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)"

@@ -18,6 +18,7 @@ from horovod.common.util import split_list
 
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
+from hvdkit.train import compression
 from hvdkit.train.gradients import overwritten
 
 _PART = 2.0**12  # see `totals`
@@ -58,11 +59,12 @@ def arguments(config: Settings) -> dict[str, Any]:
     With --deterministic all gradients are one group, one message with a fixed layout: fusion by
     arrival time would change which bytes share a ring chunk, and so the order of additions.
     """
+    where = device(config)
     fp16 = config.compression == "fp16"
     return {
-        "device_dense": device(config),
-        "device_sparse": device(config),
-        "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+        "device_dense": where,
+        "device_sparse": where,
+        "compression": compression.ScaledFloat16(where) if fp16 else hvd.Compression.none,
         "groups": 1 if config.deterministic else None,
         "sparse_as_dense": config.deterministic,  # a group of sparse and dense ones is refused
     }

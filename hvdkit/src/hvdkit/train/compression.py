@@ -1,0 +1,69 @@
+"""Gradients as float16 on the wire, with a scale of its own for each.
+
+Horovod's Compression.fp16 casts what the backward pass gives. That is the gradient of a mean times
+what is divided out after the sum over ranks: the share of positions that count, weights, the loss
+scale. So its small values became zeros and its large ones infinite, whatever the mean's were.
+"""
+
+import math
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdkit.train.losses import at_least_float32
+
+NAME = "compression."  # of what the ranks exchange before a gradient; graph_checks.py looks for it
+_HIGHEST = 15  # float16 holds up to 2**16
+_MOST = 100  # of a scale's exponent: 2**100 and 2**-100 are in range of float32
+
+
+class ScaledFloat16:
+    """What hvd.DistributedGradientTape takes as `compression`.
+
+    Ranks agree on the largest exponent of a gradient, one number. The power of two by which each of
+    them then multiplies its part lets the sum over ranks use float16's range: it cannot overflow,
+    and a value keeps all 11 bits down to 2**-29 / ranks of the largest one.
+    """
+
+    def __init__(self, device: str) -> None:
+        """`device`: where Horovod reduces; "": where the tensor is."""
+        self._device = device
+        self._used = 0  # names so far
+
+    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.DType, tf.Tensor] | None]:
+        """The tensor as float16, and what `decompress` needs; others than floats as they are."""
+        if not tensor.dtype.is_floating:
+            return tensor, None
+        wide = at_least_float32(tensor)
+        exponent = hvd.allreduce(
+            _exponent(wide),
+            op=hvd.Max,
+            name=f"{NAME}{self._used}",
+            device_dense=self._device,
+            ignore_name_scope=True,  # the same on all ranks, whatever each traced before
+        )
+        self._used += 1
+        room = _HIGHEST - math.ceil(math.log2(hvd.size()))
+        power = tf.clip_by_value(room - exponent, -_MOST, _MOST)
+        scale = tf.cast(tf.pow(2.0, power), wide.dtype)
+        return tf.cast(wide * scale, tf.float16), (tensor.dtype, scale)
+
+    def decompress(
+        self, tensor: tf.Tensor, context: tuple[tf.DType, tf.Tensor] | None
+    ) -> tf.Tensor:
+        if context is None:
+            return tensor
+        dtype, scale = context
+        return tf.cast(tf.cast(tensor, scale.dtype) / scale, dtype)
+
+
+def _exponent(tensor: tf.Tensor) -> tf.Tensor:
+    """The least e with all magnitudes at most 2**e, a float32 scalar, and -_MOST at least.
+
+    A value that is no number stays one, whatever the scale: then it is -_MOST.
+    """
+    largest = tf.cast(tf.reduce_max(tf.abs(tensor)), tf.float64)
+    sound = tf.math.is_finite(largest) & (largest > 0)  # an empty tensor has -inf
+    exponent = tf.math.ceil(tf.math.log(tf.where(sound, largest, 1.0)) / math.log(2.0))
+    exponent = tf.where(sound, exponent, -float(_MOST))
+    return tf.cast(tf.maximum(exponent, -float(_MOST)), tf.float32)
