@@ -2,54 +2,84 @@
  *
  * Open MPI 4.1 listens on all addresses and obeys whoever speaks its protocol, which knows no
  * secret: a stranger could stop ranks and start programs. So a connection from this host is closed
- * unless its other end belongs to the same user or to root, as /proc/net/tcp says. Connections from
- * other hosts are left alone, unless LAUNCH_ALONE says that the run has none. Sockets of Python and
- * gRPC are not guarded: those call accept4. */
+ * unless its other end is open and belongs to the same user, as /proc/net/tcp says.
+ * Connections from other hosts are left alone, unless LAUNCH_ALONE says that the run has none.
+ * Sockets of Python and gRPC are not guarded: those call accept4. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <errno.h>
 #include <netinet/tcp.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* Open ends on this host of connections from one port to another: how many are the user's or
- * root's; 1000 or more where one is not. */
-static int users(const char *table, unsigned from, unsigned to) {
-    const char *form = " %*d: %*[0-9A-F]:%x %*[0-9A-F]:%x %x %*s %*s %*s %u";
-    unsigned local, remote, state, user;
-    int count = 0;
-    char line[512];
+/* An address and a port, as 32 and 4 hexadecimal digits: the kernel's tables write them so. */
+typedef char end_text[38];
+
+/* An IPv4 address is written as the IPv6 address that stands for it, ::ffff:1.2.3.4. */
+static void write_end(end_text text, const struct sockaddr_storage *end) {
+    const struct sockaddr_in *ipv4 = (const void *)end;
+    const struct sockaddr_in6 *ipv6 = (const void *)end;
+    uint32_t words[4] = {0, 0, htonl(0xffff), ipv4->sin_addr.s_addr};
+    if (end->ss_family == AF_INET6) memcpy(words, &ipv6->sin6_addr, sizeof words);
+    /* IPv6 has the port where IPv4 has it. */
+    snprintf(text, sizeof(end_text), "%08X%08X%08X%08X:%04X", words[0], words[1], words[2],
+             words[3], ntohs(ipv4->sin_port));
+}
+
+/* Whether a line of a table has this end; the line's address has 8 or 32 digits. */
+static int is_end(const char *in_line, const end_text text) {
+    size_t length = strlen(in_line);
+    if (length == 37) return !strcmp(in_line, text);
+    return length == 13 && !strncmp(text, "0000000000000000FFFF0000", 24) &&
+           !strcmp(in_line, text + 24);
+}
+
+/* Looks for the open socket between two ends: 1 where the user has it, -1 where it is
+ * somebody else's or no longer open (whose it was is not known then), 0 where it is not there. */
+static int owner(const char *table, const end_text from, const end_text to) {
+    char local[38], remote[38], line[512];
+    unsigned state, user;
+    int verdict = 0;
     FILE *file = fopen(table, "re");
-    while (file && fgets(line, sizeof line, file))
-        if (sscanf(line, form, &local, &remote, &state, &user) == 4 && local == from &&
-            remote == to && state == TCP_ESTABLISHED)
-            count += user == geteuid() || !user ? 1 : 1000;
+    while (file && fgets(line, sizeof line, file)) {
+        if (sscanf(line, " %*d: %37s %37s %x %*s %*s %*s %u", local, remote, &state, &user) != 4)
+            continue;
+        if (!is_end(local, from) || !is_end(remote, to)) continue;
+        if (state != TCP_ESTABLISHED || user != geteuid()) verdict = -1;
+        if (verdict == 0) verdict = 1;
+    }
     if (file) fclose(file);
-    return count;
+    return verdict;
 }
 
 static int is_strangers(int link) {
-    struct sockaddr_storage own, peer; /* IPv6 has the port where IPv4 has it */
-    struct sockaddr_in *here = (void *)&own, *there = (void *)&peer;
+    struct sockaddr_storage own, peer;
+    struct sockaddr_in *there = (void *)&peer;
     socklen_t size = sizeof own;
     const char *alone = getenv("LAUNCH_ALONE");
-    int trial, is_local, count;
-    unsigned from, to;
+    end_text from, to;
+    int trial, is_local, verdict, verdict6;
     if (getsockname(link, (void *)&own, &size)) return 1;
     if (own.ss_family != AF_INET && own.ss_family != AF_INET6) return 0;
     size = sizeof peer;
     if (getpeername(link, (void *)&peer, &size)) return 1;
-    from = ntohs(there->sin_port), to = ntohs(here->sin_port);
+    write_end(from, &peer);
+    write_end(to, &own);
     there->sin_port = 0; /* a socket can be bound to this host's addresses only */
     trial = socket(peer.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (trial < 0) return 1;
     is_local = !bind(trial, (void *)&peer, size);
     close(trial);
     if (!is_local) return alone && *alone;
-    count = users("/proc/net/tcp", from, to) + users("/proc/net/tcp6", from, to);
-    return count < 1 || count >= 1000; /* none: it was closed at once */
+    verdict = owner("/proc/net/tcp", from, to);
+    verdict6 = owner("/proc/net/tcp6", from, to);
+    /* In neither table: it was closed at once. */
+    return verdict < 0 || verdict6 < 0 || verdict + verdict6 == 0;
 }
 
 int accept(int door, struct sockaddr *restrict address, socklen_t *restrict size) {

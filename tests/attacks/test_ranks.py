@@ -75,6 +75,8 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
                 assert found["user"] == 65534 and not found["shown"], found
                 # A rank gives 16 bytes, a nonce; Open MPI nothing.
                 assert {*found["got"].values()} <= {0, 16}, found
+                # At least mpirun's or its daemon's door for its own ranks.
+                assert max(found["ranks_ports"].values()) >= 1, found
             end.touch()
             output += run.communicate(timeout=120)[0]
         assert run.returncode == 0 and output.count("ended well") == 2, output
