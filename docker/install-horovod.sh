@@ -122,6 +122,7 @@ set_up_environment() {
     [ -L "$venv" ] || [ ! -e "$venv" ] || die "$venv is there and is no link: move it away"
     [[ $new != *[[:space:]]* ]] || die "Horovod cannot be built in a path with a space: $new"
     mkdir -p "${venv}s"
+    (umask 077 && : >>"${venv}s/.lock") # who may read it may lock it
     exec 9>"${venv}s/.lock"
     flock -n 9 || { echo "waiting for another set-up in ${venv}s to end" && flock 9; }
     if ! whole "$new"; then

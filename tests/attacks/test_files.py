@@ -20,9 +20,10 @@ from PIL import Image
 from refusals import refused
 from small_checkpoints import ALONE, save, variables
 
+from hvdkit import whole_files
 from hvdkit.checkpoint import run_folder, writing
 from hvdkit.commands import predict
-from hvdkit.data import pack
+from hvdkit.data import pack, remote
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.evaluate import metrics
@@ -95,6 +96,40 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
     assert secret.read_text() == SECRET
     kept = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
     assert kept and not any(SECRET.encode() in path.read_bytes() for path in kept)
+
+
+# Locks each file that it is told, and says which it could.
+LOCKS = """
+import contextlib, fcntl, sys
+for path in sys.argv[1:]:
+    with contextlib.suppress(OSError):
+        fcntl.flock(open(path), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print(path)
+"""
+
+
+def test_nobody_locks_what_a_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody may read the folders; a lock that they could take would end a run, or hold it up."""
+    require("setpriv")
+    run, packed = tmp_path / "run", tmp_path / "packed"
+    for folder in (run, packed):
+        folder.mkdir()
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):
+        folder.chmod(0o755)
+    (run / "summary.json").write_text("{}")
+    (packed / "shard").write_bytes(b"five!")
+    monkeypatch.setattr(remote, "_folder", str(tmp_path / "cache"))
+    cache = remote.Cache(remote.Server(f"file://{packed}"), "checksum")
+    cache.open("shard", 5, lambda file: "").close()
+    whole_files.lock(run / ".lock").close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {".lock", ".shard.lock", "shard"} <= {path.name for path in files}
+    words = [*NOBODY, PYTHON, "-c", LOCKS, *files]
+    locked = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    # Not every file is locked by a run: these are here to show that the stranger can lock some.
+    assert locked == [
+        str(path) for path in files if path in (packed / "shard", run / "summary.json")
+    ]
 
 
 @pytest.mark.parametrize("when", ["between saves", "in a save"])

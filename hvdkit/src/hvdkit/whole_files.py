@@ -21,15 +21,24 @@ from typing import IO, Any
 JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**26  # that are read of a file, at most
 
 
-def opened(path: Path, *, append: bool = False, most: float = math.inf, links: bool = False) -> IO:
+def opened(
+    path: Path,
+    *,
+    append: bool = False,
+    most: float = math.inf,
+    links: bool = False,
+    mode: int = 0o666,
+) -> IO:
     """Opens a regular file, to read its bytes or, as text, to append to it.
+
+    `mode`: of a new file, less the process's umask.
 
     Raises OSError: it is a link, no regular file, or has more than `most` bytes.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY
     flags |= os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # opening a pipe would wait
     try:
-        handle = os.open(path, flags, 0o666)
+        handle = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a link, which is not followed"
@@ -139,7 +148,8 @@ def lock(path: Path) -> IO[str]:
 
     Raises BlockingIOError: another process has it. NoLocks, OSError: it cannot be locked, or made.
     """
-    file = opened(path, append=True)  # NFS locks only what may be written
+    # Whoever may read the file may lock it. For appending: NFS locks only what may be written.
+    file = opened(path, append=True, mode=0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

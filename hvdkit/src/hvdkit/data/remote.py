@@ -124,7 +124,15 @@ class Cache:
         self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
         self._own = self._all / f"{_PREFIX}{key}"
         try:
-            self._own.mkdir(parents=True, exist_ok=True)
+            self._all.mkdir(parents=True, exist_ok=True)
+            self._own.mkdir(mode=0o700, exist_ok=True)
+            # Another user who may open a file here may also lock it.
+            self._own.chmod(0o700)
+        except PermissionError as error:
+            raise ValueError(
+                f"--cache_dir={self._all}: {error.strerror}: {error.filename} is another user's? "
+                "Each user needs a --cache_dir of their own"
+            ) from None
         except OSError as error:
             raise ValueError(f"--cache_dir={self._all}: {error.strerror}") from None
         self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
@@ -137,7 +145,8 @@ class Cache:
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
         asked = time.monotonic()
-        self._own.mkdir(parents=True, exist_ok=True)  # anew, if somebody cleaned up
+        self._all.mkdir(parents=True, exist_ok=True)  # anew, if somebody cleaned up
+        self._own.mkdir(mode=0o700, exist_ok=True)
         with _locked(self._own / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
@@ -169,10 +178,10 @@ class Cache:
             file = (self._own / name).open("rb")
         except FileNotFoundError:
             return None
-        fcntl.flock(file, fcntl.LOCK_SH)
-        if (about := os.fstat(file.fileno())).st_nlink and about.st_size == size:
-            with contextlib.suppress(PermissionError):  # another user's
-                os.utime(self._own / name)
+        _wait_for_lock(file, fcntl.LOCK_SH, self._own / name)
+        about = os.fstat(file.fileno())
+        if about.st_nlink and about.st_size == size:
+            os.utime(self._own / name)
             return file
         return None  # deleted, or cut, meanwhile
 
@@ -214,7 +223,7 @@ class Cache:
                 partial.unlink(missing_ok=True)
                 if self._free(size):
                     file = partial.open("x+b")
-                    fcntl.flock(file, fcntl.LOCK_SH)
+                    _wait_for_lock(file, fcntl.LOCK_SH, partial)
                     try:
                         if size:
                             os.posix_fallocate(file.fileno(), 0, size)
@@ -246,21 +255,34 @@ class Cache:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Raises OSError where who has it makes no progress for long, as a suspended process."""
-    since, partial = time.monotonic(), path.with_suffix(".partial")
-    with path.open("ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - since
-                with contextlib.suppress(FileNotFoundError):
-                    waited = min(waited, time.time() - partial.stat().st_mtime)
-                if waited > _LOCKED:
-                    busy = f"{os.strerror(errno.EBUSY)}: who has {path} locked, a process or thread"
-                    raise OSError(f"{busy}, made no progress for {_LOCKED} s") from None
-                time.sleep(min(0.5, (time.monotonic() - since) / 8 + 0.01))
+    # 0600: another user who may read the file may also lock it.
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "ab") as file:
+        _wait_for_lock(file, fcntl.LOCK_EX, path)
         yield
+
+
+def _wait_for_lock(file: BinaryIO, kind: int, path: Path) -> None:
+    """Locks an open file; `kind`: fcntl.LOCK_EX or LOCK_SH.
+
+    Raises OSError where who has it makes no progress for long, as a suspended process.
+    """
+    since = time.monotonic()
+    partial = path.with_suffix(".partial")
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            waited = time.monotonic() - since
+        with contextlib.suppress(FileNotFoundError):
+            waited = min(waited, time.time() - partial.stat().st_mtime)
+        if waited > _LOCKED:
+            raise OSError(
+                f"{os.strerror(errno.EBUSY)}: who has {path} locked, a process or thread, made no "
+                f"progress for {_LOCKED} s"
+            )
+        time.sleep(min(0.5, (time.monotonic() - since) / 8 + 0.01))
 
 
 def _deleted(path: Path) -> bool:
