@@ -10,7 +10,8 @@ from hvdkit.train.preprocessing import wide
 
 
 class Task:
-    main_metric = "closeness"
+    main_metric = "distance"  # of made points from the circle
+    main_metric_mode = "min"
 
     def __init__(self, config):
         self.config = config
@@ -49,7 +50,7 @@ class Task:
         return {"off": off, "samples": tf.size(radius)}
 
     def metrics(self, sums):
-        return {"closeness": -float(sums["off"] / sums["samples"])}
+        return {"distance": float(sums["off"] / sums["samples"])}
 
 
 def network(inputs, outputs, name):

@@ -21,8 +21,10 @@ FEATURES = 8
 
 
 class Task:
-    # The metric by which the best checkpoint is chosen: a key of what `metrics` returns.
+    # The metric by which the best checkpoint is chosen: a key of what `metrics` returns, or "loss".
+    # Its highest value is the best; of an error, "min": its lowest.
     main_metric = "accuracy"
+    main_metric_mode = "max"
 
     def __init__(self, config: Settings) -> None:
         # Settings come from flags: config.num_classes is --num_classes. A setting of your own is

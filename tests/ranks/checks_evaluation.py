@@ -15,6 +15,7 @@ from tensorflow.python.data.ops import iterator_ops
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
+from ranks import json_lines
 
 
 def check_a_failing_evaluation_loses_no_training(world):
@@ -133,6 +134,33 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
 
     ended = fit(world, Nan, eval_every=1, num_steps=6, early_stop_evals=2)
     assert "no accuracy that is a number in 2 evaluations" in ended.printed or not world.is_chief
+
+
+def check_of_an_error_the_lowest_is_the_best(world):
+    class Error(Small):
+        """Its error falls to step 3, then rises."""
+
+        main_metric, main_metric_mode = "error", "min"
+        calls = 0
+
+        def metrics(self, sums):
+            Error.calls += 1
+            return {"error": {1: 5.0, 2: 9.0, 3: 4.0, 4: 2.0}.get(Error.calls, 3.0)}
+
+    usual = {"eval_every": 1, "num_steps": 8, "keep": 1, "early_stop_evals": 2}
+    ended = fit(world, Error, **usual)
+    assert ended.checkpoints == ["step-00000003", "step-00000005"], ended.checkpoints
+    if world.is_chief:
+        said = "stopped early: no error below 2.0000, of step 3, in 2 evaluations"
+        assert said in ended.printed, ended.printed
+        start = json_lines(ended.folder / "starts.jsonl")[0]
+        assert (start["score"], start["score_mode"]) == ("error", "min")
+    again = fit(world, Error, run_dir=ended.folder, **usual)
+    assert not world.is_chief or again.summary["step"] == 5
+    # The validation loss, which falls, may be the score itself.
+    task = type("ByLoss", (Small,), {"main_metric": "loss", "main_metric_mode": "min"})
+    ended = fit(world, task, **usual | {"num_steps": 4})
+    assert ended.checkpoints == ["step-00000004"]
 
 
 def slow_check_a_score_of_another_measure_counts_as_none(world):

@@ -44,7 +44,8 @@ MISTAKES = [
     ),
     ({"loss": _remembers}, "changes a lookup table", "tf.Variable"),
     ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
-    ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy']"),
+    ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy', 'loss']"),
+    ({"main_metric": "loss"}, 'main_metric = "loss" may be an error', "main_metric_mode"),
     ({"augmentation": lambda task: {"shift": np.float32(1)}}, "augmentation", "float32"),
     (
         {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},

@@ -19,9 +19,11 @@ from small_checkpoints import ALONE, names, restored, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
-from hvdkit.checkpoint.checkpoints import Checkpoints, changes
+from hvdkit.checkpoint.checkpoints import Checkpoints, changes, measure
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.ranks.world import raw
+from hvdkit.run import load_run
+from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings, setting
 from hvdkit.stop import Stop
 from hvdkit.train.state import State
@@ -58,6 +60,20 @@ def test_the_newest_and_the_best_are_kept(scores, left, best, kept):
             kept.add_score(step, score)
             assert kept.find(str(path), 9).scored
     assert names(kept) == [f"step-{step:08d}" for step in left] and kept.best() == best
+
+
+def test_of_an_error_the_lowest_score_is_kept(kept):
+    highest = measure(Settings(), MainMetric("mae", "max"), "data")
+    lowest = measure(Settings(), MainMetric("mae", "min"), "data")
+    kept = replace(kept, measure=lowest)
+    for step, score in enumerate([20.2, 5.7, math.nan, -math.inf, 9.0, 7.0], start=1):
+        save(kept, step, score=score)
+    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)] and kept.best() == (5.7, 2)
+    assert load_run.chosen(kept.folder, "best").name == "step-00000002"
+    # Scores of a time when the highest was the best are not compared with the lowest.
+    other = replace(kept, measure=highest)
+    step, said = other.other_scores()
+    assert step == 6 and "(main_metric_mode was min, is max)" in said and other.best() is None
 
 
 def test_a_data_card_may_hold_numbers_that_json_lacks(kept):

@@ -13,14 +13,16 @@ from scipy import stats
 from hvdkit.commands import seeds
 
 # Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a signal
-# comes too late, of seed 12 a launcher loses the exit code.
+# comes too late, of seed 12 a launcher loses the exit code, seed 14 has
+# another metric.
 RUN = """
 import json, os, pathlib, signal, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 folder, seed = pathlib.Path(flags["run_dir"]), int(flags["seed"])
 folder.mkdir(parents=True)
 (folder / "config.cfg").touch()
-(folder / "starts.jsonl").write_text(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
+start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if seed == 14 else "max"}
+(folder / "starts.jsonl").write_text(json.dumps(start) + "\\n")
 lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 ended = {"step": 2, "exit_code": 75 * (seed == 12), "exit_reason": "preempted"}
@@ -55,6 +57,9 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
     assert seeds.main(["hvdkit seeds", "--first=11", "--count=2", *words]) == 2
     said = capfd.readouterr()
     assert "seed-12: its run did not end well: preempted" in said.err and "mean" not in said.out
+    assert seeds.main(["hvdkit seeds", "--first=13", "--count=2", *words]) == 2
+    said = "seed 14 is of miou (the lowest is the best), that of seed 13 of miou: give another"
+    assert said in capfd.readouterr().err
 
 
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):

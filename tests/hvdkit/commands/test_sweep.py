@@ -23,8 +23,9 @@ again = folder.exists()
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.cfg").touch()
 with open(folder / "starts.jsonl", "a") as file:
-    file.write(json.dumps({"step": 0, "time": 1.0, "score": "miou"}) + "\\n")
-if model in ("whole", "weak"):
+    start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if model == "error" else "max"}
+    file.write(json.dumps(start) + "\\n")
+if model in ("whole", "weak", "error"):
     line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
     (folder / "summary.json").write_text(json.dumps({"step": 5, "exit_code": 0}))
@@ -88,6 +89,31 @@ def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
     assert capfd.readouterr().err == f"error: {tmp_path}/wrong/trial-0001.log: no such model\n"
     assert start("--base_lr=0.1:1.0", "--model=crashes", f"--folder={tmp_path}/crashes") == 1
     assert capfd.readouterr().err == f"error: {tmp_path}/crashes/trial-0003.log: KeyError: 0\n"
+
+
+def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
+    words = ["--base_lr=0.1,0.5,0.9", "--model=error", "--trials=5"]
+    assert start(*words) == 0
+    lines = capfd.readouterr().out.splitlines()
+    found = [
+        re.search(r"miou (0\.\d+) \(best (0\.\d+), trial \d\): base_lr=(\S+);", x)
+        for x in lines[:5]
+    ]
+    scores = [float(match[1]) for match in found]
+    assert scores == [float(match[3]) for match in found] and len({*scores}) > 1
+    bests = [float(match[2]) for match in found if "pruned" not in match.string]
+    assert bests[-1] == min(scores)
+    about = (tmp_path / "all/best.cfg").read_text().splitlines()
+    assert about[0].startswith(f"# miou {min(scores):g}, ") and f"--base_lr={min(scores)}" in about
+    table = re.findall(r"<td>\d</td><td>(0\.\d+)</td>", (tmp_path / "all/sweep.html").read_text())
+    assert float(table[0]) == min(scores)
+    # A trial whose metric has another direction has no score.
+    assert (
+        start("--base_lr=0.1:1.0", "--model=whole,error", "--trials=4", f"--folder={tmp_path}/two")
+        == 0
+    )
+    said = capfd.readouterr().out
+    assert "failed, its score is of miou" in said and "the lowest is the best" in said
 
 
 def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):

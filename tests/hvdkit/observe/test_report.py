@@ -141,6 +141,23 @@ def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
     assert not head.stderr  # no traceback when only the first lines are read
 
 
+def test_of_an_error_the_lowest_is_the_best_of_a_run(tmp_path):
+    start, runs = {"step": 0, "time": 1.0, "score": "mae", "score_mode": "min"}, []
+    for name, errors in (("a", (9.0, 2.0, 5.0)), ("b", (4.0, 3.0, 8.0))):
+        lines = [step(1, 2.0)]
+        for number, error in enumerate(errors, start=1):
+            lines.append(
+                {"step": number, "eval_loss": 1.0, "eval_mae": error, "time": 3.0 + number}
+            )
+        runs.append(made_up(tmp_path / name, lines, [start]))
+    said = call("compare", *runs).stdout
+    assert re.search(r"best score +mae 2.0000, step 2 +mae 3.0000, step 2", said), said
+    # Both have the worse of their bests.
+    assert re.search(r"to a score of 3 +step 2, 4.0 s +step 2, 4.0 s", said), said
+    said = call("compare", *runs, "--score=4").stdout
+    assert re.search(r"to a score of 4 +step 2, 4.0 s +step 1, 3.0 s", said), said
+
+
 def test_a_switch_whose_name_begins_with_no_is_read_as_it_is(tmp_path, monkeypatch):
     class Settings(hvdkit.Settings):
         noisy: bool = hvdkit.setting(False, "a switch of a fork")

@@ -66,6 +66,12 @@ def test_what_is_missing_is_named(name, load):
     refused(lambda: load("\n".join(lines)), f"tasks/mine.py: class Task has no {name}:")
 
 
+def test_an_error_without_a_mode_is_refused_by_the_tasks_file(load):
+    text = COMPLETE.replace('"accuracy"', '"val_mae"')
+    refused(lambda: load(text), 'tasks/mine.py: main_metric = "val_mae" may be an error')
+    assert load(text.replace("    def prepare", '    main_metric_mode = "min"\n    def prepare'))
+
+
 def test_functions_that_are_only_inherited_from_the_protocol_are_missing(load):
     text = COMPLETE.replace("class Task:", "from hvdkit.train import task\nclass Task(task.Task):")
     assert load(text).config.task == "mine"

@@ -31,7 +31,8 @@ def tried(methods: dict) -> dict[str, tf.Tensor]:
     specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in (outputs, targets)]
     sums = tf.function(lambda *batch: task_checks.sums(task, *batch), autograph=False)
     found = sums.get_concrete_function(*specs).structured_outputs
-    task_checks.metrics(task, {"hits": np.int64(1), "samples": np.int64(1)})
+    counts = {"hits": np.int64(1), "samples": np.int64(1)}
+    task_checks.metrics(task, counts, {"loss": 1.0})
     return found
 
 
@@ -158,7 +159,7 @@ MISTAKES = [
     (sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
     (sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
     (sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "must not depend on it"),
-    ({"main_metric": "loss"}, "highest", '-sums["loss"] / sums["weight"]'),
+    ({"main_metric": "top5"}, '"top5" is none of', "['accuracy', 'loss']"),
     (
         {"metrics": lambda task, sums: Small.metrics(task, sums) | {"loss": 1.0}},
         *("return 'loss'", "another name"),

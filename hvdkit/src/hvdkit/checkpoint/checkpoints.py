@@ -20,6 +20,7 @@ from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.data import card as cards
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
+from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
 from hvdkit.stop import NotNow, passes
 
@@ -39,17 +40,20 @@ _HARMLESS = {
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
 
 
-def measure(config: Settings, metric: str, data: str) -> dict[str, Any]:
+def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
     """What a run's scores measure, by name: only scores of one measure can be compared.
 
-    `metric`: the task's main metric; data: the fingerprint of the validation samples.
+    `data`: the fingerprint of the validation samples.
     """
-    settings = {f"--{name}": getattr(config, name) for name in _MEASURE}
-    return settings | {"main_metric": metric, "the validation data's fingerprint": data[:16]}
+    found = {f"--{name}": getattr(config, name) for name in _MEASURE}
+    found["main_metric"] = metric.name
+    found["main_metric_mode"] = metric.mode
+    found["the validation data's fingerprint"] = data[:16]
+    return found
 
 
 class Best(NamedTuple):
-    """The main metric's highest value so far, and the step it was first seen at."""
+    """The main metric's best value so far, and the step it was first seen at."""
 
     score: float
     step: int
@@ -127,7 +131,7 @@ class Checkpoints:
     def add_score(self, step: int, score: float, skipped: int = 0) -> None:
         """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept; rank 0.
 
-        `score`: the task's main metric. The checkpoint with the highest score is kept besides the
+        `score`: the task's main metric. The checkpoint with the best score is kept besides the
         newest; a score that is no finite number is never the best. `skipped`: as in Copy. Raises
         OSError, ValueError: it cannot be written; the checkpoint is as it was.
         """

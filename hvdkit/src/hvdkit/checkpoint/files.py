@@ -22,7 +22,7 @@ from typing import IO, Any
 import ml_dtypes
 import numpy as np
 
-from hvdkit import whole_files
+from hvdkit import scores, whole_files
 from hvdkit.logs import printable
 
 FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
@@ -172,14 +172,16 @@ def card_of(path: Path) -> dict[str, Any]:
 
 
 def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:
-    """The checkpoint with the highest score of this measure, the oldest of equals, if any.
+    """The checkpoint with the best score of this measure, the oldest of equals, if any.
 
     `there`: what `scored` returns for checkpoints by step. `measure`: None: the newest score's.
     """
     if measure is None:
         measure = [about.measure for about in there.values()][-1] if there else {}
-    scores = {path: about.score for path, about in there.items() if not about.unlike(measure)}
-    return max(scores, key=scores.__getitem__, default=None)
+    metric = scores.of_measure(measure)
+    alike = {path: about for path, about in there.items() if not about.unlike(measure)}
+    heights = {path: metric.height(about.score) for path, about in alike.items()}
+    return max(heights, key=heights.__getitem__, default=None)
 
 
 def delete(path: Path) -> None:

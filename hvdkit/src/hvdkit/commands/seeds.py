@@ -16,6 +16,7 @@ from pathlib import Path
 from hvdkit import logs
 from hvdkit.commands.supervise import end_with_parent, hear, tell
 from hvdkit.observe import records
+from hvdkit.scores import MainMetric
 from hvdkit.stop import DONE, PREEMPTED
 
 # Student's t at 97.5 %, by degrees of freedom, from 1.
@@ -30,18 +31,18 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, deviation, T[len(values) - 2] * deviation / math.sqrt(len(values))
 
 
-def score(folder: Path) -> tuple[str, float]:
+def score(folder: Path) -> tuple[MainMetric, float]:
     """The main metric and its newest value; ValueError where the run has none, or did not end well:
     a launcher or a script may lose its exit code."""
     found = records.read(folder)
     if found.summary.get("exit_code") != DONE:
         why = found.summary.get("exit_reason", "it wrote no summary.json")
         raise ValueError(f"{folder}: its run did not end well: {why}")
-    name = found.last_start().get("score", "")
-    value = found.scores().get(name)
-    if value is None or not math.isfinite(value):
-        raise ValueError(f"{folder}: its last evaluation has no {name or 'main metric'}")
-    return name, value
+    metric = found.main_metric()
+    (value,) = records.column(found.evaluations[-1:] or [{}], f"eval_{metric.name}")
+    if not math.isfinite(value):
+        raise ValueError(f"{folder}: its last evaluation has no {metric.name or 'main metric'}")
+    return metric, value
 
 
 @logs.explained
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("--run_dir", type=Path, required=True, help="folder for the runs")
     made.add_argument("command", nargs="+", help="after --: what trains")
     own, scores, told, run = made.parse_args(argv[1:]), [], [], None
+    first = None
 
     def pass_on(number: int, _: object) -> None:
         told.append(number)
@@ -74,15 +76,19 @@ def main(argv: list[str]) -> int:
             logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code
         try:
-            name, value = score(folder)
+            metric, value = score(folder)
         except ValueError:
             if told:
                 return PREEMPTED
             raise
+        first = first or metric
+        if metric != first:
+            other = f"of {metric.describe()}, that of seed {own.first} of {first.describe()}"
+            raise ValueError(f"the score of seed {seed} is {other}: give another --run_dir")
         scores.append(value)
-        print(logs.printable(f"seed {seed}: {name} {value:.6g}"), flush=True)
+        print(logs.printable(f"seed {seed}: {metric.name} {value:.6g}"), flush=True)
     mean, deviation, half = interval(scores)
     spread = f"standard deviation {deviation:.3g}"
     spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"
-    print(f"{name} of {own.count} seeds: mean {mean:.6g}, {spread}")
+    print(f"{metric.describe()} of {own.count} seeds: mean {mean:.6g}, {spread}")
     return DONE

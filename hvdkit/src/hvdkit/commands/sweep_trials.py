@@ -30,6 +30,7 @@ from hvdkit.commands.sweep import Asked
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
+from hvdkit.scores import MainMetric
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
 _FAILURES = 3  # trials, after which a sweep without a score ends
@@ -144,12 +145,19 @@ class Sweep:
             found = records.read(run.folder)
         except (OSError, ValueError):  # it has not begun to write
             return
-        if metric := found.last_start().get("score"):
-            values = records.column(found.evaluations, f"eval_{metric}")
-            for number, value in enumerate(values[run.reported :], run.reported + 1):
-                self._study.set_user_attr("metric", metric)
-                run.trial.report(value, number)
-                run.reported, run.pruned = number, run.pruned or run.trial.should_prune()
+        metric = found.main_metric()
+        values = records.column(found.evaluations, f"eval_{metric.name}")
+        if values and not self._metric().name:
+            self._study.set_user_attr("metric", metric)
+        if metric != self._metric():  # `_end` refuses its score
+            return
+        for number, value in enumerate(values[run.reported :], run.reported + 1):
+            run.trial.report(metric.height(value), number)
+            run.reported, run.pruned = number, run.pruned or run.trial.should_prune()
+
+    def _metric(self) -> MainMetric:
+        """Of all trials, whose values in the study are its heights; without a name at first."""
+        return MainMetric(*self._study.user_attrs.get("metric", [""]))
 
     def _end(self, run: Run, code: int) -> None:
         """What follows an exit code: the trial's result, another start, or the sweep's end."""
@@ -166,7 +174,11 @@ class Sweep:
             return
         elif code == DONE:
             try:
-                state, score = TrialState.COMPLETE, seeds.score(run.folder)[1]
+                metric, value = seeds.score(run.folder)
+                if metric != self._metric():
+                    others = self._metric().describe()
+                    raise ValueError(f"its score is of {metric.describe()}, others' of {others}")
+                state, score = TrialState.COMPLETE, metric.height(value)
             except (OSError, ValueError) as error:
                 why = str(error)
         elif code in (PREEMPTED, NOT_NOW) and run.restarts < _RESTARTS:
@@ -185,11 +197,14 @@ class Sweep:
 
     def _tell(self, trial: FrozenTrial, why: str) -> None:
         """Prints a line about a trial, writes the files anew."""
-        metric, best = self._study.user_attrs.get("metric"), self._best()
-        what = f"{metric} {trial.value:.4f}" if trial.value is not None else f"failed, {why}"
+        metric, best, what = self._metric(), self._best(), f"failed, {why}"
+        if trial.value is not None:
+            what = f"{metric.name} {metric.height(trial.value):.4f}"
         if trial.state == TrialState.PRUNED:
             what = f"pruned at evaluation {len(trial.intermediate_values)}, {what}"
-        than = f"best {best.value:.4f}, trial {best.number + 1}" if best else "no score yet"
+        than = "no score yet"
+        if best:
+            than = f"best {metric.height(best.value):.4f}, trial {best.number + 1}"
         values = " ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
         done, seconds = f"{trial.number + 1}/{self._own.trials}", trial.user_attrs["seconds"]
         print(printable(f"trial {done}: {what} ({than}): {values}; {seconds:.0f} s"), flush=True)
@@ -201,12 +216,13 @@ class Sweep:
     def _write(self) -> Path | None:
         """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
         folder, best = self._own.folder, self._best()
-        metric = self._study.user_attrs.get("metric", "score")
+        metric = self._metric()
         parts = _parts(metric, self._trials(), self._asked)
         pages.write(folder / "sweep.html", str(folder), parts)
         if not best:
             return None
-        about = f"# {metric} {best.value:.6g}, trial {best.number + 1}: {self._own.command}"
+        score = f"{metric.name} {metric.height(best.value):.6g}"
+        about = f"# {score}, trial {best.number + 1}: {self._own.command}"
         lines = [about, *self._asked.flagfile(best.params), f"--run_dir={folder / 'best'}\n"]
         with whole_files.written(folder / "best.cfg") as partial:
             partial.write_text("\n".join(lines))
@@ -272,28 +288,30 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _parts(metric: str, trials: Sequence[FrozenTrial], asked: Asked) -> list[str]:
+def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], asked: Asked) -> list[str]:
     """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
 
     def rank(one: FrozenTrial) -> tuple[bool, float]:
         return one.state == TrialState.COMPLETE, -math.inf if one.value is None else one.value
 
-    trials, rows = sorted(trials, key=rank, reverse=True), []
+    trials, rows, name = sorted(trials, key=rank, reverse=True), [], metric.name or "score"
     for one in trials:
         ran = one.user_attrs.get("steps", ""), round(one.user_attrs.get("seconds", 0))
-        score = "" if one.value is None else f"{one.value:.4f}"
+        score = "" if one.value is None else f"{metric.height(one.value):.4f}"
         values = (_short(one.params.get(name, "")) for name in asked.values)
         rows.append([one.number + 1, score, *values, *ran, one.state.name.lower()])
-    table = pages.table(rows, ["trial", metric, *asked.values, "steps", "seconds", "state"])
+    table = pages.table(rows, ["trial", name, *asked.values, "steps", "seconds", "state"])
     scored, plots = [one for one in trials if one.state in _SCORED and one.value is not None], []
     if scored:
         axes = {name: [one.params[name] for one in scored] for name in asked.values}
         log = {name for name in axes if asked.flags[name].endswith(":log")}
-        axes |= {metric: [one.value for one in scored]}
-        plots.append(pages.parallel("Settings and score", axes, log=log))
+        axes |= {name: [metric.height(one.value) for one in scored]}
+        least = metric.mode == "min"
+        plots.append(pages.parallel("Settings and score", axes, log=log, least_is_best=least))
     whole = sorted((one.number + 1, one.value) for one in trials if rank(one)[0])
     if whole:
-        numbers, scores = zip(*whole)
-        best = numbers, [*itertools.accumulate(scores, max)]
-        plots.append(pages.curves(f"Best {metric} so far", {"best": best}, xlabel="trial"))
+        numbers, heights = zip(*whole)
+        best = [metric.height(height) for height in itertools.accumulate(heights, max)]
+        curve = {"best": (numbers, best)}
+        plots.append(pages.curves(f"Best {name} so far", curve, xlabel="trial"))
     return [pages.cards(plots), pages.section("Trials", table)]

@@ -209,7 +209,8 @@ class Evaluator:
         for name in _losses(sums):
             weight = float(sums["weight" + name.removeprefix("loss")])
             means[name] = float(sums[name]) / weight if weight else float("nan")
-        return {"loss": sum(means.values())} | means | task_checks.metrics(self._task, sums)
+        losses = {"loss": sum(means.values())} | means
+        return task_checks.metrics(self._task, sums, losses)
 
     def _drawn(self, batch: Example, outputs: Any) -> np.ndarray:
         return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdkit import logs, whole_files
 from hvdkit.observe import records
@@ -65,13 +65,15 @@ def figures(run: Records) -> list[dict[str, Any]]:
 def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]]:
     """Rows of a table: a name, then its value in each run; first results, then settings.
 
-    `score`: one row has the time to reach it; None: the lowest of the runs' best scores, if all
+    `score`: one row has the time to reach it; None: the worst of the runs' best scores, if all
     measure the same.
     """
-    measures = [run.last_start().get("score", "") for run in runs]
-    found = [_scored(run, measure) for run, measure in zip(runs, measures)]
-    if score is None and len({m for m, scored in zip(measures, found) if scored}) < 2:
-        score = min((max(s for s, _, _ in scored) for scored in found if scored), default=None)
+    metrics = [run.main_metric() for run in runs]
+    found = [_scored(run) for run in runs]
+    bests = [max(ours, key=lambda one: one.height, default=None) for ours in found]
+    heights = [best.height for best in bests if best]
+    if score is None and heights and len({m for m, best in zip(metrics, bests) if best}) == 1:
+        score = metrics[0].height(min(heights))
 
     def row(name: str, value: Callable[[Records], object]) -> list[str]:
         return [name, *(str(value(run)) for run in runs)]
@@ -85,12 +87,17 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     scores = [run.scores() for run in runs]
     for name in dict.fromkeys(name for own in scores for name in own):
         rows.append([f"{name}, last", *(_text(own.get(name)) for own in scores)])
-    best = (max(scored, key=lambda one: one[0], default=None) for scored in found)
-    cells = (f"{m} {x[0]:.4f}, step {x[1]:,}" if x else "none" for m, x in zip(measures, best))
+    cells = []
+    for metric, best in zip(metrics, bests):
+        value = f"{metric.name} {best.score:.4f}, step {best.step:,}" if best else "none"
+        cells.append(value)
     rows.append(["best score", *cells])
     if score is not None:
-        reached = [next((x for x in scored if x[0] >= score), None) for scored in found]
-        cells = (f"step {x[1]:,}, {x[2]:,.1f} s" if x else "not reached" for x in reached)
+        cells = []
+        for metric, ours in zip(metrics, found):
+            reached = [one for one in ours if one.height >= metric.height(score)]
+            first = f"step {reached[0].step:,}, {reached[0].seconds:,.1f} s" if reached else ""
+            cells.append(first or "not reached")
         rows.append([f"to a score of {score:.4g}", *cells])
     rows.append(row("samples/s, median", lambda run: _text(run.summary.get("samples_per_second"))))
     rows.append(row("weights", lambda run: str(run.summary.get("weights_sha256", ""))[:12]))
@@ -137,11 +144,23 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return [records.text(path.relative_to(shared)) for path in paths]
 
 
-def _scored(run: Records, measure: str) -> list[tuple[float, int, float]]:
-    """Each evaluation with the score: the score, its step, seconds since the run's first start."""
+class _Scored(NamedTuple):
+    """An evaluation with a score."""
+
+    height: float  # of which the highest is the best
+    score: float
+    step: int
+    seconds: float  # since the run's first start
+
+
+def _scored(run: Records) -> list[_Scored]:
+    metric, found = run.main_metric(), []
     begin = run.starts[0]["time"] if run.starts else math.nan
-    rows = [column(run.evaluations, name) for name in (f"eval_{measure}", "step", "time")]
-    return [(s, int(step), time - begin) for s, step, time in zip(*rows) if not math.isnan(s)]
+    columns = [column(run.evaluations, n) for n in (f"eval_{metric.name}", "step", "time")]
+    for score, step, time in zip(*columns):
+        if not math.isnan(score):
+            found.append(_Scored(metric.height(score), score, int(step), time - begin))
+    return found
 
 
 def _text(value: object) -> str:

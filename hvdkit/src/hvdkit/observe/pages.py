@@ -209,12 +209,16 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
 
 
 def parallel(
-    title: str, columns: Mapping[str, Sequence[float | str]], *, log: Collection[str] = ()
+    title: str,
+    columns: Mapping[str, Sequence[float | str]],
+    *,
+    log: Collection[str] = (),
+    least_is_best: bool = False,
 ) -> str:
     """Parallel coordinates as SVG: an axis for each column, a line for each row, the first orange.
 
     Texts are sorted by the alphabet; axes of the columns in `log` are logarithmic. The last column
-    is a score: the higher, the darker the line.
+    is a score: the better, the darker the line.
     """
     scales = [_scale(values, log=name in log) for name, values in columns.items()]
     rows = np.array([places for places, _ in scales]).T
@@ -222,7 +226,8 @@ def parallel(
         figure = Figure((max(SIZE[0], 1.3 * len(scales)), SIZE[1] + 0.5), layout="constrained")
         axes = figure.add_subplot()
         for row in rows[::-1]:
-            axes.plot(row, color=_COLOURS[0], alpha=0.15 + 0.7 * row[-1])
+            good = 1.0 - row[-1] if least_is_best else row[-1]
+            axes.plot(row, color=_COLOURS[0], alpha=0.15 + 0.7 * good)
         axes.lines[-1].set(color=_COLOURS[1], alpha=1.0, linewidth=2.4)
         for x, (_, marks) in enumerate(scales):
             axes.axvline(x, color=_INK, linewidth=0.8)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
+from hvdkit.scores import MainMetric
 from hvdkit.settings import absl_flags, fields
 
 _LINE_BYTES = 2**20  # longer only by damage: a thousand classes are 30,000 bytes
@@ -41,6 +42,11 @@ class Records(NamedTuple):
     def last_start(self) -> dict[str, Any]:
         return self.starts[-1] if self.starts else {}
 
+    def main_metric(self) -> MainMetric:
+        """That of the newest start; without a name where there was none."""
+        start = self.last_start()
+        return MainMetric(start.get("score", ""), start.get("score_mode", "max"))
+
     def scores(self) -> dict[str, Any]:
         """Figures of the newest evaluation, over the whole validation set, without the loss."""
         newest = self.evaluations[-1] if self.evaluations else {}
@@ -53,7 +59,8 @@ def read(folder: Path) -> Records:
         raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
     steps, starts = lines(folder / "metrics.jsonl"), lines(folder / "starts.jsonl")
     steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
-    starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in ("time", "score"))]
+    needed = ("time", "score", "score_mode")
+    starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in needed)]
     try:
         summary = json.loads(whole_files.read(folder / "summary.json", whole_files.JSON_BYTES))
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
@@ -89,7 +96,8 @@ def _fits(name: str, value: object) -> bool:
         return isinstance(value, float) and 0 <= value < 1e11
     if name in ("step", "samples_per_second", "skipped_steps", "batches_passed_over"):
         return _is_figure(value)
-    kinds = {"exit_reason": str, "weights_sha256": str, "score": str, "fingerprint": dict}
+    texts = ("exit_reason", "weights_sha256", "score", "score_mode")
+    kinds = dict.fromkeys(texts, str) | {"fingerprint": dict}
     return isinstance(value, kinds.get(name, object))
 
 

@@ -157,7 +157,8 @@ class Telemetry:
         if pictures is not None:
             with self._reports_once("predictions.png"):
                 self._pictures(step, pictures)
-        score = f"loss {figures['loss']:.4f}  {main_metric} {figures[main_metric]:.4f}"
+        shown = dict.fromkeys(("loss", main_metric))
+        score = "  ".join(f"{name} {figures[name]:.4f}" for name in shown)
         say(self._world, f"step {step}/{self._num_steps}  evaluated: {score}")
 
     def _pictures(self, step: int, pictures: np.ndarray) -> None:

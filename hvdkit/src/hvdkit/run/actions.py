@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from hvdkit import scores
 from hvdkit.checkpoint.checkpoints import Best, Found
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
@@ -189,6 +190,7 @@ class Evaluate:
             say(run.world, f"note: {other_measure}")
         # From where on this folder has scores of this measure.
         self._scored_since = other_step if run.start.source == "own" else run.start.step
+        self._metric = scores.of_task(run.task)
         self._best = run.context.checkpoints.best()
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
@@ -203,7 +205,7 @@ class Evaluate:
                 found = self._evaluator.run(lambda: self._stop_signal.asked)
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
-            self.figures, main = found.figures, run.task.main_metric
+            self.figures, main = found.figures, self._metric.name
             shown = {"main_metric": main, "pictures": found.pictures}
             # Outputs that are NaN have a largest one all the same, the first.
             score = math.nan if math.isnan(self.figures["loss"]) else self.figures[main]
@@ -213,13 +215,15 @@ class Evaluate:
                 self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
             self._saver.add_score(step, score)
         # As the checkpoints' scores: infinity is never the best.
-        if math.isfinite(score) and (self._best is None or score > self._best.score):
-            self._best = Best(score, step)
         best, config = self._best, run.config
+        is_better = best is None or self._metric.is_better(score, best.score)
+        if math.isfinite(score) and is_better:
+            best = self._best = Best(score, step)
         best_step = max(best.step if best else 0, self._scored_since)
         if step >= config.num_steps or not stopped_improving(config, step, best_step):
             return None
-        above = f"above {best.score:.4f}, of step {best.step}," if best else "that is a number"
+        above = "below" if self._metric.mode == "min" else "above"
+        above = f"{above} {best.score:.4f}, of step {best.step}," if best else "that is a number"
         message = f"no {main} {above} in {config.early_stop_evals} evaluations"
         return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
 

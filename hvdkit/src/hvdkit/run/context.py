@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import keras
 
+from hvdkit import scores
 from hvdkit.checkpoint import files, lease, run_folder, warm_start
 from hvdkit.checkpoint.checkpoints import Checkpoints, Found, measure
 from hvdkit.checkpoint.writing import check_types
@@ -95,7 +96,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     state = State(model, optimizer, config.precision, task=task)
     with world.fail_together("opening the data"):
         check_types(state.variables)
-        measured = measure(config, task.main_metric, val_source.fingerprint())
+        measured = measure(config, scores.of_task(task), val_source.fingerprint())
         with task_checks.user_code_errors("augmentation"):
             how = tasks.optional(task, "augmentation")
             card = cards.made(config, train_source, val_source, augmentation=how() if how else {})

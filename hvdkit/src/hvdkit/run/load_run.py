@@ -39,7 +39,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     """What all commands on a trained run take; `about` is the module's docstring."""
     made = logs.parser(about)
     made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
-    which = "best (highest score), last, a step, or the path of a checkpoint"
+    which = "best (by its score), last, a step, or the path of a checkpoint"
     made.add_argument("--checkpoint", default="best", help=which)
     why = "use the averaged weights, if the run has them (--ema_decay), as its scores do"
     made.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help=why)

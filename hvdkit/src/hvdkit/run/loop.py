@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdkit import logs
+from hvdkit import logs, scores
 from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data import card, remote
@@ -208,7 +208,9 @@ class Run:
                 card.keep_names(folder, context.checkpoints.card, context.train_source)
             since = {"first_step": start.step, "epoch": len(context.train_source)}
             self.telemetry = Telemetry(settings, world, **since)
-            about = {"what": self.what, "where": self.where, "score": self.task.main_metric}
+            metric = scores.of_task(self.task)
+            about = {"what": self.what, "where": self.where}
+            about |= {"score": metric.name, "score_mode": metric.mode}
             self.telemetry.started(start.step, about)
         self.health.bad_samples.begin()
         if start.found:

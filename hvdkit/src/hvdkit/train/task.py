@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import scores
 from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
 from hvdkit.train.groups import Group
@@ -35,8 +36,12 @@ class Task(Protocol):
     A setting that was given, that only tasks read and that this one does not is refused.
     """
 
-    # Names the metric of the best checkpoint: a key of `metrics`, higher is better (so not "loss").
+    # The metric by which the best checkpoint is chosen: "loss", or a key of `metrics`.
     main_metric: str
+
+    # Whether its highest value is the best, "max", or its lowest, "min". Optional, "max", unless
+    # the metric's name is that of an error (hvdkit/scores.py).
+    main_metric_mode: str
 
     # Whether `training_example` finds another sample of the training set, drawn by the key, as
     # sample["partner"], to mix with (hvdkit/data/mixing.py). Optional.
@@ -177,6 +182,10 @@ def load(config: Settings) -> Task:
         raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
     if not isinstance(getattr(task, "main_metric", None), str):
         raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
+    try:
+        scores.of_task(task)
+    except ValueError as error:
+        raise ValueError(f"tasks/{config.task}.py: {error}") from None
     return task
 
 

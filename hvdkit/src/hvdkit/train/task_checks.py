@@ -204,18 +204,20 @@ def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> di
     return found
 
 
-def metrics(task: Task, sums: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The task's figures from its sums, with its main metric among them."""
+def metrics(
+    task: Task, sums: Mapping[str, np.ndarray], losses: Mapping[str, float]
+) -> dict[str, float]:
+    """The run's losses, then the task's figures from its sums; its main metric is among them."""
     with user_code_errors("the task's metrics"):
         figures = {str(name): float(value) for name, value in task.metrics(sums).items()}
     if taken := [name for name in figures if name.split("/")[0] == "loss"]:
         raise ValueError(
             f"the task's metrics return {taken[0]!r}, the run's own: choose another name"
         )
+    figures = {**losses, **figures}
     if task.main_metric not in figures:
         raise ValueError(
-            f'main_metric = "{task.main_metric}" is none of `metrics`: {sorted(figures)}; the '
-            'highest is the best, so for a loss name one that is -sums["loss"] / sums["weight"]'
+            f'main_metric = "{task.main_metric}" is none of the run\'s figures: {sorted(figures)}'
         )
     return figures
 

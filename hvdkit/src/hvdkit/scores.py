@@ -1,0 +1,66 @@
+"""Which of two scores is better: whatever compares scores asks here. Imports no TensorFlow."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MODES = ("min", "max")
+# Words that name an error, of which the lowest is the best.
+_ENDINGS = """
+    loss losses error errors entropy perplexity distance divergence deviation distortion likelihood
+    latency residual mae mse mape
+"""
+_WORDS = """
+    err rmse rmsd msle rmsle medae wape wmape mase mre rel l1 l2 ppl bpc bpb bpd nll bce ce ece
+    brier crps hinge huber kl kld jsd mmd emd dist wasserstein levenshtein hausdorff chamfer
+    wer cer ter mer der eer fpr fnr far frr epe mpjpe fid kid lpips false miss missed misses
+    mistakes wrong misclassification cost costs penalty regret residuals risk
+"""
+
+
+class MainMetric(NamedTuple):
+    """The figure by which a task's weights are compared.
+
+    `mode`: "max" where the highest score is the best, "min" where the lowest is.
+    """
+
+    name: str
+    mode: str = "max"
+
+    def height(self, score: float) -> float:
+        """A number of which the highest is the best; of that number again, the score."""
+        return -score if self.mode == "min" else score
+
+    def is_better(self, score: float, other: float) -> bool:
+        return self.height(score) > self.height(other)
+
+    def describe(self) -> str:
+        return f"{self.name} (the lowest is the best)" if self.mode == "min" else self.name
+
+
+def of_task(task: Any) -> MainMetric:
+    """The main metric that a task names. Raises ValueError: its direction is not known."""
+    name, mode = task.main_metric, getattr(task, "main_metric_mode", None)
+    if mode in MODES:
+        return MainMetric(name, mode)
+    way_out = f'set main_metric_mode = "min" where the lowest {name} is the best, else "max"'
+    if hasattr(task, "main_metric_mode"):
+        raise ValueError(f"main_metric_mode = {mode!r} is neither: {way_out}")
+    if _names_an_error(name):
+        raise ValueError(f'main_metric = "{name}" may be an error: {way_out}')
+    return MainMetric(name)
+
+
+def of_measure(measure: Mapping[str, Any]) -> MainMetric:
+    """The main metric of scores, by what they measure (hvdkit/checkpoint/checkpoints.py)."""
+    name, mode = measure.get("main_metric", ""), measure.get("main_metric_mode", "max")
+    return MainMetric(name, mode)
+
+
+def _names_an_error(name: str) -> bool:
+    """Whether a word of the name is an error's: of val_mae, meanSquaredError, WER, logloss."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    words += re.findall(r"[A-Za-z0-9]+", name)  # with their digits: l1
+    lower = [word.lower() for word in words]
+    errors, endings = _WORDS.split(), tuple(_ENDINGS.split())
+    return any(word in errors or word.endswith(endings) for word in lower)
