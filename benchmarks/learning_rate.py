@@ -32,8 +32,12 @@ def project(folder: Path) -> None:
 
     shutil.copytree(ROOT / "template", folder, symlinks=False, dirs_exist_ok=True)
     shutil.copy(ROOT / "examples/tokens/task.py", folder / "tasks/tokens.py")
-    shutil.copy(ROOT / "examples/tabular/tabular.py", folder / "tasks")
     found = load_breast_cancer()
+    columns = {"NUMBERS": tuple(map(str, found.feature_names)), "WORDS": (), "LABEL": "label"}
+    code = (ROOT / "examples/tabular/tabular.py").read_text()
+    for name, value in columns.items():
+        code = re.sub(rf"(?m)^{name} = .*", f"{name} = {value!r}", code)
+    (folder / "tasks/tabular.py").write_text(code)
     rows = [[*row, label] for row, label in zip(found.data, found.target)]
     names = [*found.feature_names, "label"]
     (folder / "datasets/tabular").mkdir(parents=True)

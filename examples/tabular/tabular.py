@@ -1,21 +1,26 @@
-"""Rows of a table: numbers and words in named columns, one column of classes.
+"""Rows of a table: numbers and words in columns that are named here, and one column of classes.
 
-cp tabular.py FORK/tasks/ && cd FORK && hvdkit start people.csv --label=income --train
+cp tabular.py FORK/tasks/ && cd FORK, name the columns below, then
+python train.py --task=tabular --data_dir=FOLDER --num_classes=2
 
-It reads DATA_DIR/train.csv and val.csv (or .parquet): "label" is the class, the rest are features.
-Their means, spreads and words come from the training table, and are part of the model.
+It reads FOLDER/train.csv and val.csv (UTF-8, commas, a line of names). Other columns are not read.
+Means, spreads, words and classes come from the training table, and are part of the model.
 """
 
+import csv
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import tables
 from hvdkit.data.source import Arrays
 from hvdkit.train import losses
 from hvdkit.train.preprocessing import wide
+
+NUMBERS = ("age", "hours")  # an empty cell is a missing number
+WORDS = ("job",)  # an empty cell is a word like others
+LABEL = "income"
 
 
 class Task:
@@ -23,39 +28,47 @@ class Task:
 
     def __init__(self, config):
         self.config = config
-        train = self.fitted = self._read(config.train_split)
-        features = {name: train[name] for name in train if name != "label"}
-        self.numbers = {n: x for n, c in features.items() if (x := tables.numbers(c)) is not None}
-        self.words = {n: tables.ordered(c) for n, c in features.items() if n not in self.numbers}
+        self.fitted = self._read(config.train_split)
+        self.words = {name: sorted({*self.fitted[name]}) for name in WORDS}
+        self.classes = sorted({*self.fitted[LABEL]})
 
     def _read(self, split):
-        folder = Path(self.config.data_dir)
-        paths = [folder / f"{split}{suffix}" for suffix in tables.SUFFIXES]
-        table = tables.read(next((path for path in paths if path.exists()), paths[0]))
-        if "label" not in table:
-            raise ValueError(f"{folder}, {split}: no column is named label, which are {[*table]}")
+        """The named columns: float64, NaN where one is missing, or text."""
+        path = Path(self.config.data_dir, f"{split}.csv")
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file, strict=True))
+        table = {}
+        for name in (*NUMBERS, *WORDS, LABEL):
+            column = [row.get(name) for row in rows]
+            if None in column or not column:
+                raise ValueError(f"{path} has no value of column {name} in each row")
+            table[name] = column
+        if "" in table[LABEL]:
+            row = table[LABEL].index("") + 1
+            raise ValueError(f"{path}: row {row} has no {LABEL}: fill it in, or remove the row")
+        for name in NUMBERS:
+            try:
+                table[name] = np.array([float(text or "nan") for text in table[name]])
+            except ValueError as error:
+                raise ValueError(f"{path}, column {name}: {error}") from None
+            if np.isinf(table[name]).any() or np.isnan(table[name]).all():
+                raise ValueError(f"{path}, column {name} must hold numbers, and finite ones")
         return table
 
     def sources(self):
-        splits = map(self._read, (self.config.train_split, self.config.val_split))
-        train, val = map(self._source, splits)
-        return train, val
+        return self._source(self.fitted), self._source(self._read(self.config.val_split))
 
     def _source(self, table):
-        names = tables.classes(self.fitted["label"])
-        if strange := [*({*self.fitted} ^ {*table}), *({*table["label"]} - {*names})]:
-            raise ValueError(f"{strange[0]!r} is not in both tables, as column or as label")
-        # A number before them: a column may have none in this split.
-        numbers = [tables.numbers(["0", *table[name]]) for name in self.numbers]
-        if any(column is None for column in numbers):
-            raise ValueError("a column of numbers in training holds other text in validation")
-        arrays = {"label": _codes(table["label"], names)}
-        if numbers:
-            arrays["numbers"] = np.stack(numbers, 1)[1:]
-        if self.words:  # 0: one that training does not have
-            arrays["words"] = 1 + np.stack([_codes(table[n], w) for n, w in self.words.items()], 1)
+        if strange := {*table[LABEL]} - {*self.classes}:
+            raise ValueError(f"{min(strange)!r} is no {LABEL} of the training table")
+        arrays = {"label": _codes(table[LABEL], self.classes)}
+        if NUMBERS:
+            arrays["numbers"] = np.stack([table[name] for name in NUMBERS], axis=1)
+        if WORDS:  # 0: a word that training does not have
+            codes = [1 + _codes(table[name], self.words[name]) for name in WORDS]
+            arrays["words"] = np.stack(codes, axis=1)
         source = Arrays(**arrays)
-        source.class_names = names
+        source.class_names = self.classes
         return source
 
     def training_example(self, sample, key):
@@ -63,24 +76,27 @@ class Task:
 
     def evaluation_example(self, sample):
         label = losses.require_classes(sample["label"], self.config.num_classes)
-        return {"inputs": {n: x for n, x in sample.items() if n != "label"}, "targets": label}
+        inputs = {name: sample[name] for name in ("numbers", "words") if name in sample}
+        return {"inputs": inputs, "targets": label}
 
     def build_model(self):
         """Numbers of mean 0 and spread 1, a missing one the mean and told; words one-hot."""
-        inputs, parts = {}, []
-        if self.numbers:
-            table = np.stack([*self.numbers.values()], 1)
-            differ = np.nanmax(table, 0) > np.nanmin(table, 0)
-            mean, spread = np.nanmean(table, 0), np.where(differ, np.nanstd(table, 0), 1.0)
+        inputs = {}
+        parts = []
+        if NUMBERS:
+            table = np.stack([self.fitted[name] for name in NUMBERS], axis=1)
+            differ = np.nanmax(table, axis=0) > np.nanmin(table, axis=0)
+            spread = np.where(differ, np.nanstd(table, axis=0), 1.0)
             # float64: dates in seconds differ where float32 has no digits left.
-            x = inputs["numbers"] = keras.Input((len(mean),), name="numbers", dtype="float64")
+            x = inputs["numbers"] = keras.Input((len(NUMBERS),), name="numbers", dtype="float64")
             missing = keras.ops.isnan(x)
-            scaled = keras.ops.cast((x - mean) / spread, "float32")
-            parts += [keras.ops.where(missing, 0.0, scaled), keras.ops.cast(missing, "float32")]
-        if self.words:
-            x = inputs["words"] = keras.Input((len(self.words),), name="words", dtype="int64")
-            sizes = [1 + len(words) for words in self.words.values()]
-            parts += [keras.ops.one_hot(x[:, i], size) for i, size in enumerate(sizes)]
+            scaled = keras.ops.cast((x - np.nanmean(table, axis=0)) / spread, "float32")
+            parts.append(keras.ops.where(missing, 0.0, scaled))
+            parts.append(keras.ops.cast(missing, "float32"))
+        if WORDS:
+            x = inputs["words"] = keras.Input((len(WORDS),), name="words", dtype="int64")
+            for place, name in enumerate(WORDS):
+                parts.append(keras.ops.one_hot(x[:, place], 1 + len(self.words[name])))
         x = keras.layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
         for _ in range(2):
             x = keras.layers.Dense(64, activation="relu")(x)

@@ -1,14 +1,14 @@
 """From a folder of data to a run: reads all of it, writes a flagfile with a reason per choice.
 
     hvdkit start ~/pets [--name=pets] [--yes] [--train]
-    hvdkit start people.csv --label=income
+    hvdkit start pets.csv --label=breed
 
 It takes class folders, pictures with masks (images/ and masks/, labels/ or annotations/), with or
-without splits, pictures and a table (CSV, Parquet) of their classes, a table of numbers and words,
-arrays (.npy, .npz: x_train and y_train, images and labels), VOC, Cityscapes, CIFAR and packed sets.
-It writes configs/NAME.cfg; runs/NAME-sheet.png, samples as the model gets them; and, unless readers
-take the folder as it is, datasets/NAME: links to its files, or what tables and arrays hold. The
-folder stays as it is. It measures batch and learning rate, and asks one question.
+without splits, a table (CSV, Parquet) of pictures and their classes, VOC, Cityscapes, CIFAR and
+packed sets. Tables of numbers and arrays are for a task of your own. It writes configs/NAME.cfg;
+runs/NAME-sheet.png, samples as the model gets them; and, unless readers take the folder as it is,
+datasets/NAME: links to its files, or the pictures that a table holds. The folder stays as it is. It
+measures batch and learning rate, and asks one question.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from PIL import Image
 
 from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
-from hvdkit.commands import browse, start_arrays, start_measured, start_tables
+from hvdkit.commands import browse, start_listed, start_measured
 from hvdkit.commands.start_choices import Data, Measured, choices, most
-from hvdkit.commands.start_tables import Table
-from hvdkit.data import arrangement, check, tables
+from hvdkit.data import arrangement, check
 from hvdkit.data.arrangement import Item
 from hvdkit.data.labels import IGNORE
+from hvdkit.logs import join
 from hvdkit.settings import project
 from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
@@ -46,10 +46,8 @@ def _understood(root: Path, links: Path, label: str) -> Data:
     folder, about = root, "splits as they are"
     layout = "" if root.is_file() else check.layout_of(root)
     if layout in ("", "class_folders"):
-        items, table = _recognized(root, layout, label, links=links)
+        items = _recognized(root, layout, label, links=links)
         items, about = arrangement.with_splits(items)
-        if table:
-            return _of_rows(items, table, about=about, folder=links)
         if items[0].mask or not (layout and (root / "val").is_dir()):
             arrangement.link(items, links)
             folder, layout = links, "folders" if items[0].mask else "class_folders"
@@ -93,49 +91,23 @@ def _refuse_label(label: str, root: Path) -> None:
         raise ValueError(f"{what}: leave it out, or give the table")
 
 
-def _recognized(root: Path, layout: str, label: str, *, links: Path) -> tuple[list[Item], Table]:
-    """The samples of a folder, a table or arrays, and columns where they are rows of features."""
+def _recognized(root: Path, layout: str, label: str, *, links: Path) -> list[Item]:
+    """The samples of a folder, or of a table of pictures."""
     if not root.is_dir():
-        kinds, kind = (*tables.SUFFIXES, *start_arrays.SUFFIXES), root.suffix.lower()
-        if kind not in kinds:
-            raise ValueError(f"{root} is no folder, and no table or arrays ({', '.join(kinds)})")
-        if kind in tables.SUFFIXES:
-            return start_tables.understood(root, label)
-        _refuse_label(label, root)
-        if not (read := start_arrays.understood(root, links))[0]:
-            raise ValueError(f"{root}: no array's name says what it is, as x and y do")
-        return read
-    arrays = start_arrays.files(root)
-    try:  # tables and arrays beside what is recognized are notes
+        if root.suffix.lower() not in start_listed.TABLES:
+            kinds = join(start_listed.TABLES)
+            other = start_listed.refused(root) or f"{root} is no folder, and no table ({kinds})"
+            raise ValueError(other)
+        return start_listed.understood(root, label, links)
+    try:  # a table beside what is recognized is a note
         found = arrangement.recognized(root)
     except ValueError:
-        if not layout and (table := start_tables.of(root)):
-            if arrays:
-                what = f"{table.name} and {arrays[0].name}"
-                raise ValueError(f"{root} holds {what}: give one") from None
-            return start_tables.understood(table, label)
-        if layout or not arrays:
+        table = None if layout else start_listed.of(root)
+        if not table:
             raise
-        _refuse_label(label, root)
-        if not (read := start_arrays.understood(root, links))[0]:
-            raise
-        return read
+        return start_listed.understood(table, label, links)
     _refuse_label(label, root)
-    if arrays:
-        print(logs.printable(f"  not read: {logs.join(arrays)}"))
-    return found, {}
-
-
-def _of_rows(items: list[Item], table: Table, *, about: str, folder: Path) -> Data:
-    if "tabular" not in tasks.available():
-        raise ValueError("a table needs --task=tabular: copy examples/tabular/tabular.py to tasks/")
-    labels = [item.label for item in items if item.split == "train"]
-    names = tables.classes(labels)
-    if strange := {item.label for item in items} - {*names}:
-        raise ValueError(f"the class {min(strange)} is not in training: add rows, or remove it")
-    start_tables.write(items, table, folder)
-    read = start_tables.counted(names, labels)
-    return Data(folder, "", about.replace("names", "rows"), "tabular", len(names), read)
+    return found
 
 
 def start(root: Path, name: str, own: Namespace) -> str:
@@ -147,7 +119,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
     cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
     links = links.with_name(f"{name}-links") if links == root else links
     if not root.exists():
-        what = "the folder with the pictures, a table or arrays"
+        what = "the folder with the pictures, or a table of them"
         raise ValueError(f"{root} is not there: give {what}")
     if links.is_relative_to(root):
         raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
@@ -156,9 +128,8 @@ def start(root: Path, name: str, own: Namespace) -> str:
     with contextlib.ExitStack() as undone:
         undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _understood(root, links, own.label)
-        what = "pictures" if data.layout else "rows"
-        print(f"{data.task}: {len(data.read.sizes):,} {what} to train on; {data.about}")
-        ask = bool(data.layout) and not own.yes
+        print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
+        ask = not own.yes
         print(_QUESTION * ask, end="", flush=True)
         mirror = not (ask and sys.stdin.readline().strip().lower().startswith("n"))
         undone.callback(cfg.unlink, missing_ok=True)
@@ -173,11 +144,10 @@ def start(root: Path, name: str, own: Namespace) -> str:
 
         config = write(Measured())
         examples, names = browse.samples(config, _SAMPLES)
-        if data.layout:
-            sheet = here / "runs" / f"{name}-sheet.png"
-            sheet.parent.mkdir(exist_ok=True)
-            Image.fromarray(browse.sheet(examples, names)).save(sheet)
-            print(logs.printable(f"written: {sheet}, samples to look at"))
+        sheet = here / "runs" / f"{name}-sheet.png"
+        sheet.parent.mkdir(exist_ok=True)
+        Image.fromarray(browse.sheet(examples, names)).save(sheet)
+        print(logs.printable(f"written: {sheet}, samples to look at"))
         if not own.quick:
             about = "measuring batch and learning rate, a minute or two; --quick: neither"
             print(about, flush=True)
@@ -194,7 +164,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
 def main(argv: list[str]) -> int:
     """Returns the exit code, 0 done or 2 wrong use; with --train that of make."""
     made = logs.parser(__doc__)
-    made.add_argument("data", type=Path, help="folder of the pictures, a table or arrays")
+    made.add_argument("data", type=Path, help="folder of the pictures, or a table of them")
     made.add_argument("--name", help="of the new files; by default the data's")
     made.add_argument("--label", default="", help="column of a table that holds the classes")
     made.add_argument("--yes", action="store_true", help="ask nothing: mirror pictures")

@@ -12,7 +12,7 @@ from hvdkit.settings import project
 
 Choice = tuple[str, str]  # reason, flag
 _MANY = 2000  # pictures: with fewer a large network learns little
-_OF = {"segmentation": "pixel", "classification": "picture", "tabular": "row"}
+_OF = {"segmentation": "pixel", "classification": "picture"}
 
 
 class Data(NamedTuple):
@@ -53,18 +53,14 @@ def choices(name: str, data: Data, measured: Measured, *, mirror: bool) -> Itera
     count, of, own = len(data.read.sizes), _OF[data.task], project.folder()
     where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder
     yield f"A label for each {of}", f"--task={data.task}"
-    what = "pictures" if data.layout else "rows"
-    yield f"{count:,} {what} to train on; {data.about}", f"--data_dir={where}"
-    if data.layout:
-        yield "How they lie there", f"--data_format={data.layout}"
+    yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={where}"
+    yield "How they lie there", f"--data_format={data.layout}"
     if data.white:
         yield "The masks hold 0 and 255, which would mean ignored", f"--label_map={IGNORE}:1"
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
     yield "The highest label, from 0, and 1 more", f"--num_classes={data.classes}"
-    large = False
-    if data.layout:
-        side = sorted(map(min, data.read.sizes))[count // 2]
-        large = yield from _of_pictures(data.task, count, side=side, mirror=mirror)
+    side = sorted(map(min, data.read.sizes))[count // 2]
+    large = yield from _of_pictures(data.task, count, side=side, mirror=mirror)
     usual = 8 if data.task == "segmentation" else 16
     batch = devices() * (measured.batch or min(most(data), usual))
     tried = f"; by a device's batch, samples/s here: {measured.speeds}" if measured.batch else ""

@@ -15,8 +15,8 @@ import tensorflow as tf
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
-from hvdkit.data.readers.listing import composed
 from hvdkit.data.source import Source, Wrapper, digest
+from hvdkit.data.spelling import composed
 from hvdkit.logs import join
 
 _known: list[str] = []  # names of the model's classes, by number

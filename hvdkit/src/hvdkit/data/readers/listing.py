@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import os
-import unicodedata
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -14,6 +13,7 @@ import tensorflow as tf
 
 from hvdkit import whole_files
 from hvdkit.data import shared_listing
+from hvdkit.data.spelling import composed
 from hvdkit.logs import join
 
 _LIST_BYTES = 2**30  # of a split, at most
@@ -21,11 +21,6 @@ THREADS = 16  # they wait for a file server
 # What operating systems put beside pictures, in lower case; hidden names are skipped anyway.
 _SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
 _SYSTEMS |= {"system volume information"}
-
-
-def composed(name: str) -> str:
-    """Of names that look alike, one spelling: macOS stores an accent as a character of its own."""
-    return unicodedata.normalize("NFC", name)
 
 
 def read_names(path: Path) -> dict[str, int]:

@@ -1,0 +1,41 @@
+"""Names that look alike and are not the same: 7 and 007, 1 and 1.0, Cat and cat, two kinds of é."""
+
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable
+
+from hvdkit.logs import join
+
+_NUMBER = re.compile(r"0*(\d+)(?:\.0*)?")
+
+
+def composed(name: str) -> str:
+    """Of names that look alike, one spelling: macOS stores an accent as a character of its own."""
+    return unicodedata.normalize("NFC", name)
+
+
+def plain(name: str) -> str:
+    """The same for names that look alike."""
+    folded = composed(name).casefold().strip()
+    number = _NUMBER.fullmatch(folded)
+    return number[1] if number else folded
+
+
+def check_classes(names: Iterable[str], where: object) -> None:
+    """Raises ValueError for two classes that may be one. Letters (A, a) may be two."""
+    alike = defaultdict(list)
+    for name in names:
+        key = name if len(name) == 1 and name.isalpha() else plain(name)
+        alike[key].append(name)
+    for same in alike.values():
+        if len(same) > 1:
+            shown = join(map(ascii, same))
+            raise ValueError(f"{where}: {shown} look like one class: give it one name")
+
+
+def near(name: str, others: Iterable[str]) -> str:
+    """ "; FILE is near" for the first of the others that looks like this name, or ""."""
+    key = plain(name)
+    found = next((other for other in others if plain(other) == key), "")
+    return f"; {found!a} is spelled otherwise" if found else ""
