@@ -174,7 +174,11 @@ mpi_words() {
     elif [ "$prefix" != / ] && [ "$prefix" != /usr ]; then
         words+=(--prefix "$prefix")
     fi
-    [ -z "${guarded[*]}" ] || words+=(-mca orte_launch_agent "env LD_PRELOAD=$guard orted")
+    [ -e "$guard" ] || guard=-
+    [[ -z $hosts || $here$guard$work != *[[:space:]]* ]] ||
+        die "mpirun splits words at spaces: $here, $guard and $work must be paths without"
+    words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work orted")
+    words+=(-mca orte_tmpdir_base "$work")
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
     while read -r name; do
         words+=(-x "$name")
@@ -293,11 +297,11 @@ launch() {
     # By it ranks prove that they are of this launch: hvdkit/ranks/proof.py.
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
+    work=$(mktemp -d)
     mpi_words
     words+=("$@")
     code=0
-    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && return; fi
-    work=$(mktemp -d)
+    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && rm -rf "$work" && return; fi
     # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
     # script; mpirun would give the ranks one second.
     setsid "${words[@]}" </dev/null > >(show shown) 2> >(show shown2 >&2) &

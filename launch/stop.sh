@@ -77,7 +77,10 @@ watch() {
 }
 
 case ${2:-USR1} in
-WATCH) watch "$1" ;;
+WATCH)
+    watch "$1"
+    rm -rf -- "${TMPDIR:-/tmp}/launch-$1."* # which daemon.sh made
+    ;;
 LEFT) end_left "$1" ;;
 *) signal_ranks "${2:-USR1}" "${1:-}" ;;
 esac

@@ -14,6 +14,8 @@ import pytest
 from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, require, run, start
 from terminal import CTRL_C, Terminal
 
+from hvdkit.testing import kill_session
+
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
 OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222"]
 # The graph is built in a few seconds, and a step takes milliseconds.
@@ -95,6 +97,31 @@ def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tm
     assert code == 75, output
     assert list((tmp_path / "checkpoints").iterdir())
     assert not hosts.left(STAND_IN[1])
+
+
+def test_open_mpi_keeps_its_files_where_no_other_user_can(hosts: Hosts, tmp_path: Path):
+    """Another user has made the folder that Open MPI takes by itself, on both hosts."""
+    taken = [Path(f"/tmp/ompi.{name}.{os.geteuid()}") for name in ("node1", "node2")]
+    for folder in taken:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        folder.chmod(0o777)
+        shutil.chown(folder, 65534)
+    words = endless(hosts[1], tmp_path, "-H", "node1:1,node2:1")
+    process = start(words, {"LAUNCH_ID": "of-two-hosts"})
+    try:
+        assert any("step 3" in line for line in process.stdout)
+        (made,) = Path("/tmp").glob("launch-of-two-hosts.*")
+        assert made.stat().st_mode & 0o777 == 0o700 and any(made.iterdir())
+        assert not any(file for folder in taken for file in folder.iterdir())
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        os.kill(int(children.split()[0]), signal.SIGTERM)
+        assert process.wait(60) == 75
+        assert not made.exists()
+    finally:
+        kill_session(process.pid)
+        for folder in taken:
+            shutil.rmtree(folder)
 
 
 @pytest.mark.timeout(120)
