@@ -145,6 +145,64 @@ def check_without_a_checkpoint_before_it_the_run_ends(world):
     assert not ended.checkpoints
 
 
+def weighted(
+    weights: dict[int, float], *, named: str = "", evaluated: float = 1.0, place: int = 7
+) -> type:
+    """Training samples have these weights, all others 1; of a term where it is `named`."""
+
+    class Weighted(Small):
+        def sources(self):
+            train, val = numbers(1, SAMPLES), numbers(2, 20)
+            for data in (train, val):
+                data._arrays["weight"] = np.ones(len(data), np.float32)
+            for sample, weight in weights.items():
+                train._arrays["weight"][sample] = weight
+            val._arrays["weight"][place] = evaluated
+            return train, val
+
+        def training_example(self, sample, key):
+            return self.evaluation_example(sample)
+
+        def evaluation_example(self, sample):
+            return {"inputs": sample["x"], "targets": (sample["y"], sample["weight"])}
+
+        def loss(self, outputs, targets):
+            losses, ones = super().loss(outputs, targets[0])
+            term = losses, targets[1]
+            return {"other": (losses, ones), named: term} if named else term
+
+        def sums(self, outputs, targets):
+            return super().sums(outputs, targets[0])
+
+    return Weighted
+
+
+def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
+    """The weights' sum divides the loss: where it is negative, plain Keras goes the other way."""
+    world_lib.set_up(world, Settings())
+    one, other = of_batch(3, place=-1), of_batch(3, place=0)
+    both = {one[0]: -1.0, other[0]: 1.0}
+    cases = [
+        ({one[0]: -1.0}, {}, "step 4 a weight of the task's loss is -1 (1 of the global batch)"),
+        ({one[0]: float("nan")}, {}, "a weight of the task's loss is nan (1 of"),
+        ({one[0]: float("inf")}, {"precision": "float16"}, "is inf (1 of"),
+        (both, {"accumulation_steps": 2}, "is -1 (1 of"),
+        ({one[0]: -1.0, other[0]: -0.5}, {"jit": True}, "is -0.75 on average (2 of"),
+        ({one[0]: -1.0}, {"virtual_ranks": 4, "precision": "float32"}, "is -1 (1 of"),
+    ]
+    for weights, settings, words in cases:
+        ended = trained(world, weighted(weights), words, code=WRONG_USE, num_steps=6, **settings)
+        assert ended.checkpoints == ["step-00000002"], ended.checkpoints
+        assert "is skipped" not in ended.printed
+    task = weighted({one[0]: -1.0}, named="box")
+    trained(world, task, "a weight of the task's loss 'box' is -1", code=WRONG_USE, num_steps=6)
+    scored = weighted({}, evaluated=-2.0)
+    words = "a weight of the task's loss is -2: weights are finite numbers from 0 up"
+    trained(world, scored, "evaluating a few samples", words, code=WRONG_USE)
+    scored = weighted({}, evaluated=-2.0, place=8)  # of none of the samples that are tried
+    trained(world, scored, "sample", words, code=WRONG_USE, num_steps=2, eval_every=2)
+
+
 def check_virtual_ranks_are_named(world):
     settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}
     wrong = of_batch(3, place=3)  # of shares of 3 samples the second

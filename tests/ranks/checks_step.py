@@ -86,7 +86,7 @@ def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(w
     do, _ = regression_step(world, PLAIN)
     graph = do.step.graph.as_graph_def(add_shapes=True)
     (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
-    assert f"float32 [2, {4 + agreement.NUM_VOTES}]" in totals, totals
+    assert f"float32 [2, {6 + agreement.NUM_VOTES}]" in totals, totals
     result = do(*batch())
     by_rank = health.losses(world, 0, result)
     assert by_rank.shape == (world.size,) and by_rank[world.rank] == result["losses"][0]

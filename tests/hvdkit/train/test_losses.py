@@ -1,5 +1,6 @@
 """The loss by hand, in NumPy; weights that enter as weights."""
 
+import math
 from types import SimpleNamespace
 
 import keras
@@ -58,6 +59,12 @@ def test_what_is_no_logits_and_no_labels_is_refused(units, activation, labels, w
     traced = tf.function(lambda x: cross_entropy(model(x), labels), autograph=False)
     with pytest.raises(ValueError, match=words):
         traced(np.ones((4, 2), np.float32))
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_class_weight_that_is_negative_or_no_number_is_refused(weight):
+    with pytest.raises(ValueError, match=f"class_weights has {weight}"):
+        cross_entropy(LOGITS, LABELS, class_weights=[1.0, weight, 1.0])
 
 
 def test_padding_that_keras_masks_has_no_weight():

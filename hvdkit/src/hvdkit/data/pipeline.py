@@ -398,7 +398,8 @@ def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = getattr(error, "message", str(error))
     if failed := re.search(r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE):
-        return failed[1].replace("] [", " ")
+        unescaped = re.sub(r"\\(['\"])", r"\1", failed[1])
+        return unescaped.replace("] [", " ")
     lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
     reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])
     return re.sub(r"^\(0\) [A-Z_]+: +", "", reason.strip())

@@ -99,7 +99,7 @@ class Evaluator:
 
         def sums(*batches: Example) -> dict[str, float]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-            with unoptimized():
+            with task_checks.user_code_errors("evaluating a few samples"), unoptimized():
                 with unchanged(self._moved):
                     outputs, _, found, _ = self._step(whole)
                 with unchanged(self._moved):  # a loss may change state too
@@ -258,6 +258,7 @@ def make_step(task: Task, model: keras.Model, spec: Any):
         sums = task_checks.sums(task, outputs, batch["targets"])
         means = 0.0
         for name, (losses, weights) in terms.items():
+            weights = objective.require_weights(weights, name)
             of, each = f"/{name}" if name else "", tf.math.multiply_no_nan(losses, weights)
             parts = (tf.reduce_sum(x, range(1, len(x.shape))) for x in (each, weights))
             means += tf.math.divide_no_nan(*parts)

@@ -24,7 +24,7 @@ from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
-from hvdkit.train import fixed_point
+from hvdkit.train import fixed_point, objective
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import LossScale
 from hvdkit.train.step import Result
@@ -128,8 +128,11 @@ class Health:
             self._noted = True
         if fault := fixed_point.fault(result):
             return Ending(*fault, save=False)
-        if not result["finite"] and (ending := self._not_finite(result)):
-            return ending
+        if not result["finite"]:
+            if fault := objective.fault(result):
+                return Ending(*fault, save=False)
+            if ending := self._not_finite(result):
+                return ending
         failed = int(counted[agreement.FAILED_SAVES])
         # Nothing to say where one was written since that vote.
         if failed >= MOST_FAILED and (

@@ -9,9 +9,10 @@ import tensorflow as tf
 from hvdkit.ranks.world import raw
 
 # What a forward pass gives: scalars to differentiate (the loss's terms; what the model adds, if it
-# adds any), and float64 [3 * terms + 1]: of each term the sum of losses, count and positions; what
-# the model added.
+# adds any), and float64 [_OF_TERM * terms + 1]: of each term the sum of losses, count, positions,
+# how many weights are negative or not finite, and the sum of these; what the model added.
 Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
+_OF_TERM = 5
 
 
 class Reduced(NamedTuple):
@@ -25,14 +26,21 @@ class Reduced(NamedTuple):
     faults: tf.Tensor | None = None  # see fixed_point.fault
 
 
+def of_terms(sums: tf.Tensor) -> tf.Tensor:
+    """The sums of `Forward` by term, [..., terms, _OF_TERM], without what the model added."""
+    return tf.reshape(sums[..., :-1], [*sums.shape[:-1], sums.shape[-1] // _OF_TERM, _OF_TERM])
+
+
 def means_of(sums: tf.Tensor) -> tf.Tensor:
     """The mean of each term of the loss, [..., terms], from sums of `Forward`; 0 without weight."""
-    return tf.math.divide_no_nan(sums[..., 0:-1:3], sums[..., 1:-1:3])
+    terms = of_terms(sums)
+    return tf.math.divide_no_nan(terms[..., 0], terms[..., 1])
 
 
 def to_means(sums: tf.Tensor) -> tf.Tensor:
     """[terms]: from sums divided by positions to means."""
-    return tf.math.divide_no_nan(sums[2:-1:3], sums[1:-1:3])
+    terms = of_terms(sums)
+    return tf.math.divide_no_nan(terms[:, 2], terms[:, 1])
 
 
 def overwritten(variable: keras.Variable) -> bool:

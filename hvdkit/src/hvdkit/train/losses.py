@@ -58,9 +58,12 @@ def cross_entropy(
         class (Szegedy et al. 2016, arXiv:1512.00567, section 7).
       class_weights: weight of each class; empty: 1 for all.
     Raises:
-      ValueError: for probabilities instead of logits, a single class, and labels of floats.
+      ValueError: for probabilities instead of logits, a single class, labels of floats, and a
+        class weight that is negative or not finite.
     """
     _require_logits(logits)
+    if wrong := [w for w in class_weights if not 0 <= w < math.inf]:
+        raise ValueError(f"class_weights has {wrong[0]}: weights are finite numbers from 0 up")
     logits, labels = at_least_float32(tf.convert_to_tensor(logits)), _integers(labels)
     if valid is not None:
         labels = tf.where(valid, labels, 0)

@@ -9,11 +9,16 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
+from hvdkit.stop import WRONG_USE
+from hvdkit.train import gradients as gradients_lib
 from hvdkit.train import graph_checks
 from hvdkit.train.losses import at_least_float32
 from hvdkit.train.state import State, unchanged
 from hvdkit.train.task import Task
 from hvdkit.train.task_checks import describe, user_code_errors
+
+# The loss is divided by the weights' sum: negative ones would turn the step round.
+_WEIGHTS = "weights are finite numbers from 0 up; multiply a sign into the loss"
 
 # Losses and weights of each term by its name; "" where the loss is one term.
 Terms = dict[str, tuple[tf.Tensor, tf.Tensor]]
@@ -43,7 +48,9 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
             f"the task's loss: its outputs have {len(masks)} masks of padding: return a dict of "
             "terms, each with the name of its output"
         )
-    return weights * tf.cast(*masks.values(), weights.dtype) if masks else weights
+    for mask in masks.values():
+        weights = tf.where(tf.cast(mask, tf.bool), weights, tf.zeros_like(weights))
+    return weights
 
 
 def terms(found: Any, samples: int | None) -> Terms:
@@ -94,6 +101,54 @@ def _losses_and_weights(pair: Any, samples: int | None, what: str) -> tuple[tf.T
         )
     losses = at_least_float32(losses)
     return losses, tf.cast(weights, losses.dtype)
+
+
+def count(weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """What a term is divided by; how many weights are negative or not finite; the sum of these.
+
+    Where there is one of them, the count is NaN, so that no rank applies the step.
+    """
+    refused = ~_sound(weights)
+    number = tf.reduce_sum(tf.cast(refused, weights.dtype))
+    total = tf.reduce_sum(weights)
+    sound = (number == 0) & tf.math.is_finite(total)
+    nan = tf.constant(np.nan, weights.dtype)
+    those = tf.where(refused, weights, tf.zeros_like(weights))
+    return tf.where(sound, total, nan), number, tf.reduce_sum(those)
+
+
+def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
+    """The weights of the term `name` unchanged, in evaluation.
+
+    When it runs, InvalidArgumentError names a weight that is negative or not finite.
+    """
+    sound = _sound(weights)
+    first = tf.reduce_sum(tf.boolean_mask(weights, ~sound)[:1])
+    text = tf.strings.format(f"{_weight_of(name)} is {{}}: {_WEIGHTS}", first)
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(sound), [text])]):
+        return tf.identity(weights)
+
+
+def fault(result: Mapping[str, Any]) -> tuple[int, str, str] | None:
+    """Weights that no step can use: exit code, a word or two, a sentence; or None."""
+    for name, found in result["refused_weights"].items():
+        number, total = found.numpy().tolist()
+        if number:
+            average = " on average" if number > 1 else ""
+            message = (
+                f"at step {int(result['step'])} {_weight_of(name)} is {total / number:g}{average} "
+                f"({number:.0f} of the global batch): {_WEIGHTS}. Checkpoints are unchanged"
+            )
+            return WRONG_USE, "bad weights", message
+    return None
+
+
+def _sound(weights: tf.Tensor) -> tf.Tensor:
+    return tf.math.is_finite(weights) & (weights >= 0)
+
+
+def _weight_of(name: str) -> str:
+    return f"a weight of the task's loss {name!r}" if name else "a weight of the task's loss"
 
 
 def check_independent(loss: Callable, *parts: Any, made: Terms) -> None:
@@ -216,7 +271,7 @@ def check_own(
         graphs.append(traced.graph)
         with unchanged(state.of_forward):
             found, grad = traced()
-        losses, counts = (float(tf.reduce_sum(found[i:-1:3])) for i in range(2))
+        losses, counts = tf.reduce_sum(gradients_lib.of_terms(found), 0)[:2].numpy().tolist()
         return {"losses": losses, "weights": counts, "gradient": float(grad)}
 
     random = lambda: graph_checks.draws(graphs[0])  # noqa: E731

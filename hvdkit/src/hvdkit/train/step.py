@@ -174,11 +174,13 @@ class Step:
         if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
         scale = state.loss_scale.read(tf.float64)
-        means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(found.sums[0:-1:3])
+        terms = gradients_lib.of_terms(found.sums)
+        means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(terms[:, 0])
         self._connected = [g is not None for g in found.grads]
         layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
         rate = self._rate(state.step)
-        sound = tf.reduce_all(tf.math.is_finite(tf.stack([loss_sum, rate]))) & (rate >= 0)
+        numbers = tf.stack([loss_sum, tf.reduce_sum(terms[:, 1]), rate])
+        sound = tf.reduce_all(tf.math.is_finite(numbers)) & (rate >= 0)
         readable = found.votes[agreement.DATA_FAILED] == 0
         known = [g for g in found.grads if g is not None]
         norm, finite = self._end(updating.Offered(known, rate, sound, readable))
@@ -193,6 +195,7 @@ class Step:
         result |= {"keras_loss": found.sums[-1]} if traced.adds_losses else {}
         if any(traced.terms):
             result["terms"] = dict(zip(traced.terms, tf.unstack(means)))
+        result["refused_weights"] = dict(zip(traced.terms, tf.unstack(terms[:, 3:])))
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
@@ -301,7 +304,8 @@ class Step:
             per_sample = math.prod(size or 1 for size in each.shape[1:])
             scale = self._state.loss_scale.read(each.dtype)
             targets.append(loss_sum * scale / (per_sample * settings.global_batch_size))
-            sums += [loss_sum, tf.reduce_sum(weights), samples * per_sample]
+            count, *refused = objective.count(weights)
+            sums += [loss_sum, count, samples * per_sample, *refused]
         if added is not None:
             added = tf.cast(added, each.dtype) * (samples / settings.global_batch_size)
             targets.append(added * scale)
