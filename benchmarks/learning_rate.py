@@ -61,7 +61,7 @@ def score(folder: Path, task: str, rate: float) -> float:
 
     run = folder / "runs" / f"{task}-{rate:g}"
     printed = trained(folder, task, f"--base_lr={rate:g}", f"--run_dir={run}")
-    return seeds.score(run)[1] if printed else 0.0  # 0: it diverged
+    return seeds.score(run)[1].value if printed else 0.0  # 0: it diverged
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ def trained(network: str, ranks: int, seed: int) -> float:
     ended = subprocess.run([*start, *own], stdout=subprocess.DEVNULL, **how)
     if ended.returncode:
         sys.exit(f"error: {network}, {ranks} rank(s), seed {seed}: exit code {ended.returncode}")
-    return 100 * seeds.score(folder)[1]
+    return 100 * seeds.score(folder)[1].value
 
 
 def main() -> None:

@@ -31,11 +31,13 @@ INPUTS = int(os.environ.get("FUZZ_INPUTS", "1000"))  # of all parsers together
 LINE = {"step": 1, "time": 1.0, "loss": 2.0, "eval_loss": 1.0, "eval_miou": 0.5, "eval_iou_1": 0}
 RUN = {"config.cfg": b"--num_steps=9\n--nojit\n", "metrics.jsonl": LINE}
 RUN["bad_samples.jsonl"] = {"step": 1, "sample": 2, "by": 3, "why": "torn"}
-RUN["starts.jsonl"] = {"step": 0, "time": 1.0, "score": "miou"}
+RUN["starts.jsonl"] = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min"}
 RUN["summary.json"] = {"step": 1, "exit_reason": "", "weights_sha256": "", "fingerprint": {}}
 RUN["summary.json"] |= {"samples_per_second": 1.0, "skipped_steps": 1, "batches_passed_over": 1}
+RUN["summary.json"] |= {"best_score": 0.5, "best_step": 1}
 MANIFEST = {"step": 1, "config": {}, "ranks": 1, "tensorflow": "", "sha256": "", "dtypes": {}}
 MANIFEST |= {"score": 0.5, "evaluated": True, "fingerprint": {}, "measure": {}, "format": 3}
+MANIFEST |= {"loss": 1.0, "since": 1}
 MANIFEST["card"] = {"train": {"fingerprint": "a", "samples": 9}, "class_names": ["b"]}
 
 

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from hvdkit.ranks.world import World
+from hvdkit.scores import Score
 from hvdkit.settings import Settings
 
 ALONE = World(0, 1, 0, 1)
@@ -16,8 +17,13 @@ def variables(value=1.0, shape=(2, 3), dtype=tf.float32):
 def save(kept, step, value=1.0, score=None, config=None):
     path = kept.write(kept.copy(step, variables(value), config or Settings()))
     if score is not None:
-        kept.add_score(step, score)
+        kept.add_score(of_step(step, score))
     return path
+
+
+def of_step(step, value, loss=1.0, since=None):
+    """A score of this value."""
+    return Score(value, step, loss, since or step)
 
 
 def restored(kept, resume="auto"):

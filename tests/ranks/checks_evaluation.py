@@ -57,7 +57,7 @@ def slow_check_a_kill_between_log_and_score_loses_no_evaluation(world):
 
     def killed(function):
         def call(self, step, *args, **more):
-            called.append(step)
+            called.append(getattr(step, "step", step))
             if called.count(4) == 2:
                 raise RuntimeError("killed")
             function(self, step, *args, **more)
@@ -155,12 +155,34 @@ def check_of_an_error_the_lowest_is_the_best(world):
         assert said in ended.printed, ended.printed
         start = json_lines(ended.folder / "starts.jsonl")[0]
         assert (start["score"], start["score_mode"]) == ("error", "min")
+        best = {
+            "main_metric": "error",
+            "main_metric_mode": "min",
+            "best_score": 2.0,
+            "best_step": 3,
+        }
+        assert (
+            best.items() <= ended.summary.items()
+            and "best error: 2.0000, of step 3" in ended.printed
+        )
     again = fit(world, Error, run_dir=ended.folder, **usual)
     assert not world.is_chief or again.summary["step"] == 5
     # The validation loss, which falls, may be the score itself.
     task = type("ByLoss", (Small,), {"main_metric": "loss", "main_metric_mode": "min"})
     ended = fit(world, task, **usual | {"num_steps": 4})
     assert ended.checkpoints == ["step-00000004"]
+
+
+def check_a_score_that_stays_ends_early_although_the_newest_is_the_best(world):
+    """At the same step where the run was interrupted: by the first step that had it."""
+    task = type("Stays", (Small,), {"metrics": lambda task, sums: {"accuracy": 0.5}})
+    usual = {"eval_every": 1, "keep": 1, "early_stop_evals": 3}
+    first = fit(world, task, num_steps=3, **usual)
+    ended = fit(world, task, num_steps=9, run_dir=first.folder, **usual)
+    assert ended.checkpoints == ["step-00000004"], ended.checkpoints
+    if world.is_chief:
+        assert ended.summary["exit_reason"] == "early stop" and ended.summary["best_step"] == 4
+        assert "no accuracy above 0.5000, of step 1, in 3 evaluations" in ended.printed
 
 
 def slow_check_a_score_of_another_measure_counts_as_none(world):
@@ -173,7 +195,7 @@ def slow_check_a_score_of_another_measure_counts_as_none(world):
             # Each run's first call is its try-out; the first evaluation of the second gives none.
             Rises.calls += 1
             score = float("nan") if Rises.calls == 5 else 0.01 * Rises.calls
-            return {"accuracy": 1.0 if self.config.eval_crop else score}
+            return {"accuracy": 2 / Rises.calls if self.config.eval_crop else score}
 
     usual = {"eval_every": 1, "keep": 1, "early_stop_evals": 2}
     first = fit(world, Rises, eval_crop=16, num_steps=2, **usual)

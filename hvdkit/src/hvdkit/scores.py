@@ -1,5 +1,6 @@
 """Which of two scores is better: whatever compares scores asks here. Imports no TensorFlow."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,6 +19,19 @@ _WORDS = """
 """
 
 
+class Score(NamedTuple):
+    """An evaluation of the weights, as one number.
+
+    `loss`: over the validation set. `since`: the first step of the run with as good a value, from
+    which early stopping counts.
+    """
+
+    value: float
+    step: int
+    loss: float
+    since: int
+
+
 class MainMetric(NamedTuple):
     """The figure by which a task's weights are compared.
 
@@ -33,6 +47,11 @@ class MainMetric(NamedTuple):
 
     def is_better(self, score: float, other: float) -> bool:
         return self.height(score) > self.height(other)
+
+    def rank(self, score: Score) -> tuple[float, float, int]:
+        """Of which the highest is the best: of equal values the lower loss, then the newer step."""
+        loss = math.inf if math.isnan(score.loss) else score.loss
+        return self.height(score.value), -loss, score.step
 
     def describe(self) -> str:
         return f"{self.name} (the lowest is the best)" if self.mode == "min" else self.name

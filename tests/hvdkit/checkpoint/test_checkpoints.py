@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from kills import killed_at_each
 from refusals import differ, refused
-from small_checkpoints import ALONE, names, restored, save, variables
+from small_checkpoints import ALONE, names, of_step, restored, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
@@ -47,8 +47,7 @@ def test_types_that_numpy_does_not_know(kept):
     ("scores", "left", "best"),
     [
         ([0.2, 0.9, None, 0.5, None], [2, 4, 5], (0.9, 2)),
-        # Of equal ones the first: as an uninterrupted run has it, so it ends early at one step.
-        ([0.9, 0.9, 0.2, 0.2], [1, 3, 4], (0.9, 1)),
+        ([0.9, 0.9, 0.2, 0.2], [2, 3, 4], (0.9, 2)),
         ([math.nan, -math.inf, -5.0, math.inf], [3, 4], (-5.0, 3)),
     ],
 )
@@ -57,9 +56,19 @@ def test_the_newest_and_the_best_are_kept(scores, left, best, kept):
         path = save(kept, step)
         assert not kept.find(str(path), 9).scored
         if score is not None:
-            kept.add_score(step, score)
+            kept.add_score(of_step(step, score))
             assert kept.find(str(path), 9).scored
-    assert names(kept) == [f"step-{step:08d}" for step in left] and kept.best() == best
+    assert names(kept) == [f"step-{step:08d}" for step in left] and kept.best()[:2] == best
+
+
+def test_of_equal_scores_the_lower_loss_is_the_best_then_the_newer(kept):
+    losses = [0.0877, 0.0070, 0.0070, math.nan, 0.0300, math.inf]
+    for step, loss in enumerate(losses, start=1):
+        save(kept, step)
+        kept.add_score(of_step(step, 0.96, loss=loss, since=1))
+    assert names(kept) == [f"step-0000000{step}" for step in (3, 5, 6)]
+    assert kept.best() == (0.96, 3, 0.0070, 1)
+    assert load_run.chosen(kept.folder, "best").name == "step-00000003"
 
 
 def test_of_an_error_the_lowest_score_is_kept(kept):
@@ -68,7 +77,10 @@ def test_of_an_error_the_lowest_score_is_kept(kept):
     kept = replace(kept, measure=lowest)
     for step, score in enumerate([20.2, 5.7, math.nan, -math.inf, 9.0, 7.0], start=1):
         save(kept, step, score=score)
-    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)] and kept.best() == (5.7, 2)
+    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)] and kept.best()[:2] == (
+        5.7,
+        2,
+    )
     assert load_run.chosen(kept.folder, "best").name == "step-00000002"
     # Scores of a time when the highest was the best are not compared with the lowest.
     other = replace(kept, measure=highest)
@@ -86,7 +98,9 @@ def test_scores_of_another_measure_are_none(kept):
     old = replace(kept, measure={"--eval_crop": 16, "--eval_flip": False})
     new = replace(kept, measure={"--eval_crop": 0, "--eval_flip": False})
     save(old, 1, score=0.9)
-    assert old.find("auto", 9).scored and old.best() == (0.9, 1) and old.other_scores() == (0, "")
+    assert (
+        old.find("auto", 9).scored and old.best()[:2] == (0.9, 1) and old.other_scores() == (0, "")
+    )
     assert not new.find("auto", 9).scored and new.best() is None
     words = "the score of step 1 is of another measure (--eval_crop was 16, is 0): "
     step, said = new.other_scores()
@@ -94,8 +108,8 @@ def test_scores_of_another_measure_are_none(kept):
     for step, score in ((2, 0.3), (3, 0.2), (4, 0.1), (5, None)):
         save(new, step, score=score)
     assert names(kept) == [f"step-0000000{step}" for step in (1, 2, 4, 5)]
-    assert new.best() == (0.3, 2) and old.best() == (0.9, 1)
-    assert new.other_scores() == (1, said) and kept.best() == (0.9, 1), "of none: like all"
+    assert new.best()[:2] == (0.3, 2) and old.best()[:2] == (0.9, 1)
+    assert new.other_scores() == (1, said) and kept.best()[:2] == (0.9, 1), "of none: like all"
 
 
 def test_pruning_touches_nothing_else(kept):
@@ -114,7 +128,7 @@ def test_the_same_step_saved_again_takes_the_place_of_the_first_without_its_scor
     path = save(kept, 1, 1.0, score=0.5)
     save(kept, 1, 2.0)
     assert kept.best() is None and restored(kept) == 2.0 and names(kept) == [path.name]
-    refused(lambda: kept.add_score(2, 0.5), "step-00000002 is no checkpoint")
+    refused(lambda: kept.add_score(of_step(2, 0.5)), "step-00000002 is no checkpoint")
 
 
 def test_auto_never_a_checkpoint_and_a_run(kept, tmp_path):
@@ -234,7 +248,7 @@ def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):
         state = variables() | {"skipped_in_a_row": tf.Variable(skipped, dtype=tf.int64)}
         copy = kept.copy(step, state, Settings())
         kept.write(copy)
-        kept.add_score(step, math.nan, copy.skipped)
+        kept.add_score(of_step(step, math.nan), copy.skipped)
         before = ["step-00000006"] if skipped else []
         assert names(kept) == [*before, f"step-{step:08d}"]
     save(kept, 11)
@@ -250,13 +264,13 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there_and_no_half(kept):
             with pytest.raises(OSError, match="File too large"):
                 kept.write(kept.copy(step, variables(2.0), Settings()))
         with pytest.raises(OSError, match="File too large"):
-            kept.add_score(1, 0.5)
+            kept.add_score(of_step(1, 0.5))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert names(kept) == ["step-00000001"] and restored(kept) == 1.0 and kept.best() is None
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "state.npz"]
-    kept.add_score(1, 0.5)
-    assert kept.best() == (0.5, 1)
+    kept.add_score(of_step(1, 0.5))
+    assert kept.best()[:2] == (0.5, 1)
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
@@ -304,7 +318,7 @@ def test_a_disk_that_fails_for_a_moment_loses_no_checkpoint(kept, monkeypatch):
         best = lambda path, *how: (fails if path.parent.name[-1] == "1" else read)(path, *how)  # noqa: E731
         disk.setattr(whole_files, "read", best)
         save(kept, 4)
-    assert kept.best() == (0.9, 1)
+    assert kept.best()[:2] == (0.9, 1)
     monkeypatch.setattr(whole_files, "sha256", fails)
     assert differ(lambda: kept.find("auto", 9), "Input/output error", "--resume=never").code == 76
     assert kept.find("never", 9) is None
@@ -324,10 +338,10 @@ def test_a_last_save_that_comes_late_has_its_score(kept, capsys):
     obstacle.touch()
     with Saver(kept) as saver:
         saver.save(1, weights, Settings())
-        saver.add_score(1, 0.5)
+        saver.add_score(of_step(1, 0.5))
         obstacle.unlink()
         saver.last(1, weights, Settings())
-    assert kept.best() == (0.5, 1)
+    assert kept.best()[:2] == (0.5, 1)
     assert "the checkpoint of step 1 is written now" in capsys.readouterr().out
 
 

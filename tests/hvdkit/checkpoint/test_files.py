@@ -42,7 +42,7 @@ def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys):
             name = "step-00000004" if victim is None else victim
             assert name in said and found.step == 3, (mutate.__name__, name, said)
         best = kept.best()
-        assert best is None or best.score == best.step / 10
+        assert best is None or best.value == best.step / 10
         with contextlib.suppress(Stop):  # by name it is refused, or restored right
             assert restored(kept, str(kept.folder / "step-00000004")) == 4.0
         passed_over += found.step < 4

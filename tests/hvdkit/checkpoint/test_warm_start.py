@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from refusals import refused
-from small_checkpoints import ALONE, counted, first_weights
+from small_checkpoints import ALONE, counted, first_weights, of_step
 from small_models import Net
 from small_runs import same
 
@@ -46,7 +46,7 @@ def run_dir(tmp_path):
     for step, score in ((1, 0.5), (2, 0.9), (3, None)):
         kept = save(tmp_path / "run" / "checkpoints", network(start=float(step)), step=step)
         if score is not None:
-            kept.add_score(step, score)
+            kept.add_score(of_step(step, score))
     return tmp_path / "run"
 
 
@@ -56,8 +56,12 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert set(first_weights(model)) == {3.0}
     # Step 2 has the higher score, but of another measure than the newest that has one.
-    writing.set_score(run_dir / "checkpoints" / "step-00000002", 0.9, {"--eval_crop": 8})
-    writing.set_score(run_dir / "checkpoints" / "step-00000003", 0.1, {"--eval_crop": 0})
+    writing.set_score(
+        run_dir / "checkpoints" / "step-00000002", of_step(2, 0.9), {"--eval_crop": 8}
+    )
+    writing.set_score(
+        run_dir / "checkpoints" / "step-00000003", of_step(3, 0.1), {"--eval_crop": 0}
+    )
     warm_start.load(model, run_dir, False)
     assert set(first_weights(model)) == {1.0}, "of an older version's: compared with all"
     renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")

@@ -25,8 +25,10 @@ folder.mkdir(parents=True, exist_ok=True)
 with open(folder / "starts.jsonl", "a") as file:
     start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if model == "error" else "max"}
     file.write(json.dumps(start) + "\\n")
-if model in ("whole", "weak", "error"):
+if model in ("whole", "weak", "error", "tie"):
     line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
+    if model == "tie":
+        line |= {"eval_loss": line["eval_miou"], "eval_miou": 0.5}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
     (folder / "summary.json").write_text(json.dumps({"step": 5, "exit_code": 0}))
 time.sleep(60 * (model == "weak" and not again))
@@ -107,6 +109,14 @@ def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
     assert about[0].startswith(f"# miou {min(scores):g}, ") and f"--base_lr={min(scores)}" in about
     table = re.findall(r"<td>\d</td><td>(0\.\d+)</td>", (tmp_path / "all/sweep.html").read_text())
     assert float(table[0]) == min(scores)
+    # Of equal scores the lower loss is the best.
+    assert (
+        start("--base_lr=0.9,0.5,0.1", "--model=tie", "--trials=4", f"--folder={tmp_path}/ties")
+        == 0
+    )
+    rates = re.findall(r"complete|miou 0.5000 .*base_lr=(\S+);", capfd.readouterr().out)
+    assert f"--base_lr={min(rates)}" in (tmp_path / "ties/best.cfg").read_text().splitlines()
+    assert len({*rates}) > 1 and rates[0] != min(rates)
     # A trial whose metric has another direction has no score.
     assert (
         start("--base_lr=0.1:1.0", "--model=whole,error", "--trials=4", f"--folder={tmp_path}/two")

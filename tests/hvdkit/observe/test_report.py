@@ -154,8 +154,24 @@ def test_of_an_error_the_lowest_is_the_best_of_a_run(tmp_path):
     assert re.search(r"best score +mae 2.0000, step 2 +mae 3.0000, step 2", said), said
     # Both have the worse of their bests.
     assert re.search(r"to a score of 3 +step 2, 4.0 s +step 2, 4.0 s", said), said
+    call("report", runs[0])
+    assert "mae (the lowest is the best): 2.0000, of step 2" in page_of(runs[0]).text
     said = call("compare", *runs, "--score=4").stdout
     assert re.search(r"to a score of 4 +step 2, 4.0 s +step 1, 3.0 s", said), said
+
+
+def test_of_equal_scores_the_lower_loss_is_the_best_of_a_run(tmp_path):
+    start = {"step": 0, "time": 1.0, "score": "accuracy", "score_mode": "max"}
+    lines = [step(1, 2.0)]
+    for number, loss in enumerate((0.3, 0.1, 0.2, None), start=1):
+        line = {"step": number, "eval_loss": loss, "eval_accuracy": 0.5, "time": 3.0}
+        lines.append(line if loss else line | {"eval_accuracy": None})
+    run = records.read(made_up(tmp_path / "run", lines, [start]))
+    assert run.best().step == 2
+    # What the run itself found out counts, where it ended: it knows what its scores measure.
+    summary = {"step": 4, "best_score": 0.4, "best_step": 3}
+    run = records.read(made_up(tmp_path / "ended", lines, [start], **summary))
+    assert run.best()[:2] == (0.4, 3)
 
 
 def test_a_switch_whose_name_begins_with_no_is_read_as_it_is(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.data import card as cards
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
-from hvdkit.scores import MainMetric
+from hvdkit.scores import MainMetric, Score
 from hvdkit.settings import Settings
 from hvdkit.stop import NotNow, passes
 
@@ -50,13 +50,6 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
     found["main_metric_mode"] = metric.mode
     found["the validation data's fingerprint"] = data[:16]
     return found
-
-
-class Best(NamedTuple):
-    """The main metric's best value so far, and the step it was first seen at."""
-
-    score: float
-    step: int
 
 
 class Copy(NamedTuple):
@@ -128,27 +121,27 @@ class Checkpoints:
         finally:
             self._prune(copy.step - copy.skipped)
 
-    def add_score(self, step: int, score: float, skipped: int = 0) -> None:
-        """Marks the checkpoint of `step` as evaluated, then deletes what is no longer kept; rank 0.
+    def add_score(self, score: Score, skipped: int = 0) -> None:
+        """Marks the checkpoint of its step as evaluated; deletes what is no longer kept; rank 0.
 
-        `score`: the task's main metric. The checkpoint with the best score is kept besides the
-        newest; a score that is no finite number is never the best. `skipped`: as in Copy. Raises
-        OSError, ValueError: it cannot be written; the checkpoint is as it was.
+        The checkpoint with the best score is kept besides the newest; a score that is no finite
+        number is never the best. `skipped`: as in Copy. Raises OSError, ValueError: it cannot be
+        written; the checkpoint is as it was.
         """
         try:
-            writing.set_score(self.folder / f"step-{step:08d}", score, self.measure)
+            writing.set_score(self.folder / f"step-{score.step:08d}", score, self.measure)
         finally:
-            self._prune(step - skipped)
+            self._prune(score.step - skipped)
 
-    def best(self) -> Best | None:
+    def best(self) -> Score | None:
         """The best of the checkpoints there are; call it after `run_folder.begin`."""
         found = None
         if self.world.is_chief:
             there = files.scored(files.candidates(self.folder))
             if path := files.best(there, self.measure):
-                found = there[path].score, there[path].step
+                found = there[path].as_score()
         found = self.world.broadcast_object(found, "checkpoint.best")
-        return found and Best(*found)
+        return found and Score(*found)
 
     def other_scores(self) -> tuple[int, str]:
         """The newest step in the folder with a score of another measure, and a sentence about it.

@@ -24,6 +24,7 @@ import numpy as np
 
 from hvdkit import scores, whole_files
 from hvdkit.logs import printable
+from hvdkit.scores import Score
 
 FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
 STATE, MANIFEST = "state.npz", "manifest.json"
@@ -44,7 +45,7 @@ class Manifest:
     """What a checkpoint says of itself.
 
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
-    `measure` says by name what the score is of.
+    `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it is of.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
     `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py).
     """
@@ -56,10 +57,17 @@ class Manifest:
     sha256: str
     dtypes: dict[str, str]
     score: float | None = None
+    loss: float | None = None
+    since: int | None = None
     evaluated: bool = False
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def as_score(self) -> Score:
+        """The score that it has."""
+        loss = math.inf if self.loss is None else self.loss
+        return Score(self.score, self.step, loss, since=self.since or self.step)
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What differs in `measure`, by name: its value when this was scored, and now."""
@@ -69,7 +77,7 @@ class Manifest:
 
 _TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card"), dict)
 _TYPES |= {"step": int, "ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
-_TYPES |= {"score": float | int | None}
+_TYPES |= {"score": float | int | None, "loss": float | int | None, "since": int | None}
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -172,7 +180,7 @@ def card_of(path: Path) -> dict[str, Any]:
 
 
 def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:
-    """The checkpoint with the best score of this measure, the oldest of equals, if any.
+    """The checkpoint with the best score of this measure, if any.
 
     `there`: what `scored` returns for checkpoints by step. `measure`: None: the newest score's.
     """
@@ -180,8 +188,8 @@ def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = Non
         measure = [about.measure for about in there.values()][-1] if there else {}
     metric = scores.of_measure(measure)
     alike = {path: about for path, about in there.items() if not about.unlike(measure)}
-    heights = {path: metric.height(about.score) for path, about in alike.items()}
-    return max(heights, key=heights.__getitem__, default=None)
+    ranks = {path: metric.rank(about.as_score()) for path, about in alike.items()}
+    return max(ranks, key=ranks.__getitem__, default=None)
 
 
 def delete(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Self
 from hvdkit.checkpoint import files
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables
 from hvdkit.ranks.world import say
+from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, NOT_NOW, Stop, passes
 
@@ -35,7 +36,7 @@ class Saver:
         self._pool.submit(int)  # starts its thread: later there may be too many processes
         self._writing: futures.Future | None = None
         self._step: int | None = None  # of the newest save
-        self._score: tuple[int, float] | None = None  # the newest, and of which step
+        self._score: Score | None = None  # the newest
         self._skipped = 0  # of the newest save: see Copy
         self.failed, self.error = 0, None
 
@@ -66,16 +67,17 @@ class Saver:
         self._skipped = copy.skipped
         self._writing = self._pool.submit(self._write, copy)
 
-    def add_score(self, step: int, score: float) -> None:
-        """Marks the checkpoint of `step` as evaluated, once it is written, if it could be."""
+    def add_score(self, score: Score) -> None:
+        """Marks the checkpoint of its step as evaluated, once it is written, if it could be."""
         self.wait()
-        self._score = step, score
-        if not self._world.is_chief or (step == self._step and self.error):
+        self._score = score
+        if not self._world.is_chief or (score.step == self._step and self.error):
             return  # a note was printed already; it gets its score if a later try writes it
         try:
-            self._checkpoints.add_score(step, score, self._skipped)
+            self._checkpoints.add_score(score, self._skipped)
         except (OSError, ValueError) as error:
-            say(self._world, f"note: the score of step {step} was not written: {self._why(error)}")
+            why = f"was not written: {self._why(error)}"
+            say(self._world, f"note: the score of step {score.step} {why}")
 
     def last(self, step: int, variables: Variables, config: Settings) -> None:
         """Waits for the save of `step`, the run's last; where it failed, tries again.
@@ -97,8 +99,8 @@ class Saver:
             raise Stop(code, f"the last checkpoint, of step {step}, was not written: {error}")
         if tries:
             say(self._world, f"the checkpoint of step {step} is written now")
-            if self._score and self._score[0] == step:
-                self.add_score(*self._score)
+            if self._score and self._score.step == step:
+                self.add_score(self._score)
 
     def wait(self) -> None:
         """Until nothing is being written any more."""

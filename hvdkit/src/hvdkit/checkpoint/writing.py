@@ -20,6 +20,7 @@ from hvdkit import whole_files
 from hvdkit.checkpoint import files
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import raw
+from hvdkit.scores import Score
 
 
 def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: Any) -> Path:
@@ -52,11 +53,16 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
     return folder / name
 
 
-def set_score(path: Path, score: float, measure: Mapping[str, Any]) -> None:
+def set_score(path: Path, score: Score, measure: Mapping[str, Any]) -> None:
     """Records that the checkpoint was evaluated, by a new manifest in the old one's place."""
-    known = float(score) if math.isfinite(score) else None
-    found = {"score": known, "evaluated": True, "measure": dict(measure)}
-    manifest = dataclasses.replace(files.read_manifest(path), **found)
+    manifest = dataclasses.replace(
+        files.read_manifest(path),
+        score=float(score.value) if math.isfinite(score.value) else None,
+        loss=float(score.loss) if math.isfinite(score.loss) else None,
+        since=score.since,
+        evaluated=True,
+        measure=dict(measure),
+    )
     with whole_files.held(path) as there:
         _write_manifest(there, manifest)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from hvdkit import logs
 from hvdkit.commands.supervise import end_with_parent, hear, tell
 from hvdkit.observe import records
-from hvdkit.scores import MainMetric
+from hvdkit.scores import MainMetric, Score
 from hvdkit.stop import DONE, PREEMPTED
 
 # Student's t at 97.5 %, by degrees of freedom, from 1.
@@ -31,7 +31,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, deviation, T[len(values) - 2] * deviation / math.sqrt(len(values))
 
 
-def score(folder: Path) -> tuple[MainMetric, float]:
+def score(folder: Path) -> tuple[MainMetric, Score]:
     """The main metric and its newest value; ValueError where the run has none, or did not end well:
     a launcher or a script may lose its exit code."""
     found = records.read(folder)
@@ -39,10 +39,10 @@ def score(folder: Path) -> tuple[MainMetric, float]:
         why = found.summary.get("exit_reason", "it wrote no summary.json")
         raise ValueError(f"{folder}: its run did not end well: {why}")
     metric = found.main_metric()
-    (value,) = records.column(found.evaluations[-1:] or [{}], f"eval_{metric.name}")
-    if not math.isfinite(value):
+    newest = found._replace(lines=found.evaluations[-1:]).scored()
+    if not newest:
         raise ValueError(f"{folder}: its last evaluation has no {metric.name or 'main metric'}")
-    return metric, value
+    return metric, newest[0]
 
 
 @logs.explained
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
             logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
             return code if code > 0 else 128 - code
         try:
-            metric, value = score(folder)
+            metric, newest = score(folder)
         except ValueError:
             if told:
                 return PREEMPTED
@@ -85,8 +85,8 @@ def main(argv: list[str]) -> int:
         if metric != first:
             other = f"of {metric.describe()}, that of seed {own.first} of {first.describe()}"
             raise ValueError(f"the score of seed {seed} is {other}: give another --run_dir")
-        scores.append(value)
-        print(logs.printable(f"seed {seed}: {metric.name} {value:.6g}"), flush=True)
+        scores.append(newest.value)
+        print(logs.printable(f"seed {seed}: {metric.name} {newest.value:.6g}"), flush=True)
     mean, deviation, half = interval(scores)
     spread = f"standard deviation {deviation:.3g}"
     spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"

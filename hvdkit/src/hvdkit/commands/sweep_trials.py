@@ -30,7 +30,7 @@ from hvdkit.commands.sweep import Asked
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
-from hvdkit.scores import MainMetric
+from hvdkit.scores import MainMetric, Score
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
 _FAILURES = 3  # trials, after which a sweep without a score ends
@@ -174,11 +174,12 @@ class Sweep:
             return
         elif code == DONE:
             try:
-                metric, value = seeds.score(run.folder)
+                metric, newest = seeds.score(run.folder)
                 if metric != self._metric():
                     others = self._metric().describe()
                     raise ValueError(f"its score is of {metric.describe()}, others' of {others}")
-                state, score = TrialState.COMPLETE, metric.height(value)
+                run.trial.set_user_attr("loss", newest.loss)
+                state, score = TrialState.COMPLETE, metric.height(newest.value)
             except (OSError, ValueError) as error:
                 why = str(error)
         elif code in (PREEMPTED, NOT_NOW) and run.restarts < _RESTARTS:
@@ -211,7 +212,7 @@ class Sweep:
         self._write()
 
     def _best(self) -> FrozenTrial | None:
-        return max(self._trials(TrialState.COMPLETE), key=lambda one: one.value, default=None)
+        return max(self._trials(TrialState.COMPLETE), key=_rank, default=None)
 
     def _write(self) -> Path | None:
         """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
@@ -288,13 +289,17 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _rank(trial: FrozenTrial) -> tuple[bool, tuple[float, float, int]]:
+    """Of which the highest is the best: whole trials, then by score; of equals the first."""
+    height = -math.inf if trial.value is None else trial.value
+    loss = trial.user_attrs.get("loss", math.inf)
+    score = Score(height, -trial.number, loss, since=0)
+    return trial.state == TrialState.COMPLETE, MainMetric("height").rank(score)
+
+
 def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], asked: Asked) -> list[str]:
     """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
-
-    def rank(one: FrozenTrial) -> tuple[bool, float]:
-        return one.state == TrialState.COMPLETE, -math.inf if one.value is None else one.value
-
-    trials, rows, name = sorted(trials, key=rank, reverse=True), [], metric.name or "score"
+    trials, rows, name = sorted(trials, key=_rank, reverse=True), [], metric.name or "score"
     for one in trials:
         ran = one.user_attrs.get("steps", ""), round(one.user_attrs.get("seconds", 0))
         score = "" if one.value is None else f"{metric.height(one.value):.4f}"
@@ -308,7 +313,8 @@ def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], asked: Asked) -> l
         axes |= {name: [metric.height(one.value) for one in scored]}
         least = metric.mode == "min"
         plots.append(pages.parallel("Settings and score", axes, log=log, least_is_best=least))
-    whole = sorted((one.number + 1, one.value) for one in trials if rank(one)[0])
+    whole = [one for one in trials if one.state == TrialState.COMPLETE]
+    whole = sorted((one.number + 1, one.value) for one in whole)
     if whole:
         numbers, heights = zip(*whole)
         best = [metric.height(height) for height in itertools.accumulate(heights, max)]

@@ -1,5 +1,6 @@
 """A task's figures over its validation set, the same on any number of ranks."""
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -210,7 +211,10 @@ class Evaluator:
             weight = float(sums["weight" + name.removeprefix("loss")])
             means[name] = float(sums[name]) / weight if weight else float("nan")
         losses = {"loss": sum(means.values())} | means
-        return task_checks.metrics(self._task, sums, losses)
+        figures = task_checks.metrics(self._task, sums, losses)
+        if math.isnan(figures["loss"]):  # outputs that are NaN have a largest one all the same
+            figures[self._task.main_metric] = math.nan
+        return figures
 
     def _drawn(self, batch: Example, outputs: Any) -> np.ndarray:
         return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdkit import logs, whole_files
 from hvdkit.observe import records
@@ -69,9 +69,8 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     measure the same.
     """
     metrics = [run.main_metric() for run in runs]
-    found = [_scored(run) for run in runs]
-    bests = [max(ours, key=lambda one: one.height, default=None) for ours in found]
-    heights = [best.height for best in bests if best]
+    bests = [run.best() for run in runs]
+    heights = [metric.height(best.value) for metric, best in zip(metrics, bests) if best]
     if score is None and heights and len({m for m, best in zip(metrics, bests) if best}) == 1:
         score = metrics[0].height(min(heights))
 
@@ -89,16 +88,10 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
         rows.append([f"{name}, last", *(_text(own.get(name)) for own in scores)])
     cells = []
     for metric, best in zip(metrics, bests):
-        value = f"{metric.name} {best.score:.4f}, step {best.step:,}" if best else "none"
-        cells.append(value)
+        cells.append(f"{metric.name} {best.value:.4f}, step {best.step:,}" if best else "none")
     rows.append(["best score", *cells])
     if score is not None:
-        cells = []
-        for metric, ours in zip(metrics, found):
-            reached = [one for one in ours if one.height >= metric.height(score)]
-            first = f"step {reached[0].step:,}, {reached[0].seconds:,.1f} s" if reached else ""
-            cells.append(first or "not reached")
-        rows.append([f"to a score of {score:.4g}", *cells])
+        rows.append([f"to a score of {score:.4g}", *(_reached(run, score) for run in runs)])
     rows.append(row("samples/s, median", lambda run: _text(run.summary.get("samples_per_second"))))
     rows.append(row("weights", lambda run: str(run.summary.get("weights_sha256", ""))[:12]))
     for name in dict.fromkeys(name for run in runs for name in run.settings):
@@ -144,23 +137,14 @@ def labels(folders: Sequence[Path]) -> list[str]:
     return [records.text(path.relative_to(shared)) for path in paths]
 
 
-class _Scored(NamedTuple):
-    """An evaluation with a score."""
-
-    height: float  # of which the highest is the best
-    score: float
-    step: int
-    seconds: float  # since the run's first start
-
-
-def _scored(run: Records) -> list[_Scored]:
-    metric, found = run.main_metric(), []
+def _reached(run: Records, value: float) -> str:
+    """The first step with a score as good, and the seconds since the run's first start."""
     begin = run.starts[0]["time"] if run.starts else math.nan
-    columns = [column(run.evaluations, n) for n in (f"eval_{metric.name}", "step", "time")]
-    for score, step, time in zip(*columns):
-        if not math.isnan(score):
-            found.append(_Scored(metric.height(score), score, int(step), time - begin))
-    return found
+    times = dict(zip(column(run.evaluations, "step"), column(run.evaluations, "time")))
+    for score in run.scored():
+        if not run.main_metric().is_better(value, score.value):
+            return f"step {score.step:,}, {times[score.step] - begin:,.1f} s"
+    return "not reached"
 
 
 def _text(value: object) -> str:

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
-from hvdkit.scores import MainMetric
+from hvdkit.scores import MainMetric, Score
 from hvdkit.settings import absl_flags, fields
 
 _LINE_BYTES = 2**20  # longer only by damage: a thousand classes are 30,000 bytes
 # Entries of metrics.jsonl that depend on the clock.
+_FIGURES = ("step", "samples_per_second", "skipped_steps", "batches_passed_over")
+_FIGURES += ("best_score", "best_step")
 TIMES = ("time", "samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 
@@ -46,6 +48,22 @@ class Records(NamedTuple):
         """That of the newest start; without a name where there was none."""
         start = self.last_start()
         return MainMetric(start.get("score", ""), start.get("score_mode", "max"))
+
+    def scored(self) -> list[Score]:
+        """The evaluations with a score, in their order."""
+        metric, found = self.main_metric(), []
+        names = (f"eval_{metric.name}", "eval_loss", "step")
+        for value, loss, step in zip(*(column(self.evaluations, name) for name in names)):
+            if math.isfinite(value):
+                found.append(Score(value, int(step), loss, since=int(step)))
+        return found
+
+    def best(self) -> Score | None:
+        """As the summary has it; of a run that has not ended, the best so far."""
+        value, step = self.summary.get("best_score"), self.summary.get("best_step")
+        if value is not None and step is not None:
+            return Score(value, step, math.nan, since=step)
+        return max(self.scored(), key=self.main_metric().rank, default=None)
 
     def scores(self) -> dict[str, Any]:
         """Figures of the newest evaluation, over the whole validation set, without the loss."""
@@ -94,7 +112,7 @@ def _fits(name: str, value: object) -> bool:
     """Whether a record's entry is of the type that a run writes, where code relies on it."""
     if name == "time":
         return isinstance(value, float) and 0 <= value < 1e11
-    if name in ("step", "samples_per_second", "skipped_steps", "batches_passed_over"):
+    if name in _FIGURES:
         return _is_figure(value)
     texts = ("exit_reason", "weights_sha256", "score", "score_mode")
     kinds = dict.fromkeys(texts, str) | {"fingerprint": dict}

@@ -72,6 +72,9 @@ def about(run: Records) -> list[tuple[str, object]]:
     if run.evaluations:
         shown = ", ".join(f"{n} {v:.4f}" for n, v in run.scores().items() if v is not None)
         rows.append((f"scores of step {run.evaluations[-1]['step']:,}", shown))
+    if best := run.best():
+        metric = run.main_metric().describe()
+        rows.append(("best", f"{metric}: {best.value:.4f}, of step {best.step:,}"))
     if speed := run.summary.get("samples_per_second"):
         rows.append(("speed, median", f"{speed:,.0f} samples/s"))
     if run.starts and (end := max((line.get("time", 0.0) for line in run.lines), default=0.0)):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from hvdkit import scores
-from hvdkit.checkpoint.checkpoints import Best, Found
+from hvdkit.checkpoint.checkpoints import Found
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
@@ -20,6 +20,7 @@ from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
+from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, task_checks
@@ -191,7 +192,7 @@ class Evaluate:
         # From where on this folder has scores of this measure.
         self._scored_since = other_step if run.start.source == "own" else run.start.step
         self._metric = scores.of_task(run.task)
-        self._best = run.context.checkpoints.best()
+        self.best = run.context.checkpoints.best()  # of the run so far
         self.figures: dict[str, float] = {}  # of the newest evaluation
 
     def due(self, step: int) -> bool:
@@ -206,26 +207,43 @@ class Evaluate:
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
             self.figures, main = found.figures, self._metric.name
-            shown = {"main_metric": main, "pictures": found.pictures}
-            # Outputs that are NaN have a largest one all the same, the first.
-            score = math.nan if math.isnan(self.figures["loss"]) else self.figures[main]
             # The score last: what lacks it is evaluated, and logged, again.
-            self._telemetry.evaluation(step, self.figures, **shown)
+            self._telemetry.evaluation(
+                step, self.figures, main_metric=main, pictures=found.pictures
+            )
             if (counts := found.confusion()) is not None:
                 self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
-            self._saver.add_score(step, score)
-        # As the checkpoints' scores: infinity is never the best.
-        best, config = self._best, run.config
-        is_better = best is None or self._metric.is_better(score, best.score)
-        if math.isfinite(score) and is_better:
-            best = self._best = Best(score, step)
-        best_step = max(best.step if best else 0, self._scored_since)
+            self._saver.add_score(self._compared(step))
+        best, config = self.best, run.config
+        best_step = max(best.since if best else 0, self._scored_since)
         if step >= config.num_steps or not stopped_improving(config, step, best_step):
             return None
         above = "below" if self._metric.mode == "min" else "above"
-        above = f"{above} {best.score:.4f}, of step {best.step}," if best else "that is a number"
+        above = f"{above} {best.value:.4f}, of step {best.since}," if best else "that is a number"
         message = f"no {main} {above} in {config.early_stop_evals} evaluations"
         return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
+
+    def _compared(self, step: int) -> Score:
+        """The score of the newest evaluation, after a look whether it is the run's best."""
+        value, loss, best = self.figures[self._metric.name], self.figures["loss"], self.best
+        since = best.since if best and value == best.value else step
+        score = Score(value, step, loss, since)
+        is_better = best is None or self._metric.rank(score) > self._metric.rank(best)
+        if math.isfinite(value) and is_better:  # as the checkpoints': infinity is never the best
+            self.best = score
+        return score
+
+    def best_figures(self) -> dict[str, str | float]:
+        """For the run's summary."""
+        found = {"main_metric": self._metric.name, "main_metric_mode": self._metric.mode}
+        if self.best:
+            found |= {"best_score": self.best.value, "best_step": self.best.step}
+        return found
+
+    def describe_best(self) -> str:
+        """Its score and step; empty where no evaluation has a score."""
+        best, name = self.best, self._metric.name
+        return f"best {name}: {best.value:.4f}, of step {best.step}" if best else ""
 
 
 def evaluates_first(run: RunContext, found: Found) -> bool:
@@ -235,4 +253,4 @@ def evaluates_first(run: RunContext, found: Found) -> bool:
         return False
     if found.step == config.num_steps or not found.scored:
         return True
-    return found.own and stopped_improving(config, found.step, best.step if best else 0)
+    return found.own and stopped_improving(config, found.step, best.since if best else 0)

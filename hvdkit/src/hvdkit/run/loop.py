@@ -277,9 +277,12 @@ class Run:
             | {"batches_passed_over": int(state.passed_over)}
             | {"samples_per_second": self.telemetry.median_speed()}
             | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
+            | self.evaluate.best_figures()
             | {"weights_sha256": sha, "ranks": world.size, "fingerprint": self.context.fingerprint}
         )
         if self.keeps_weights and world.is_chief:
+            if told := self.evaluate.describe_best():
+                say(world, told)
             _report(Path(self.settings.run_dir))
 
     def _prospects(self, ending: Ending) -> str:
