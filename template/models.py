@@ -5,6 +5,7 @@ hvdkit.models has networks of papers.
 """
 
 import keras
+from hvdkit.models.upsampling import BilinearUpsampling
 from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.preprocessing import scaled, wide
 from keras import layers
@@ -32,7 +33,7 @@ def small(size: int, num_classes: int, dropout: float) -> keras.Model:
         x = _residual(x, width)
         skips.append(x)
     for width, skip in ((48, skips[1]), (24, skips[0])):
-        x = layers.UpSampling2D(2, interpolation="bilinear")(_conv(x, width, 1))
+        x = BilinearUpsampling(2)(_conv(x, width, 1))
         x = _conv(layers.Concatenate()([x, skip]), width, 3)
     return _segmenter(image, x, num_classes, dropout=dropout, name="small")
 
@@ -68,7 +69,7 @@ def _segmenter(image, x, num_classes: int, *, dropout: float, name: str) -> kera
     """Features at half the size -> logits [B, H, W, classes]."""
     inputs, x = _dropped(image, x, dropout)
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
-    x = layers.UpSampling2D(2, interpolation="bilinear", dtype=wide())(x)
+    x = BilinearUpsampling(2, dtype=wide())(x)
     return keras.Model(inputs, x, name=name)
 
 

@@ -224,9 +224,8 @@ def test_a_keras_file_holds_all_that_it_claims(tmp_path):
     with h5py.File(linked, "w") as content:
         content["kernel"] = h5py.ExternalLink(tmp_path / "secret.h5", "/x")
     more = {
-        "a.h5": (linked.getvalue(), "is in another file"),
+        "model.weights.h5": (linked.getvalue(), "is in another file"),
         "a": (bytes(2**28), "its parts claim 268,"),
-        "model.weights.npz": (b"", "weights are read from .h5 only"),
     }
     for name, (content, words) in more.items():
         network().save(file)
@@ -234,3 +233,41 @@ def test_a_keras_file_holds_all_that_it_claims(tmp_path):
             archive.writestr(name, content, zipfile.ZIP_DEFLATED if name == "a" else None)
         with pytest.raises(ValueError, match=f"{file} cannot be read: .*{words}"):
             warm_start.load(network(), file, False)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("model.weights.npz", b"")
+    with pytest.raises(ValueError, match=f"{file} cannot be read: it holds no model.weights.h5"):
+        warm_start.load(network(), file, False)
+
+
+def test_no_model_of_a_keras_file_is_made(tmp_path):
+    """What describes the model, which could name functions to call, is not even read."""
+    model = network(start=1.0)
+    model.save(tmp_path / "plain.keras")
+    file = tmp_path / "model.keras"
+    with zipfile.ZipFile(tmp_path / "plain.keras") as plain, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("model.weights.h5", plain.read("model.weights.h5"))
+        archive.writestr("config.json", b"no JSON at all")
+    fresh = network(start=70.0)
+    assert not warm_start.load(fresh, file, False)
+    same(fresh.weights, model.weights)
+
+
+def test_a_keras_file_and_lora_layers(tmp_path):
+    """Keras writes merged kernels; a layer with factors takes a plain kernel and keeps them."""
+    tuned = network(start=1.0)
+    tuned.get_layer("body").enable_lora(2)
+    tuned.get_layer("body").lora_kernel_b.assign(np.ones((2, 5)))
+    merged = tuned.get_layer("body").kernel.numpy()
+    tuned.save(tmp_path / "tuned.keras")
+    plain = network(start=70.0)
+    assert not warm_start.load(plain, tmp_path / "tuned.keras", False)
+    np.testing.assert_allclose(plain.get_layer("body").kernel.numpy(), merged, rtol=1e-6)
+    plain.save(tmp_path / "plain.keras")
+    fresh = network(start=70.0)
+    body = fresh.get_layer("body")
+    body.enable_lora(2)
+    first = body.lora_kernel_a.numpy()
+    assert not warm_start.load(fresh, tmp_path / "plain.keras", False)
+    np.testing.assert_allclose(body.kernel.numpy(), merged, rtol=1e-6)
+    np.testing.assert_array_equal(body.lora_kernel_a.numpy(), first)
+    assert first.any()

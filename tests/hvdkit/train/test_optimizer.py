@@ -1,6 +1,7 @@
 """Update rules and averages against their formulas, by hand in NumPy."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import keras
@@ -184,7 +185,8 @@ def test_the_slots_do_not_depend_on_the_weight_decay(rule):
     """So that a checkpoint fits a run with another decay."""
     configs = settings(rule), settings(rule, weight_decay=0.1)
     made = [optimizer.build(config, network()).variables for config in configs]
-    one, other = ([v.path.split("/")[0] for v in variables] for variables in made)
+    # Keras counts optimizers in their names: adam_w_3/..., adam_w_4/...
+    one, other = ([re.sub(r"_\d+$", "", v.path.split("/")[0]) for v in each] for each in made)
     assert one == other
 
 

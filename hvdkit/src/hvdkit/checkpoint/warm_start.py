@@ -1,26 +1,19 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
-import io
-import math
-import zipfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO
 
-import h5py
 import keras
 import numpy as np
 
 from hvdkit import logs
-from hvdkit.checkpoint import files
+from hvdkit.checkpoint import files, keras_weights
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
 from hvdkit.train.state import Held, names_of_model
-
-_SMALLEST = 1_100  # bytes in one: gzip reaches 1,032
 
 
 def start(model: keras.Model, config: Settings) -> None:
@@ -47,40 +40,109 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
     weights, or no averages; none of them fit, or some do not and `skip` is off; the kind
     of pictures is not known. The message names them.
     """
+    if path.suffix == ".keras" and path.is_file():
+        if averages:
+            raise ValueError(
+                f"--init_from={path}: a .keras file holds no average of its weights: leave out "
+                "--init_ema"
+            )
+        return _load_keras_file(model, path, skip)
     there = _unique(_read(path, averages))
     named = _unique(zip(names_of_model(model), model.variables))
     weights = {id(v) for v in model.weights}
-    pairs = [(name, v) for name, v in named.items() if id(v) in weights]
-    faults = {}
-    for name, variable in pairs:
-        if name not in there:
-            faults[name] = "missing there"
-        elif there[name].shape != tuple(variable.shape):
-            faults[name] = f"{list(there[name].shape)} there, {list(variable.shape)} here"
-        elif there[name].dtype.kind in "iu" and "int" not in variable.dtype:
-            faults[name] = f"{there[name].dtype} there, of a quantized model, {variable.dtype} here"
-        elif there[name].dtype.kind in "fV" and np.isnan(there[name]).any():
-            faults[name] = "NaN there"
-    if unused := [name for name in there if name not in named]:
-        logs.say(f"note: of {path} is not used: {join(unused, 4)}")
-    if len(faults) == len(pairs) or (faults and not skip):
-        way_out = "--init_skip_mismatched leaves such variables as they are made"
-        if len(faults) == len(pairs):
-            way_out = "it is of another model altogether"
-        raise ValueError(
-            f"--init_from={path}: {len(faults)} of the model's {len(pairs)} variables do not fit: "
-            f"{_listed(faults)}. {way_out}"
-        )
+    variables = {name: v for name, v in named.items() if id(v) in weights}
+    needed = {name: (tuple(v.shape), v.dtype) for name, v in variables.items()}
+    faults = _faults(there, needed)
+    _check_faults(path, faults, count=len(needed), skip=skip)
+    _name_unused(path, [name for name in there if name not in named])
     pixels = preprocessing.find(model)
-    for name, variable in pairs:
+    for name, variable in variables.items():
         if name not in faults:
             raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
         elif pixels and variable is pixels.mode:
-            raise ValueError(
-                f"--init_from={path} does not say which pictures its weights were trained on "
-                f"({name} is missing there)"
-            )
+            _refuse_unknown_pictures(path, name)
     return faults
+
+
+def _load_keras_file(model: keras.Model, path: Path, skip: bool) -> dict[str, str]:
+    """As `load`."""
+    pixels = preprocessing.find(model)
+    layers = {layer.name: layer for layer in model._flatten_layers()}
+    try:
+        there = keras_weights.read(path)
+    except ValueError as error:
+        raise ValueError(f"--init_from={error}") from None
+    with keras_weights.written(model) as file:
+        here = keras_weights.entries(file)
+        needed = {}
+        for name, entry in here.items():
+            values = keras_weights.array_of(entry.values)
+            needed[name] = (values.shape, values.dtype.name)
+        faults = _faults(there, needed)
+        labels = {name: _label(name, entry, layers) for name, entry in here.items()}
+        labelled = {labels[name]: fault for name, fault in faults.items()}
+        _check_faults(path, labelled, count=len(needed), skip=skip)
+        _name_unused(path, [name for name in there if name not in here])
+        for name, entry in here.items():
+            if name not in faults:
+                keras_weights.assign(entry.values, there[name])
+            elif pixels and entry.layer == pixels.name:
+                _refuse_unknown_pictures(path, labels[name])
+    return labelled
+
+
+def _label(name: str, entry: keras_weights.Entry, layers: Mapping[str, keras.layers.Layer]) -> str:
+    """body/kernel for body/0: the file knows a variable by its number in the layer only."""
+    layer = layers.get(entry.layer)
+    if layer is None:
+        return name
+    variables = [*layer._trainable_variables, *layer._non_trainable_variables]
+    if entry.number >= len(variables):
+        return name
+    return name.replace(f"/{entry.number}", f"/{variables[entry.number].name}")
+
+
+def _faults(
+    there: Mapping[str, np.ndarray], needed: Mapping[str, tuple[tuple, str]]
+) -> dict[str, str]:
+    """Why a variable cannot be set, by its name. `needed`: shape and type by name."""
+    faults = {}
+    for name, (shape, dtype) in needed.items():
+        if name not in there:
+            faults[name] = "missing there"
+        elif there[name].shape != shape:
+            faults[name] = f"{list(there[name].shape)} there, {list(shape)} here"
+        elif there[name].dtype.kind in "iu" and "int" not in dtype:
+            faults[name] = f"{there[name].dtype} there, of a quantized model, {dtype} here"
+        elif there[name].dtype.kind in "fV" and np.isnan(there[name]).any():
+            faults[name] = "NaN there"
+    return faults
+
+
+def _check_faults(path: Path, faults: dict[str, str], *, count: int, skip: bool) -> None:
+    """Raises ValueError where none of the model's `count` variables fit, or some do not."""
+    nothing_fits = len(faults) == count
+    if not nothing_fits and (skip or not faults):
+        return
+    way_out = "--init_skip_mismatched leaves such variables as they are made"
+    if nothing_fits:
+        way_out = "it is of another model altogether"
+    raise ValueError(
+        f"--init_from={path}: {len(faults)} of the model's {count} variables do not fit: "
+        f"{_listed(faults)}. {way_out}"
+    )
+
+
+def _name_unused(path: Path, unused: list[str]) -> None:
+    if unused:
+        logs.say(f"note: of {path} is not used: {join(unused, 4)}")
+
+
+def _refuse_unknown_pictures(path: Path, name: str) -> None:
+    raise ValueError(
+        f"--init_from={path} does not say which pictures its weights were trained on ({name} is "
+        "missing there)"
+    )
 
 
 def load_held(held: Held, path: Path) -> None:
@@ -94,8 +156,6 @@ def load_held(held: Held, path: Path) -> None:
 
 
 def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
-    if path.suffix == ".keras" and path.is_file():
-        return _read_keras(path, averages)
     folder = path if files.is_checkpoint(path) else _best(path)
     files.verify(folder)
     state = files.read(folder, ("model/", "ema/", "optimizer/"))
@@ -111,27 +171,6 @@ def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     # model/0012/conv2d/kernel: the position is of no use in another model.
     parts = {name: name.split("/", 2) for name in state if name.startswith("model/")}
     return [(part[2], state[name]) for name, part in parts.items() if len(part) > 2]
-
-
-def _read_keras(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
-    if averages:
-        raise ValueError(
-            f"--init_from={path}: a .keras file holds no average of its weights: leave out "
-            "--init_ema"
-        )
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            files.check_zip(archive, file)
-            for name in archive.namelist():
-                if name.endswith(".npz"):  # arrays in arrays, that Keras does not check
-                    raise ValueError(f"it holds {name}: weights are read from .h5 only")
-                if name.endswith(".h5"):
-                    _check_values(io.BytesIO(archive.read(name)))
-        saved = keras.models.load_model(path, compile=False, safe_mode=True)
-    except Exception as error:  # Keras raises any kind at a damaged file
-        why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"--init_from={path} cannot be read: {why}") from None
-    return zip(names_of_model(saved), [raw(v).numpy() for v in saved.variables])
 
 
 def _best(run_dir: Path) -> Path:
@@ -180,7 +219,7 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
         raise ValueError(f"{here} is no .h5 file of keras.applications (others: --init_from)")
     try:
         backbone = keras.Model(pixels.output, model.get_layer(last).output)
-        _check_values(path)
+        keras_weights.check_values(path)
         backbone.load_weights(path)
     except Exception as error:  # of any kind
         why = " ".join(str(error).split())
@@ -191,25 +230,3 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
     pixels.mode.assign(preprocessing.MODES.index(mode))
     kind = f"trained on {preprocessing.MEANING[mode]} ({mode})"
     logs.say(f"starting from the backbone in {path}, up to {last}, {kind}")
-
-
-def _check_values(path: Path | IO[bytes]) -> None:
-    """Raises ValueError where HDF5 would read from another file, or values that are not stored."""
-
-    def fault(name: str, link: object) -> str | None:
-        there = file.get(name) if isinstance(link, h5py.HardLink) else None
-        there = there if isinstance(there, h5py.Dataset) else None
-        if isinstance(link, h5py.ExternalLink) or (there and (there.external or there.is_virtual)):
-            return f"{name} is in another file, which is not allowed"
-        if there:
-            stored, chunk = there.id.get_storage_size(), math.prod(there.chunks or [0])
-            if there.nbytes > _SMALLEST * stored:
-                return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
-            # HDF5 unpacks whole chunks, also for one value.
-            if chunk > 2 * there.size + 2**20:
-                return f"{name} holds {there.size:,} values in a chunk of {chunk:,}"
-        return None
-
-    with h5py.File(path) as file:
-        if found := file.visititems_links(fault):  # an exception in there would be lost
-            raise ValueError(found)

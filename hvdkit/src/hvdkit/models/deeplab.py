@@ -7,6 +7,7 @@ H and W are multiples of 16, and may differ between training and evaluation. Inp
 import keras
 from keras import layers
 
+from hvdkit.models.upsampling import BilinearUpsampling
 from hvdkit.train.dropout import SampleDropout
 from hvdkit.train.preprocessing import Preprocess, wide
 
@@ -34,12 +35,12 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     if dropout:
         inputs["key"] = keras.Input((2,), dtype="int32", name="key")
         x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
-    x = layers.UpSampling2D(4, interpolation="bilinear")(x)
+    x = BilinearUpsampling(4)(x)
     x = layers.Concatenate()([x, _conv(low, 48, 1, name="decoder_low")])
     x = _conv(_conv(x, 256, 3, name="decoder_1"), 256, 3, name="decoder_2")
     # In float32 at least, whatever the precision.
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
-    x = layers.UpSampling2D(4, interpolation="bilinear", dtype=wide())(x)
+    x = BilinearUpsampling(4, dtype=wide())(x)
     model = keras.Model(inputs, x, name="deeplabv3plus")
     model.backbone = backbone.layers[-1].name  # the last layer that --backbone_weights fills
     return model

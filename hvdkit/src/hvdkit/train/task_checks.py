@@ -141,11 +141,27 @@ def build(model: Any, example: Example) -> None:
             called.get_concrete_function(inputs)
     if not model.trainable_variables:
         raise ValueError(f"the model {model.name} has no variable to train")
+    _check_upsampling(model)
     layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN)]
     if stateful := [layer.path for layer in layers if layer.stateful]:
         raise ValueError(
             f"{join(stateful)} has stateful=True, which carries a state from one batch to the "
             "next; here batches hold unrelated samples: remove it"
+        )
+
+
+def _check_upsampling(model: keras.Model) -> None:
+    """Refuses what fails as soon as a graph does not know a picture's size, as in evaluation."""
+    for layer in model._flatten_layers():
+        if not isinstance(layer, keras.layers.UpSampling2D) or layer.interpolation == "nearest":
+            continue
+        shapes = [node.input_tensors[0].shape for node in layer._inbound_nodes]
+        if shapes and all(None not in shape[1:] for shape in shapes):
+            continue
+        raise ValueError(
+            f"{layer.path}: Keras's UpSampling2D with interpolation={layer.interpolation!r} needs "
+            "sizes that are known when the model is built: give keras.Input a height and a width, "
+            "or use hvdkit.models.upsampling.BilinearUpsampling"
         )
 
 

@@ -1,0 +1,182 @@
+"""Weights of .keras files, as arrays by name: no model in such a file is ever made.
+
+Keras writes a layer's variables to PATH/vars/0, PATH/vars/1, ..., where PATH says how the layer is
+reached, and the layer's name to an attribute of PATH/vars. The model here is written the same way,
+so that one reader gives both sides their names.
+"""
+
+import contextlib
+import io
+import math
+import re
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import h5py
+import keras
+import ml_dtypes
+import numpy as np
+
+from hvdkit.checkpoint import files
+from hvdkit.train.state import to_snake_case
+
+_WEIGHTS = "model.weights.h5"  # the part of a .keras file that holds them
+_SMALLEST = 1_100  # bytes in one that is stored: gzip reaches 1,032
+# Parts of a saved model that are no weights of it, by the attribute that leads to them.
+_NO_WEIGHTS = ("optimizer", "seed_generator", "metrics", "_metrics")
+_PLAIN_MODELS = ("functional", "sequential")
+_CLASSES = {to_snake_case(name) for name in dir(keras.layers)}
+
+
+class Entry(NamedTuple):
+    """A variable in a file: its layer's name as Keras gave it, and its number in the layer."""
+
+    layer: str
+    number: int
+    values: h5py.Dataset
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """Weights of a .keras file by name, as `entries` names them. Raises ValueError."""
+    with opened(path) as file:
+        return {name: array_of(entry.values) for name, entry in entries(file).items()}
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[h5py.File]:
+    """The weights in a .keras file. Raises ValueError, in one line, where it is damaged."""
+    try:
+        with path.open("rb") as content, zipfile.ZipFile(content) as archive:
+            files.check_zip(archive, content)
+            weights = io.BytesIO(archive.read(_WEIGHTS))
+        check_values(weights)
+        file = h5py.File(weights)
+    except KeyError:
+        raise ValueError(f"{path} cannot be read: it holds no {_WEIGHTS}") from None
+    except Exception as error:  # zipfile and h5py raise many kinds at a damaged file
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    with file:
+        yield file
+
+
+def entries(file: h5py.File) -> dict[str, Entry]:
+    """Weights by the names of their layers, outermost first, and their number in the layer.
+
+    A layer that Keras named, by its class and a number, is numbered anew among its neighbours; a
+    name that a person gave stays. Functional and sequential models do not appear in names. Of
+    variables that share a name the second gets " #2".
+    """
+    found: dict[str, Entry] = {}
+    seen: Counter[str] = Counter()
+
+    def visit(group: h5py.Group, prefix: str, counts: Counter[str]) -> None:
+        for part, child in _children(group):
+            name = _layer_name(child)
+            if not name or _without_number(part) in _PLAIN_MODELS:  # a list, or a plain model
+                visit(child, prefix, counts)
+                continue
+            inner = f"{prefix}{_renumbered(name, part, counts)}/"
+            for number in sorted(map(int, child["vars"])):
+                full = f"{inner}{number}"
+                seen[full] += 1
+                unique = full if seen[full] == 1 else f"{full} #{seen[full]}"
+                found[unique] = Entry(name, number, child["vars"][str(number)])
+            visit(child, inner, Counter())
+
+    visit(file, "", Counter())
+    return found
+
+
+def _children(group: h5py.Group) -> list[tuple[str, h5py.Group]]:
+    """Layers and lists of layers, in the order in which Keras numbered their names."""
+    parts = [
+        (part, child)
+        for part, child in group.items()
+        if part != "vars"
+        and isinstance(child, h5py.Group)
+        and _without_number(part) not in _NO_WEIGHTS
+    ]
+
+    def order(item: tuple[str, h5py.Group]) -> tuple[str, int]:
+        name = _layer_name(item[1]) or item[0]
+        number = re.search(r"_(\d+)$", name)
+        return _without_number(name), int(number[1]) if number else 0
+
+    return sorted(parts, key=order)
+
+
+def _layer_name(group: h5py.Group) -> str:
+    """A layer's name; empty for a list of layers."""
+    return str(group["vars"].attrs.get("name", "")) if "vars" in group else ""
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _renumbered(name: str, part: str, counts: Counter[str]) -> str:
+    base = _without_number(name)
+    kind = re.sub("^(forward|backward)_", "", base)  # keras.layers.Bidirectional's copies
+    if kind not in _CLASSES and kind != _without_number(part):
+        return name
+    counts[base] += 1
+    return base if counts[base] == 1 else f"{base}_{counts[base] - 1}"
+
+
+def array_of(values: h5py.Dataset) -> np.ndarray:
+    """Its values; HDF5 has no bfloat16, so Keras notes that type in an attribute."""
+    array = np.asarray(values)
+    return array.view(ml_dtypes.bfloat16) if values.attrs.get("dtype") == "bfloat16" else array
+
+
+@contextlib.contextmanager
+def written(model: keras.Model) -> Iterator[h5py.File]:
+    """The model's weights as Keras writes them; what is changed inside is then the model's.
+
+    Keras writes a LoRA layer's kernel merged. When it reads one, it makes both factors zeros, of
+    which training never comes away: they keep their values.
+    """
+    factors = [v for v in model.variables if v.name.startswith("lora_")]
+    before = [v.numpy() for v in factors]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "own.weights.h5"
+        model.save_weights(path)
+        with h5py.File(path, "r+") as file:
+            yield file
+        model.load_weights(path)
+    for variable, value in zip(factors, before):
+        variable.assign(value)
+
+
+def assign(values: h5py.Dataset, array: np.ndarray) -> None:
+    """Writes an array of the same shape and any type of numbers."""
+    if values.attrs.get("dtype") == "bfloat16":
+        array = array.astype(ml_dtypes.bfloat16).view(values.dtype)
+    values[...] = array.astype(values.dtype)
+
+
+def check_values(path: Path | IO[bytes]) -> None:
+    """Raises ValueError where HDF5 would read from another file, or values that are not stored."""
+
+    def fault(name: str, link: object) -> str | None:
+        there = file.get(name) if isinstance(link, h5py.HardLink) else None
+        there = there if isinstance(there, h5py.Dataset) else None
+        if isinstance(link, h5py.ExternalLink) or (there and (there.external or there.is_virtual)):
+            return f"{name} is in another file, which is not allowed"
+        if there:
+            stored, chunk = there.id.get_storage_size(), math.prod(there.chunks or [0])
+            if there.nbytes > _SMALLEST * stored:
+                return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
+            # HDF5 unpacks whole chunks, also for one value.
+            if chunk > 2 * there.size + 2**20:
+                return f"{name} holds {there.size:,} values in a chunk of {chunk:,}"
+        return None
+
+    with h5py.File(path) as file:
+        if found := file.visititems_links(fault):  # an exception in there would be lost
+            raise ValueError(found)
