@@ -46,6 +46,17 @@ def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
         server.shutdown()
 
 
+def test_a_forks_ci_looks_for_known_weaknesses_every_week():
+    workflow = yaml.safe_load((ROOT / "template/.github/workflows/ci.yml").read_text())
+    triggers = workflow[True]  # YAML 1.1 reads `on` as a truth value
+    assert len(triggers["schedule"]) == 1
+    commands = [step.get("run") for step in workflow["jobs"]["audit"]["steps"]]
+    assert "make audit" in commands
+    bot = yaml.safe_load((ROOT / "template/.github/dependabot.yml").read_text())
+    asked = {update["package-ecosystem"] for update in bot["updates"]}
+    assert asked == {"uv", "github-actions"}
+
+
 def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights():
     text = (ROOT / "Dockerfile").read_text()
     assert len(re.findall(r"^ARG \w+_IMAGE=\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == 2
