@@ -8,7 +8,7 @@ is not decoded.
 import tensorflow as tf
 
 from hvdkit.data.readers import pictures
-from hvdkit.data.readers.pictures import seldom
+from hvdkit.data.readers.exif import seldom
 from hvdkit.data.sampler import WORDS, philox
 
 

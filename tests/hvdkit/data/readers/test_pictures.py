@@ -1,6 +1,8 @@
 """Pictures as viewers show them, turned by EXIF or not, and parts of their files."""
 
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -190,3 +192,105 @@ def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
         (sample,) = readers.read_all(source)
         np.testing.assert_array_equal(sample["label"][..., 0], shown)
         assert np.abs(sample["image"].astype(int) - np.asarray(turned)).max() <= 12
+
+
+def directory(value: int, *, order: str, place: int = 8, kind: int = 3, before: int = 1) -> bytes:
+    """An EXIF block: `place` of its directory, `kind` and entries `before` the orientation."""
+    code, size = {1: ("B", 1), 3: ("H", 2), 4: ("I", 4), 7: ("B", 1), 8: ("h", 2)}[kind]
+    head = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HI", 42, place)
+    entries = [struct.pack(f"{order}HHII", 0x0100 + n, 4, 1, 2**30 + n) for n in range(before)]
+    entry = struct.pack(f"{order}HHI{code}", 0x0112, kind, 1, value) + bytes(4 - size)
+    number = struct.pack(f"{order}H", before + 1)
+    return head + bytes(place - 8) + number + b"".join(entries) + entry + bytes(4)
+
+
+def jpeg_with(*segments: bytes, after: int = 20) -> bytes:
+    """A JPEG with these segments behind its JFIF segment, or from another byte on."""
+    plain = picture(0)
+    return plain[:after] + b"".join(segments) + plain[after:]
+
+
+def segment(kind: int, content: bytes) -> bytes:
+    return struct.pack(">BBH", 0xFF, kind, len(content) + 2) + content
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    checksum = zlib.crc32(name + content)
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+
+
+def png_with(part: bytes, *, behind: bool) -> bytes:
+    plain = picture(0, "PNG")
+    place = len(plain) - 12 if behind else 33
+    return plain[:place] + part + plain[place:]
+
+
+def webp_with(block: bytes) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(RAMP).save(out, "WEBP", lossless=True, exif=block, icc_profile=bytes(500))
+    return out.getvalue()
+
+
+def placed(block: bytes) -> dict[str, bytes]:
+    """Files that hold an EXIF block in places of all kinds."""
+    exif = segment(0xE1, b"Exif\0\0" + block)
+    profile = segment(0xE2, b"ICC_PROFILE\0\1\2" + bytes(60_000))
+    comment = segment(0xFE, b"Exif\0\0II*\0\x08\0\0\0\0\0")
+    xmp = b'http://ns.adobe.com/xap/1.0/\0<x tiff:Orientation="%d"/>'
+    table = picture(0).index(b"\xff\xc0")
+    digits = f"\nexif\n{len(block):8}\n{block.hex()}\n".encode()
+    packed = b"\0" + zlib.compress(digits)
+    text = b"Raw profile type exif\0"
+    return {
+        "JPEG": jpeg_with(exif),
+        "JPEG, without JFIF": picture(0)[:2] + exif + picture(0)[20:],
+        "JPEG, behind a profile": jpeg_with(profile, profile, exif),
+        "JPEG, behind a comment that looks like one": jpeg_with(comment, exif),
+        "JPEG, behind a table": jpeg_with(exif, after=table),
+        "JPEG, in two segments": jpeg_with(
+            segment(0xE1, b"Exif\0\0" + block[:20]), segment(0xE1, b"Exif\0\0" + block[20:])
+        ),
+        "JPEG, named twice": jpeg_with(segment(0xE1, b"Exif\0\0Exif\0\0" + block)),
+        "JPEG, filled": jpeg_with(b"\xff\xff" + exif),
+        "JPEG, and XMP": jpeg_with(segment(0xE1, xmp % 3), exif),
+        "JPEG, XMP alone": jpeg_with(segment(0xE1, xmp % 8)),
+        "PNG": png_with(chunk(b"eXIf", block), behind=False),
+        "PNG, behind its pixels": png_with(chunk(b"eXIf", block), behind=True),
+        "PNG, twice": png_with(chunk(b"eXIf", directory(3, order="<")), behind=False)[:-12]
+        + chunk(b"eXIf", block)
+        + picture(0, "PNG")[-12:],
+        "PNG, behind a profile": png_with(
+            chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(20_000), 0)) + chunk(b"eXIf", block),
+            behind=False,
+        ),
+        "PNG, as text": png_with(chunk(b"tEXt", text + digits), behind=False),
+        "PNG, as packed text": png_with(chunk(b"zTXt", text + packed), behind=True),
+        "WebP": webp_with(block),
+        "WebP, named": webp_with(b"Exif\0\0" + block),
+    }
+
+
+def as_pillow(data: bytes) -> np.ndarray:
+    """As Pillow shows it; as stored where it finds the block broken."""
+    stored = Image.open(io.BytesIO(data))
+    try:
+        return np.asarray(ImageOps.exif_transpose(stored).convert("RGB"))
+    except (SyntaxError, struct.error):
+        return np.asarray(stored.convert("RGB"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, about broken blocks
+@pytest.mark.parametrize("where", placed(directory(6, order="<")))
+def test_an_orientation_is_found_wherever_pillow_finds_it(where):
+    """Wherever it lies, in either order, in whatever form."""
+    blocks = [directory(6, order=order, place=place) for order in "<>" for place in (8, 9, 70)]
+    blocks += [directory(5, order=order, kind=kind) for order in "<>" for kind in (1, 4, 7, 8)]
+    blocks += [directory(8, order="<", before=40), directory(300, order=">")]
+    blocks += [block[:cut] for block in blocks[:2] for cut in (4, 12, 24, 32, 36)]
+    blocks += [b"XX" + blocks[0][2:], blocks[0][:4] + b"\xff" * 4 + blocks[0][8:]]
+    for block in blocks:
+        data = placed(block)[where]
+        read = whole(data).numpy()
+        shown = as_pillow(data)
+        assert read.shape == shown.shape, (where, block)
+        assert np.abs(read.astype(int) - shown).max() <= 12, (where, block)

@@ -1,12 +1,9 @@
 """Decodes picture files and label PNGs in a graph, and explains those that fail.
 
-Pictures are turned by their EXIF orientation. Cameras store what the sensor saw and note how to
-turn it (Exif 2.32, tag 0x0112); viewers turn it, TensorFlow's decoders do not. It is looked for in
-the first 16 KiB of JPEG and PNG files, and in all of a WebP, which has it last. Anything invalid
-counts as no orientation.
+Pictures are turned by their EXIF orientation (exif.py): viewers turn them, TensorFlow's
+decoders do not.
 """
 
-import functools
 import io
 import zlib
 from collections.abc import Callable
@@ -18,13 +15,13 @@ from PIL import Image
 
 from hvdkit import whole_files
 from hvdkit.data.pipeline import reason_of
+from hvdkit.data.readers.exif import PNG_START, is_webp, orientation, seldom
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # Endings of pictures that are not read; they are reported, not skipped silently.
 OTHER_SUFFIXES = (".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
 OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_START = _PNG_SIGNATURE + b"\0\0\0\x0dIHDR"  # decoders pass over other chunks before it
 _MOST_SCANS = 100  # of a JPEG: each is decoded over the whole picture
 _MOST_BYTES = 2**30
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
@@ -32,74 +29,15 @@ _MOVES = 2  # in a WebP's byte 20, after VP8X: it is an animation
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
 most_pixels = 64_000_000
 
-_BEGINNING = 2**14
-_EXIF = r"(?:Exif\x00\x00|eXIf|EXIF\C{4})"  # before a directory
 # By orientation, 0 to 8: how stored rows and columns become the displayed ones.
 _TRANSPOSED = (False, False, False, False, False, True, True, True, True)
 _UPSIDE_DOWN = (False, False, False, True, True, False, False, True, True)
 _MIRRORED = (False, False, True, True, False, False, True, True, False)
 
 
-def _orientation_pattern(value: int) -> str:
-    r"""Matches a file's beginning if its first Exif directory says orientation `value`.
-
-    A JPEG has the directory after "Exif\0\0", a PNG after "eXIf", a WebP after "EXIF" and a length
-    (RFC 9649, 2.7.1.5): the order of bytes (II: lowest first, or MM), 42, the directory's place
-    (8: next), the number of entries, and entries of 12 bytes sorted by tag: tag, type (3: 16 bits),
-    number of values, value.
-    """
-    little = r"II\*\x00\x08\x00{3}\C\C(?:(?:[\x00-\x11]\x01|\C\x00)\C{10})*"
-    little += rf"\x12\x01\x03\x00\C\C\C\C\x0{value}\x00"
-    big = r"MM\x00\*\x00{3}\x08\C\C(?:(?:\x01[\x00-\x11]|\x00\C)\C{10})*"
-    big += rf"\x01\x12\x00\x03\C\C\C\C\x00\x0{value}"
-    return rf"\C*{_EXIF}(?:{little}|{big})\C*"
-
-
-# A function for what few pictures need, traced once a process. Inlined in each reader's graph, its
-# ops would cost time for every picture, even in a branch that is not taken.
-seldom = functools.partial(
-    tf.function, autograph=False, experimental_attributes={"_noinline": True}
-)
-
-
-def orientation(data: tf.Tensor) -> tf.Tensor:
-    """1 (as stored) to 8 of a file's bytes, int32 scalar."""
-    return tf.cond(_is_bare(data), lambda: tf.constant(1), lambda: _searched(data))
-
-
 def swaps(orientation: tf.Tensor | int) -> tf.Tensor:
     """Whether the orientation swaps height and width, bool scalar."""
     return tf.gather(_TRANSPOSED, orientation)
-
-
-def _is_bare(data: tf.Tensor) -> tf.Tensor:
-    """Whether this is a JPEG whose first table follows its JFIF segment, or a PNG whose only chunk
-    between header and end is its pixels: there is no place for an orientation, as in nearly all
-    pictures of published data sets.
-
-    A shortcut: it takes a tenth of the time of the search.
-    """
-    # substr fails beyond the end
-    head = tf.strings.join([tf.strings.substr(data, 0, 41), bytes(41)])
-    jpeg = tf.strings.substr(head, 0, 6) == b"\xff\xd8\xff\xe0\x00\x10"
-    jpeg &= tf.strings.substr(head, 20, 2) == b"\xff\xdb"
-    # After the 33 bytes of signature and header: length of the chunk, its name, the pixels, a
-    # checksum, and 12 bytes of IEND.
-    length = tf.io.decode_raw(tf.strings.substr(head, 33, 4), tf.int32, little_endian=False)[0]
-    png = (tf.strings.substr(head, 0, 16) == _PNG_START) & (length == tf.strings.length(data) - 57)
-    return jpeg | (png & (tf.strings.substr(head, 37, 4) == b"IDAT"))
-
-
-@seldom(input_signature=[tf.TensorSpec([], tf.string)])
-def _searched(data: tf.Tensor) -> tf.Tensor:
-    head = tf.where(is_webp(data), data, tf.strings.substr(data, 0, _BEGINNING))
-
-    def found() -> tf.Tensor:
-        turns = [tf.strings.regex_full_match(head, _orientation_pattern(n)) for n in range(2, 9)]
-        return tf.reduce_max(tf.where(turns, tf.range(2, 9), 1))
-
-    named = tf.strings.regex_full_match(head, rf"\C*{_EXIF}\C*")  # in few pictures
-    return tf.cond(named, found, lambda: tf.constant(1))
 
 
 def _upright(image: tf.Tensor, data: tf.Tensor) -> tf.Tensor:
@@ -135,15 +73,10 @@ def _stored_size(data: tf.Tensor) -> tf.Tensor:
         numbers = tf.strings.substr(data, 16, 8)
         return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
 
-    is_png = tf.strings.substr(data, 0, 16) == _PNG_START
+    is_png = tf.strings.substr(data, 0, 16) == PNG_START
     kinds = [(tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]), (is_png, of_png)]
     kinds.append((is_webp(data), lambda: _size_of_webp(data)))
     return tf.case(kinds, default=lambda: tf.zeros([2], tf.int32))
-
-
-def is_webp(data: tf.Tensor) -> tf.Tensor:
-    """Whether a file's bytes begin as a WebP does, bool scalar."""
-    return tf.strings.regex_full_match(tf.strings.substr(data, 0, 15), r"RIFF\C{4}WEBPVP8")
 
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
@@ -233,7 +166,7 @@ def decode_label(data: tf.Tensor) -> tf.Tensor:
     depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
     is_palette = colour == _PALETTE
     fine = is_palette | ((colour == _GREY) & (depth == 8))
-    fine &= tf.strings.substr(data, 0, 16) == _PNG_START
+    fine &= tf.strings.substr(data, 0, 16) == PNG_START
     require(fine, "a label must be an 8-bit grey or a palette PNG of class ids: map its values")
     data = fit(data)
     label = tf.cond(
@@ -297,7 +230,7 @@ def refused(data: bytes) -> str:
     if data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
         what = "convert it to 8 bits, with the range of values that matters"
         return f"has 16 bits a channel, but only the high 8 would be read: {what}"
-    if data[:8] == _PNG_SIGNATURE and data[:16] != _PNG_START:
+    if data[:8] == _PNG_SIGNATURE and data[:16] != PNG_START:
         return "does not begin with its header: make it again"
     if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and data[20:21] and data[20] & _MOVES:
         return "is an animation: save one picture of it"
