@@ -107,6 +107,13 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
     assert places == {"PROJECT": ".", "ENGINE": ENGINE}
 
 
+def test_the_repository_trains_by_default_what_a_fork_does(forks):
+    default = "configs/default.cfg"
+    here = (ROOT / "template" / default).read_text()
+    assert here == (forks["segmentation"] / default).read_text()
+    assert here != (forks["blank"] / default).read_text()
+
+
 def test_names_that_make_no_project_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match="a letter, then"):
         make(source, tmp_path / "x", "blank", project_name="my model")

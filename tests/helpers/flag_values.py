@@ -168,7 +168,7 @@ REFUSED = {
         f"--rand_augment={value}": f"--rand_augment='{value}'"
         for value in ("2", "0,9", "1.5,9", "2,31", "2,-1", "2,nan")
     },
-    "--label_map=no/such": "--label_map=no/such: No such file",
+    "--label_map=no/such": "no/such: No such file",
     **{
         f"--label_map={value}": f"--label_map='{value}'"
         for value in ("1:x", "256:0", "1:255", "1:0,1:2", "-1:0", ":")

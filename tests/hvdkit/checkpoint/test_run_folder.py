@@ -134,12 +134,13 @@ def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):
 def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     monkeypatch.chdir(project.folder())  # from elsewhere, its paths would read as absolute ones
     run_dir = tmp_path / "runs" / "new"
+    config = Settings(run_dir=str(run_dir))
     for _ in range(2):  # and none is made of a start that logged nothing
-        assert run_folder.begin(run_dir, None, Settings(), evaluates_first=False) == ""
+        assert run_folder.begin(run_dir, None, config, evaluates_first=False) == ""
     expected = {".lease", ".lock", "checkpoints", "config.cfg"}
     assert {p.name for p in run_dir.iterdir()} == expected
     written = settings_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
-    assert written == Settings()
+    assert written == config
 
 
 def test_a_copy_keeps_modes_and_leaves_out_links(tmp_path):

@@ -50,8 +50,8 @@ def test_a_field_of_a_fork_is_a_flag_like_all_others(project):
     assert (found.my_share, found.my_switch, found.num_steps) == (0.5, True, 70)
     whole = found.for_ranks(3)
     assert isinstance(whole, Settings) and whole.global_batch_size == 12
-    settings_lib.write(whole, project / "config.cfg")
-    assert parse("--flagfile=config.cfg") == whole
+    settings_lib.write(whole, project / "saved.cfg")
+    assert parse("--flagfile=saved.cfg") == whole
     text = " ".join(help_text("train.py", Settings).split())
     assert "Settings of a fork: --my_share what it is (at least 0, less than 1; default" in text
     assert "--[no]my_switch" in text and "Most people set these first: --task" in text
@@ -135,7 +135,7 @@ assert "tasks.mine" not in sys.modules
 found = settings.from_command_line(sys.argv, settings.Settings)
 values = flags.FLAGS.flag_values_dict()
 print(values["own"], values.get("colour"), values.get("side"), values.get("fast"))
-settings.write(found, pathlib.Path("config.cfg"))
+settings.write(found, pathlib.Path("saved.cfg"))
 """
 
 
@@ -153,7 +153,7 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
     words = ["--task=mine", "--flagfile=a.cfg", "--own", "4", "--fast", "--num_steps=5"]
     ended = python(project, SCRIPT, *words)
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
-    ended = python(project, SCRIPT, "--flagfile=config.cfg")  # which holds them too
+    ended = python(project, SCRIPT, "--flagfile=saved.cfg")  # which holds them too
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
     assert python(project, SCRIPT).stdout == "3 None None None\n"  # another task is not imported
 

@@ -106,8 +106,8 @@ def test_a_text_that_a_flagfile_cannot_hold_is_not_written(project):
 
 def test_settings_made_in_code_are_written_as_they_are_meant(elsewhere):
     """A relative path in them is used in the working folder, not in the project."""
-    settings_lib.write(Settings(), elsewhere / "config.cfg")
-    assert parse("--flagfile=config.cfg").run_dir == str(elsewhere / "runs/default")
+    settings_lib.write(Settings(), elsewhere / "saved.cfg")
+    assert parse("--flagfile=saved.cfg").run_dir == str(elsewhere / "runs/default")
 
 
 # Texts that are hard on a flagfile; the last is a byte of a folder's name that is no UTF-8.
@@ -130,6 +130,6 @@ def test_what_is_written_reads_back_the_same_from_anywhere(project, text):
         os.chdir(first)
         config = parse(*(f"--{name}={text}" for name in names))
         assert config.task == text
-        settings_lib.write(config, project / "config.cfg")
+        settings_lib.write(config, project / "saved.cfg")
         os.chdir(second)
-        assert whole(parse(f"--flagfile={project}/config.cfg")) == whole(config)
+        assert whole(parse(f"--flagfile={project}/saved.cfg")) == whole(config)

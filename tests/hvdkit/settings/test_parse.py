@@ -86,8 +86,8 @@ def test_batch_per_rank_becomes_the_global_batch_size(project):
     assert (config.global_batch_size, config.batch_per_rank) == (24, 0)
     assert config.for_ranks(7) == config  # on other ranks it stays the same run
     for settings in (config, given):
-        settings_lib.write(settings, project / "config.cfg")
-        assert parse("--flagfile=config.cfg") == settings
+        settings_lib.write(settings, project / "saved.cfg")
+        assert parse("--flagfile=saved.cfg") == settings
     refused(lambda: parse("--batch_per_rank=6", "--accumulation_steps=4"), "batch_per_rank=6")
     given = parse("--batch_per_rank=2000000000")
     refused(lambda: given.for_ranks(2), "global_batch_size=4000000000: must be")

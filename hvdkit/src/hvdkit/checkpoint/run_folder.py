@@ -6,7 +6,6 @@ Nothing is deleted that a later run does not write again.
 import itertools
 import json
 import math
-import os
 import shutil
 from collections.abc import Set
 from pathlib import Path
@@ -16,7 +15,7 @@ from hvdkit import whole_files
 from hvdkit.checkpoint import files as checkpoint_files
 from hvdkit.checkpoint import lease
 from hvdkit.checkpoint.checkpoints import Found
-from hvdkit.settings import Settings, project
+from hvdkit.settings import Settings, flagfiles, project, runs, typed
 from hvdkit.stop import NotNow
 
 BAD_SAMPLES = "bad_samples.jsonl"
@@ -84,7 +83,7 @@ def begin(
         _drop_lines(run_dir / name, found.step, evaluates_first)
     left = [path.name for path in run_dir.glob(".*.partial")]  # by a kill
     _remove(run_dir, ("summary.json", "benchmark.json", *left))
-    with whole_files.written(run_dir / "config.cfg") as partial:
+    with whole_files.written(run_dir / runs.CONFIG) as partial:
         settings_lib.write(config, partial)
     return note
 
@@ -107,10 +106,9 @@ def data_away(config: Settings) -> bool:
     if config.synthetic_data or is_remote or (made and folder.is_relative_to(project.folder())):
         return False
     try:
-        lines = whole_files.read(Path(config.run_dir, "config.cfg"), whole_files.JSON_BYTES)
-        known = [os.fsdecode(line).partition("--data_dir=")[2] for line in lines.splitlines()]
-        read = folder in [Path(project.folder(), name) for name in known if name]
-        return read and not (folder.is_dir() and any(folder.iterdir()))
+        known = flagfiles.recorded(Path(config.run_dir, runs.CONFIG)).get("data_dir")
+        read = known and folder == Path(project.folder(), typed.path(known, is_quoted=True))
+        return bool(read) and not (folder.is_dir() and any(folder.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
         return False  # it never began
     except OSError:

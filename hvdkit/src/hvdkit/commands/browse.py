@@ -9,7 +9,6 @@ uint8 or float32 of 0 to 255.
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import read_one
 from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.ranks import world as world_lib
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
@@ -99,7 +99,7 @@ def _picture(inputs: Any) -> np.ndarray:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
     made = logs.parser(__doc__)
-    made.add_argument("--out", type=Path, required=True, help="PNG for the sheet")
+    made.add_argument("--out", type=path_argument, required=True, help="PNG for the sheet")
     made.add_argument("--count", type=int, default=32, help="samples")
     own, flags = made.parse_known_args(argv[1:])
     if own.count < 1:

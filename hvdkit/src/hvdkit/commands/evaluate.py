@@ -30,6 +30,7 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
@@ -160,7 +161,9 @@ def main(argv: list[str]) -> int:
     made = load_run.parser(__doc__)
     made.add_argument("--split", default="", help="split of the data; default: that of the run")
     made.add_argument("--worst", type=int, default=8, help="worst samples to draw; 0: none")
-    made.add_argument("--out", type=Path, help="output folder; default: evaluation/ in run_dir")
+    made.add_argument(
+        "--out", type=path_argument, help="output folder; default: evaluation/ in run_dir"
+    )
     own, flags = made.parse_known_args(argv[1:])
     if own.split:
         flags = [f"--val_split={own.split}", *flags]

@@ -38,6 +38,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, WRONG_USE, Stop
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
@@ -210,8 +211,8 @@ def _picture(file: Path | None) -> bytes:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
     made = load_run.parser(__doc__)
-    made.add_argument("--out", type=Path, required=True, help="output folder")
-    made.add_argument("--check", type=Path, help="a picture for the check; default: noise")
+    made.add_argument("--out", type=path_argument, required=True, help="output folder")
+    made.add_argument("--check", type=path_argument, help="a picture for the check; default: noise")
     made.add_argument("--onnx", action="store_true", help="the network alone as OUT/model.onnx too")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])

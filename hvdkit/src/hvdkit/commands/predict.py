@@ -33,6 +33,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, PREEMPTED, Stop
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
@@ -236,7 +237,7 @@ def table(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 files were skipped, 2 wrong use, 75 stopped."""
     made = load_run.parser(__doc__)
-    made.add_argument("--out", type=Path, required=True, help="output folder")
+    made.add_argument("--out", type=path_argument, required=True, help="output folder")
     made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])

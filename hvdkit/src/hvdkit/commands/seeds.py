@@ -17,6 +17,8 @@ from hvdkit import logs
 from hvdkit.commands.supervise import end_with_parent, hear, tell
 from hvdkit.observe import records
 from hvdkit.scores import MainMetric, Score
+from hvdkit.settings import typed
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import DONE, PREEMPTED
 
 # Student's t at 97.5 %, by degrees of freedom, from 1.
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> int:
     made = logs.parser(__doc__)
     made.add_argument("--count", type=int, default=5, choices=range(2, len(T) + 2), metavar="2..31")
     made.add_argument("--first", type=int, default=1, help="the first seed")
-    made.add_argument("--run_dir", type=Path, required=True, help="folder for the runs")
+    made.add_argument("--run_dir", type=path_argument, required=True, help="folder for the runs")
     made.add_argument("command", nargs="+", help="after --: what trains")
     own, scores, told, run = made.parse_args(argv[1:]), [], [], None
     first = None
@@ -67,7 +69,8 @@ def main(argv: list[str]) -> int:
             logs.complain(f"told to stop before seed {seed}: the same command goes on")
             return PREEMPTED
         folder = own.run_dir / f"seed-{seed}"
-        command = [*own.command, f"--seed={seed}", f"--run_dir={folder}"]
+        run_dir = typed.written(folder, is_path=True)
+        command = [*own.command, f"--seed={seed}", f"--run_dir={run_dir}"]
         how = {"process_group": 0, "preexec_fn": end_with_parent}  # Ctrl-C comes here alone
         run = subprocess.Popen(command, **how)
         if told:  # while there was none to tell

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hvdkit.data.check import Counts
 from hvdkit.data.labels import IGNORE
-from hvdkit.settings import project
+from hvdkit.settings import project, typed
 
 Choice = tuple[str, str]  # reason, flag
 _MANY = 2000  # pictures: with fewer a large network learns little
@@ -53,7 +53,8 @@ def choices(name: str, data: Data, measured: Measured, *, mirror: bool) -> Itera
     count, of, own = len(data.read.sizes), _OF[data.task], project.folder()
     where = data.folder.relative_to(own) if data.folder.is_relative_to(own) else data.folder
     yield f"A label for each {of}", f"--task={data.task}"
-    yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={where}"
+    data_dir = typed.written(where, is_path=True)
+    yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={data_dir}"
     yield "How they lie there", f"--data_format={data.layout}"
     if data.white:
         yield "The masks hold 0 and 255, which would mean ignored", f"--label_map={IGNORE}:1"

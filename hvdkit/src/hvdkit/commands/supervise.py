@@ -25,6 +25,7 @@ from hvdkit import logs, whole_files
 from hvdkit.commands.supervised_hosts import Hosts
 from hvdkit.logs import complain, refuse
 from hvdkit.settings import of_command
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE
 
 _ENDS, _CRASH = "ends", "starts again at once, then after 5 s; ends at crash 3 at one step"
@@ -361,8 +362,12 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     add("--rejoin", nargs="?", type=float, const=60.0, metavar="SECONDS", help=often)
     add("--pause", type=float, default=5.0, help="seconds before a second start (5)")
     add("--patience", type=float, default=86400.0, help="seconds to wait for what is away (a day)")
-    add("--ended", type=Path, help="keep the final exit code here; a later start returns it")
-    add("--run-dir", type=Path, help="the run's folder, where COMMAND does not say it")
+    add(
+        "--ended",
+        type=path_argument,
+        help="keep the final exit code here; a later start returns it",
+    )
+    add("--run-dir", type=path_argument, help="the run's folder, where COMMAND does not say it")
     add("--stop-ends", action="store_true", help="for schedulers: a stopped run ends this too")
     options = parser.parse_args(words)
     if min(options.pause, options.min_hosts, options.max_np, options.rejoin or 0) < 0:

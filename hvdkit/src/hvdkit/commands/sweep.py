@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from hvdkit import logs
 from hvdkit import settings as settings_lib
-from hvdkit.settings import fields, flagfiles, project
+from hvdkit.settings import fields, flagfiles, project, typed
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import NOT_NOW, WRONG_USE, passes
 
 _NUMBERS = {"int": (int, "whole numbers"), "float": (float, "numbers")}
@@ -38,13 +39,17 @@ class Asked(NamedTuple):
         """Lines of a flagfile that trains as a trial with these values does."""
         given = {*self.flags, *(_BATCH if self.flags.keys() & _BATCH else ()), "run_dir"}
         given |= {f"no{name}" for name in given}
-        return [*(line for name, line in self.base if name not in given), *self.words(values)]
+        lines = [line for name, line in self.base if name not in given]
+        for name, value in (self.flags | {**values}).items():
+            lines.append(f"--{name}={typed.written(value)}")
+        return lines
 
 
 def asked(base: Path, words: Sequence[str]) -> Asked:
     """Raises ValueError where a trial could not be started; both ends of a range are tried."""
-    kind, given = settings_lib.of_project(), flagfiles.expand([f"--flagfile={base}"], ())
-    lines = [(f.name, f"--{f.name}" + ("" if f.value is None else f"={f.value}")) for f in given]
+    kind = settings_lib.of_project()
+    flagfile = f"--flagfile={typed.written(base, is_path=True)}"
+    lines = [(flag.name, flag.text()) for flag in flagfiles.expand([flagfile], ())]
     flags, values = {}, {}
     for word in words:
         name, is_given, text = word.removeprefix("--").partition("=")
@@ -56,8 +61,8 @@ def asked(base: Path, words: Sequence[str]) -> Asked:
         values |= {name: found} if len(found) > 1 else {}
     what, first = Asked(lines, flags, values), {name: of[0] for name, of in values.items()}
     for change in [{}, *({name: value} for name, of in values.items() for value in of)]:
-        flags = [f"--flagfile={base}", *what.words(first | change)]
-        settings = settings_lib.parse(["sweep", *flags], kind)
+        trial = [*what.words(first | change), "--run_dir=trial"]
+        settings = settings_lib.parse(["sweep", flagfile, *trial], kind)
     if not values:
         raise ValueError("nothing to search: give a range, --base_lr=1e-4:1e-2:log, or a choice")
     if not settings.eval_every:
@@ -88,7 +93,7 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 no trial has a score, 2 wrong use, 75 stopped, 76 later."""
     made = logs.parser(__doc__)
     made.add_argument("base", type=Path, metavar="BASE.cfg", help="flagfile of all trials")
-    made.add_argument("--folder", type=Path, help="for the trials' runs (runs/sweep-BASE)")
+    made.add_argument("--folder", type=path_argument, help="for the trials' runs (runs/sweep-BASE)")
     made.add_argument("--trials", type=int, default=20, metavar="N", help="how many (20)")
     made.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
     made.add_argument("--seed", type=int, default=1, help="of drawn values; BASE.cfg has the runs'")

@@ -31,6 +31,7 @@ from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
 from hvdkit.scores import MainMetric, Score
+from hvdkit.settings import typed
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
 _FAILURES = 3  # trials, after which a sweep without a score ends
@@ -132,8 +133,10 @@ class Sweep:
         if self._gpus:
             first = run.slot * count % len(self._gpus)
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + count])
-        flags = [f"--flagfile={self._own.folder / _BASE}", *self._asked.words(run.trial.params)]
-        words = [*self._launch, *flags, f"--run_dir={run.folder}", "--resume=auto"]
+        base = typed.written(self._own.folder / _BASE, is_path=True)
+        flags = [f"--flagfile={base}", *self._asked.words(run.trial.params)]
+        run_dir = typed.written(run.folder, is_path=True)
+        words = [*self._launch, *flags, f"--run_dir={run_dir}", "--resume=auto"]
         how = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": env}
         how |= {"process_group": 0, "preexec_fn": end_with_parent}
         with whole_files.opened(run.folder.with_suffix(".log"), append=True) as log:
@@ -224,7 +227,8 @@ class Sweep:
             return None
         score = f"{metric.name} {metric.height(best.value):.6g}"
         about = f"# {score}, trial {best.number + 1}: {self._own.command}"
-        lines = [about, *self._asked.flagfile(best.params), f"--run_dir={folder / 'best'}\n"]
+        run_dir = typed.written(folder / "best", is_path=True)
+        lines = [about, *self._asked.flagfile(best.params), f"--run_dir={run_dir}\n"]
         with whole_files.written(folder / "best.cfg") as partial:
             partial.write_text("\n".join(lines))
         return folder / "best.cfg"

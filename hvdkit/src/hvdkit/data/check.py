@@ -22,8 +22,9 @@ from hvdkit.data.open import check_ids, kind_of, reader_of
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source
-from hvdkit.settings import of_project
+from hvdkit.settings import of_project, typed
 from hvdkit.settings.data import READERS, DataSettings
+from hvdkit.settings.typed import path_argument
 
 # Files by which a format is recognized without --data_format.
 _SIGNS = {
@@ -224,7 +225,9 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 all is well, 1 faults were found, 2 wrong use."""
     of_project()  # it may add readers
     parser = logs.parser(__doc__)
-    parser.add_argument("--data_dir", type=Path, required=True, help="folder of the data set")
+    parser.add_argument(
+        "--data_dir", type=path_argument, required=True, help="folder of the data set"
+    )
     parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
     parser.add_argument("--split", action="append", help="train and val, or all that is packed")
     parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
@@ -246,7 +249,7 @@ def main(argv: list[str]) -> int:
     if not (layout := args.data_format or layout_of(args.data_dir)):
         asks = f"is that the folder? Then give --data_format ({', '.join(READERS)})"
         parser.error(f"--data_dir={args.data_dir} does not show its layout: {asks}")
-    values = DataSettings(label_map=args.label_map).label_values
+    values = DataSettings(label_map=typed.path(args.label_map)).label_values
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
     names: list[str] = []

@@ -31,6 +31,7 @@ from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Source, Wrapper, digest, sampled
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import launch_rank, launched_ranks
 
 _SHARD_BYTES = 2**28
@@ -306,9 +307,11 @@ def main(argv: list[str]) -> int:
     formats = [name for name in PACK_ONLY | READERS if name != "records"]
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=formats, required=True)
-    parser.add_argument("--root", type=Path, required=True, help="folder of the data set")
+    parser.add_argument("--root", type=path_argument, required=True, help="folder of the data set")
     parser.add_argument("--split", required=True, help="which split to pack")
-    parser.add_argument("--out", type=Path, required=True, help="writes the folder OUT/SPLIT")
+    parser.add_argument(
+        "--out", type=path_argument, required=True, help="writes the folder OUT/SPLIT"
+    )
     parser.add_argument("--as", dest="name", help="another name for the folder: OUT/AS")
     parser.add_argument("--shards", type=int, default=0, help="files (default: 256 MB each)")
     parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")

@@ -22,6 +22,7 @@ from hvdkit import logs, whole_files
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
+from hvdkit.settings.typed import path_argument
 
 _MOST_PLOTS = 100
 
@@ -156,7 +157,9 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 all the same, 1 not the same, 2 cannot be compared."""
     parser = logs.parser(__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--html", type=Path, help="write the comparison as a page to this file")
+    parser.add_argument(
+        "--html", type=path_argument, help="write the comparison as a page to this file"
+    )
     parser.add_argument("--score", type=float, help="also show each run's time to this score")
     own = parser.parse_args(argv[1:])
     if len(own.folders) < 2:

@@ -1,5 +1,6 @@
 """Reads the records in a run's folder; imports no TensorFlow."""
 
+import contextlib
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import absl_flags, fields
+from hvdkit.settings import absl_flags, fields, flagfiles, runs
 
 _LINE_BYTES = 2**20  # longer only by damage: a thousand classes are 30,000 bytes
 # Entries of metrics.jsonl that depend on the clock.
@@ -144,16 +145,15 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _settings(file: Path) -> dict[str, str]:
-    found, kind = {}, settings_lib.of_project()
+    kind = settings_lib.of_project()
     names = {*fields.of(kind), *absl_flags.beside(kind)}
-    content = whole_files.read(file, whole_files.JSON_BYTES)
-    for line in content.decode(errors="replace").splitlines():
-        name, is_given, value = line.removeprefix("--").partition("=")
-        if not line.startswith("--"):
-            continue
-        if not is_given:
-            value = "on"
-            if name.startswith("no") and name not in names:  # one may be called `noisy`
-                name, value = name.removeprefix("no"), "off"
-        found[name] = value
+    found = {}
+    for name, value in flagfiles.recorded(file).items():
+        if value is None and name.startswith("no") and name not in names:  # a flag may be `noisy`
+            found[name.removeprefix("no")] = "off"
+        else:
+            found[name] = "on" if value is None else text(value)
+    with contextlib.suppress(ValueError):
+        if folder := runs.run_dir(file, found.get("run_dir", "")):
+            found["run_dir"] = folder
     return found

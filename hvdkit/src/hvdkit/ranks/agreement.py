@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, hostname, say, weights_sha256
-from hvdkit.settings import Settings, project
+from hvdkit.settings import Settings, fields, project
 from hvdkit.stop import BUG, WRONG_USE, Stop
 
 Variables = Mapping[str, "keras.Variable | tf.Variable"]
@@ -41,8 +41,9 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes. `others`:
     flags that are no settings of a run, by name.
     """
-    paths = {field.name for field in dataclasses.fields(config) if field.metadata["path"]}
-    own = {n: f"{v}" for n, v in dataclasses.asdict(config).items() if n not in paths}
+    known = fields.of(config)
+    values = dataclasses.asdict(config)
+    own = {name: f"{v}" for name, v in values.items() if not fields.is_path(known[name], v)}
     way_out = "give every rank the same flags and flagfiles"
     flags = {f"--{name}": value for name, value in (own | dict(others or {})).items()}
     _check_alike(world, flags, "settings", way_out)

@@ -7,7 +7,6 @@ removed at the end, and only a few samples are evaluated.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import shutil
 import tempfile
@@ -64,10 +63,10 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
     made = world.broadcast_object(made, "dry_run.folder")
     tried_dir = str(Path(made) / run_dir.resolve().name)
     resume = "never" if config.resume == "auto" else config.resume
-    tried = dataclasses.replace(config, run_dir=tried_dir, resume=resume)
+    tried = config.changed(run_dir=tried_dir, resume=resume)
     if config.find_lr:  # it continues where the loss is no number, to say so
         steps = min(config.num_steps, _STEPS_OF_RATES)
-        tried = dataclasses.replace(tried, num_steps=steps, max_bad_steps=steps + 1)
+        tried = tried.changed(num_steps=steps, max_bad_steps=steps + 1)
     try:
         yield tried
     finally:

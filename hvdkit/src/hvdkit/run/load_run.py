@@ -20,7 +20,8 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run.context import RunContext, bring_to_all, prepare
 from hvdkit.run.main import with_ranks
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, runs, typed
+from hvdkit.settings.typed import path_argument
 from hvdkit.stop import launch_rank
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import outputs, task_checks
@@ -38,7 +39,7 @@ _NEW += ("--backbone_weights=", "--backbone_preprocessing=")
 def parser(about: str) -> argparse.ArgumentParser:
     """What all commands on a trained run take; `about` is the module's docstring."""
     made = logs.parser(about)
-    made.add_argument("--run_dir", type=Path, required=True, help="the run's folder")
+    made.add_argument("--run_dir", type=path_argument, required=True, help="the run's folder")
     which = "best (by its score), last, a step, or the path of a checkpoint"
     made.add_argument("--checkpoint", default="best", help=which)
     why = "use the averaged weights, if the run has them (--ema_decay), as its scores do"
@@ -48,8 +49,10 @@ def parser(about: str) -> argparse.ArgumentParser:
 
 def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
     """The run's settings, then `flags`; what is wrong with them ends all ranks with code 2."""
-    file = run_dir / "config.cfg"
-    own = [f"--flagfile={file.absolute()}", f"--run_dir={run_dir.absolute()}", "--resume=auto"]
+    file = run_dir / runs.CONFIG
+    flagfile = typed.written(file.absolute(), is_path=True)
+    folder = typed.written(run_dir.absolute(), is_path=True)
+    own = [f"--flagfile={flagfile}", f"--run_dir={folder}", "--resume=auto"]
     try:
         if not file.is_file() or file.is_symlink():
             raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
@@ -151,6 +154,6 @@ def chosen(folder: Path, which: str) -> Path:
         if not path.exists():
             raise ValueError(f"{names}, but none of step {which}")
     else:
-        path = Path(which)
+        path = Path(typed.path(which))
     files.verify(path)
     return path

@@ -55,7 +55,9 @@ def before_folder(run: Run) -> None:
         run.evaluator.try_out()
         run.evaluator.check_loss()
         with run.world.fail_together("reading the settings"):
-            tasks.check_read(run.task, run.context.config)
+            passed_over = tasks.check_read(run.task, run.context.config)
+        for note in passed_over:
+            say(run.world, f"note: {note}")
         with run.world.fail_together("looking at the first samples"):
             for note in model_doctor.notes(run) if run.world.is_chief else ():
                 say(run.world, f"note: {note}")

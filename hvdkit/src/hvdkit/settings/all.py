@@ -7,6 +7,7 @@ limits. The command-line flags, --help, flagfiles and RUN_DIR/config.cfg are mad
 import copy
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Self
 
 from hvdkit.settings import fields
@@ -32,6 +33,9 @@ class Settings(
 ):
     """All settings; a fork subclasses it to add its own"""
 
+    # Settings that nobody asked for, by name: the flagfile that gives them (parse.py).
+    unasked = MappingProxyType({})
+
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other. A fork may extend it."""
         for room in _ROOMS:
@@ -56,7 +60,7 @@ class Settings(
         if not self.batch_per_rank:
             return self
         whole = fields.value(fields.of(self)["global_batch_size"], str(self.batch_per_rank * size))
-        resolved = dataclasses.replace(self, global_batch_size=whole, batch_per_rank=0)
+        resolved = self.changed(global_batch_size=whole, batch_per_rank=0)
         resolved.check()
         return resolved
 
@@ -66,13 +70,20 @@ class Settings(
         batch = self.global_batch_size
         steps, known = {n: str(v.steps(samples, batch)) for n, v in given.items()}, fields.of(self)
         checked = {name: fields.value(known[name], v) for name, v in steps.items()}
-        return dataclasses.replace(self, **checked)
+        return self.changed(**checked)
 
     def implied(self) -> Self:
         """The settings with those that --virtual_ranks cannot do without."""
         threads = self.cpu_threads or 1  # kernels on CPUs split their sums by threads
         needed = {"deterministic": True, "cpu_threads": threads} if self.virtual_ranks else {}
-        return dataclasses.replace(self, **needed)
+        return self.changed(**needed)
+
+    def changed(self, **values: Any) -> Self:
+        """The settings with other values."""
+        made = dataclasses.replace(self, **values)
+        if self.unasked:
+            object.__setattr__(made, "unasked", self.unasked)
+        return made
 
     def watched(self) -> Self:
         """A copy whose `_reads` names the settings that were asked of it."""

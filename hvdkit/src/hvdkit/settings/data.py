@@ -81,7 +81,9 @@ class DataSettings(Room):
     val_split: str = setting("val", "split of data_dir to evaluate")
     shuffle_shards: int = setting(0, "packed shards to shuffle together; 0: all samples", low=0)
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
-    label_map: str = setting("", "values of label pictures to classes: 255:1,0:ignore, or a file")
+    label_map: str = setting(
+        "", "values of label pictures to classes: 255:1,0:ignore, or a file", path=True
+    )
     image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
     mirror: str = setting(
         "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")

@@ -236,11 +236,16 @@ def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     return dataclasses.replace(flag, name=name, value=value)
 
 
+def is_path(field: dataclasses.Field, value: Any) -> bool:
+    """Whether a value of this setting names a file or folder, or where data are."""
+    if not field.metadata["path"] or not value or value in field.metadata["words"]:
+        return False
+    return field.name != "label_map" or ":" not in value
+
+
 def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     """The value; a path relative to `folder` is made absolute outside the project."""
-    if not field.metadata["path"] or not value or value in field.metadata["words"]:
-        return value
-    if field.name == "data_dir" and "://" in value:
+    if not is_path(field, value) or (field.name == "data_dir" and "://" in value):
         return value
     if value == "~" or value.startswith("~/"):
         return os.path.expanduser(value)  # bash leaves --name=~/folder as it is

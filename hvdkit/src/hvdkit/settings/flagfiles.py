@@ -1,5 +1,6 @@
 """Flags as they were given, on the command line and in flagfiles, in order, each with its place."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from hvdkit import whole_files
 from hvdkit.logs import printable
-from hvdkit.settings import project
+from hvdkit.settings import project, typed
 
 _FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _COMMENTS = ("#", "//")
@@ -19,12 +20,30 @@ _MOST_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """One flag, `--name=value` or `--name` (value None); `file` is None on the command line."""
+    """One flag, `--name=value` or `--name` (value None); `file` is None on the command line.
+
+    `is_quoted`: the value stood in quotes of a flagfile. `is_default`: of configs/default.cfg.
+    """
 
     name: str
     value: str | None
     file: Path | None = None
     line: int = 0
+    is_quoted: bool = False
+    is_default: bool = False
+
+    def path(self) -> str:
+        """The value as a path, with ~ and variables replaced."""
+        try:
+            return typed.path(self.value, is_quoted=self.is_quoted)
+        except ValueError as error:
+            raise self.error(f"--{self.name}={self.value}: {error}") from None
+
+    def text(self) -> str:
+        """The line of a flagfile that says the same."""
+        if self.value is None:
+            return f"--{self.name}"
+        return f"--{self.name}={typed.in_quotes(self.value) if self.is_quoted else self.value}"
 
     def error(self, text: str) -> ValueError:
         """The error about this flag in one line, with the flagfile's name and line in front."""
@@ -60,7 +79,7 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
         flags.append(Given(name, value))
     default = project.folder() / "configs" / "default.cfg"
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
-        flags.insert(0, Given("flagfile", str(default)))
+        flags.insert(0, Given("flagfile", typed.written(default, is_path=True), is_default=True))
     read: list[Path] = []
     found = [_of_file(flag, read) if flag.name == "flagfile" else [flag] for flag in flags]
     return [flag for part in found for flag in part]
@@ -83,11 +102,7 @@ def _of_file(flag: Given, read: list[Path]) -> list[Given]:
         line = line.strip()
         if not line or line.startswith(_COMMENTS):
             continue
-        match = _FLAG.fullmatch(line)
-        if not match:
-            where = Given("", None, path, number)
-            raise where.error(f"{line!r} is not a flag: write --name=value, one a line")
-        inner = Given(match["name"], match["value"], path, number)
+        inner = _of_line(line, Given("", None, path, number, is_default=flag.is_default))
         if inner.name == "flagfile":
             found += _of_file(inner, read)
         else:
@@ -95,12 +110,39 @@ def _of_file(flag: Given, read: list[Path]) -> list[Given]:
     return found
 
 
+def recorded(file: Path) -> dict[str, str | None]:
+    """The flags of a run's config.cfg by name; lines that are none are left out."""
+    content = whole_files.read(file, whole_files.JSON_BYTES)
+    found = {}
+    for line in content.decode("utf-8", "surrogateescape").split("\n"):
+        if line.startswith("--"):
+            with contextlib.suppress(ValueError):
+                flag = _of_line(line.strip(), Given("", None, file))
+                found[flag.name] = flag.value
+    return found
+
+
+def _of_line(line: str, place: Given) -> Given:
+    """The flag in a line of a flagfile; `place` says where it stands."""
+    try:
+        match = _FLAG.fullmatch(typed.without_comment(line))
+    except ValueError as error:
+        raise place.error(str(error)) from None
+    if not match:
+        raise place.error(f"{line!r} is not a flag: write --name=value, one a line")
+    value = match["value"]
+    inside = typed.unquoted(value or "")
+    if inside is not None:
+        return dataclasses.replace(place, name=match["name"], value=inside, is_quoted=True)
+    return dataclasses.replace(place, name=match["name"], value=value)
+
+
 def _find(flag: Given) -> Path:
     own = project.folder()
     folders = (own, flag.file.parent) if flag.file else (Path.cwd(), own)
     if not flag.value:
         raise flag.error("--flagfile= names no file: write --flagfile=FILE")
-    name = os.path.expanduser(flag.value)
+    name = flag.path()
     for folder in folders:
         if (folder / name).exists():
             return folder / name

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit.logs import join, refuse, say
-from hvdkit.settings import absl_flags, fields, flagfiles, project
+from hvdkit.settings import absl_flags, fields, flagfiles, project, runs, typed
 from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
 from hvdkit.stop import launch_rank
@@ -113,14 +113,54 @@ def _read(
     for flag in given:
         field = own[flag.name]
         try:
-            value = fields.value(field, flag.value)
+            text = flag.path() if fields.is_path(field, flag.value) else flag.value
+            value = fields.value(field, text)
         except ValueError as error:
             raise flag.error(str(error)) from None
         values[flag.name] = fields.placed(field, value, folder if flag.file else Path.cwd())
+    if found := _folder_of_run(given):
+        values["run_dir"] = fields.placed(
+            own["run_dir"], fields.value(own["run_dir"], found), folder
+        )
     unused = _unused_batch(given, values["batch_per_rank"])
-    settings = kind(**(values | {unused: 0})).implied()
+    settings = kind(**(values | {unused: 0}))
+    object.__setattr__(settings, "unasked", _unasked(given, own["task"].default))
+    settings = settings.implied()
     settings.check()
     return settings, others
+
+
+def _folder_of_run(given: Sequence[Given]) -> str:
+    """The run that a config.cfg stands for, which says last where to train; "" where none does."""
+    files = {flag.file for flag in given if flag.file}
+    configs = {file for file in files if runs.CONFIG in (file.name, file.resolve().name)}
+    deciding = [flag for flag in given if flag.name == "run_dir" or flag.file in configs]
+    if not deciding or deciding[-1].file not in configs:
+        return ""
+    file = deciding[-1].file
+    recorded = [flag.path() for flag in deciding if flag.name == "run_dir" and flag.file == file]
+    return runs.run_dir(file, recorded[-1] if recorded else "")
+
+
+def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
+    """Settings that nobody asked for, by name: the file that gives them.
+
+    These are the settings of default.cfg where another task than its own was given, and those of a
+    run's config.cfg, which holds all settings.
+    """
+    last = {flag.name: flag for flag in given}
+    default_tasks = [flag.value for flag in given if flag.name == "task" and flag.is_default]
+    default_task = default_tasks[-1] if default_tasks else usual_task
+    is_other = "task" in last and last["task"].value != default_task
+    files = {flag.file for flag in last.values() if flag.file}
+    of_runs = {file for file in files if file.name == runs.CONFIG and runs.folder_of(file)}
+    found = {}
+    for name, flag in last.items():
+        if is_other and flag.is_default:
+            found[name] = "configs/default.cfg"
+        elif flag.file in of_runs:
+            found[name] = runs.CONFIG
+    return found
 
 
 def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
@@ -140,7 +180,7 @@ def write(settings: Settings, path: Path) -> None:
 
     Raises ValueError for a text that a line of a flagfile cannot hold.
     """
-    lines = ["# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"]
+    lines = [runs.HEADER]
     unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
     for name, field in fields.of(settings).items():
         value = fields.placed(field, getattr(settings, name), Path.cwd())
@@ -150,6 +190,15 @@ def write(settings: Settings, path: Path) -> None:
             lines.append(f"--{'' if value else 'no'}{name}")
         else:
             fields.value(field, str(value))
-            lines.append(f"--{name}={value}")
-    lines += [flag.serialize() for flag in absl_flags.of_the_fork().values() if flag.present]
+            is_path = fields.is_path(field, value)
+            lines.append(f"--{name}={typed.written(value, is_path=is_path)}")
+    for flag in absl_flags.of_the_fork().values():
+        if flag.present:
+            lines += map(_line, flag.serialize().split("\n"))
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
+
+
+def _line(flag: str) -> str:
+    """A flag as absl writes it, as a line of a flagfile."""
+    name, is_given, value = flag.partition("=")
+    return f"{name}={typed.written(value)}" if is_given else flag

@@ -211,11 +211,11 @@ def counted(task: Task, config: Settings, samples: int) -> Settings:
     return found
 
 
-def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
+def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[str]:
     """Raises ValueError for a setting that was given, and that the task alone reads but did not.
 
     Call it once all functions of the task were called or traced; or `among` the settings of those
-    that were.
+    that were. Returns a note about settings that nobody asked for.
     """
     reads = getattr(settings_of(task, config), "_reads", None)
     readers = {f"--task={config.task}": among or _OF_TASKS}
@@ -223,13 +223,22 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> None:
         if optional(task, function) and not (config.find_lr and function == "schedule"):
             readers[f"the {function} of --task={config.task}"] = names
     given, without = config.not_defaults(), config.without_effect()
+    passed_over: dict[str, list[str]] = {}
     for reader, names in readers.items() if reads is not None else ():
         for name in names:
-            if name in given and name not in reads and name not in without:
+            if name not in given or name in reads or name in without:
+                continue
+            if name not in config.unasked:
                 raise ValueError(
                     f"--{name}={given[name]}: {reader} does not read it: leave it out, also of "
                     f"the flagfile, or use config.{name} in tasks/{config.task}.py"
                 )
+            file = config.unasked[name]
+            passed_over.setdefault(file, []).append(f"--{name}={given[name]}")
+    return [
+        f"--task={config.task} does not read all of {file}; passed over: {', '.join(flags)}"
+        for file, flags in passed_over.items()
+    ]
 
 
 def optional(task: Task, name: str) -> Callable | None:

@@ -1,0 +1,51 @@
+"""A run's config.cfg: the folder that it lies in is its run, also after mv or cp -r."""
+
+from pathlib import Path
+
+from hvdkit import whole_files
+from hvdkit.settings import project
+
+CONFIG = "config.cfg"
+HEADER = "# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"
+# A folder with one of these is a run's.
+_RECORDS = ("checkpoints", "metrics.jsonl", "starts.jsonl")
+
+
+def folder_of(file: Path) -> Path | None:
+    """The run's folder that a flagfile is the config.cfg of; None where it is another flagfile.
+
+    Raises ValueError for a link from one run's folder into another.
+    """
+    folders = set()
+    for path in (file, file.resolve()):
+        records = [path.with_name(name) for name in _RECORDS]
+        if path.name == CONFIG and any(record.exists() for record in records):
+            folders.add(path.parent.resolve())
+    if len(folders) > 1:
+        ways = " or ".join(f"--run_dir={folder}" for folder in sorted(folders))
+        raise ValueError(f"{file} is a link to the config.cfg of another run: add {ways}")
+    return next(iter(folders), None)
+
+
+def run_dir(file: Path, recorded: str) -> str:
+    """The --run_dir that a flagfile stands for, in which `recorded` is written ("": none is).
+
+    Raises ValueError where a run wrote it and it lies neither in that run's folder nor in another.
+    """
+    own = project.folder()
+    folder, named = folder_of(file), (own / recorded).resolve()
+    if folder is None:
+        here = file.parent.resolve()
+        if file.name != CONFIG or not recorded or named == here or not _is_written(file):
+            return recorded
+        raise ValueError(
+            f"{file} was written by the run in {recorded}, and {here} is no run's folder: add "
+            f"--run_dir={recorded} to resume that run, or --run_dir={here} to train there"
+        )
+    if recorded and named == folder:
+        return recorded
+    return str(folder.relative_to(own) if folder.is_relative_to(own) else folder)
+
+
+def _is_written(file: Path) -> bool:
+    return whole_files.read(file, whole_files.JSON_BYTES, links=True).startswith(HEADER.encode())

@@ -1,0 +1,89 @@
+"""A run's config.cfg, after mv, after cp -r, through links: its folder is its run, or it is asked for."""
+
+import os
+import shutil
+
+import pytest
+from refusals import refused
+
+from hvdkit import settings as settings_lib
+from hvdkit.observe import records
+from hvdkit.settings import Settings
+
+
+@pytest.fixture
+def run(project):
+    """The folder of a run with settings of its own."""
+    folder = project / "runs/a"
+    (folder / "checkpoints").mkdir(parents=True)
+    settings_lib.write(Settings(run_dir="runs/a", data_dir="datasets/x"), folder / "config.cfg")
+    return folder
+
+
+def parse(*flags):
+    return settings_lib.parse(["train.py", *flags])
+
+
+def test_a_run_that_stays_has_the_folder_that_is_written(project, run):
+    assert parse("--flagfile=runs/a/config.cfg").run_dir == "runs/a"
+    (project / "latest").symlink_to("runs/a")
+    assert parse("--flagfile=latest/config.cfg").run_dir == "runs/a"
+
+
+@pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
+def test_a_moved_or_copied_run_is_where_its_config_lies(project, run, how, monkeypatch, tmp_path):
+    how(run, project / "runs/b")
+    (project / "runs/a/checkpoints").mkdir(parents=True, exist_ok=True)  # another run by now
+    config = parse("--flagfile=runs/b/config.cfg")
+    assert (config.run_dir, config.data_dir) == ("runs/b", "datasets/x")
+    (project / "latest").symlink_to("runs/b")
+    assert parse("--flagfile=latest/config.cfg").run_dir == "runs/b"
+    (project / "configs/again.cfg").write_text("--flagfile=runs/b/config.cfg\n--num_steps=7\n")
+    assert parse("--flagfile=configs/again.cfg").run_dir == "runs/b"
+    (project / "configs/link.cfg").symlink_to("../runs/b/config.cfg")
+    assert parse("--flagfile=configs/link.cfg").run_dir == "runs/b"
+    assert parse("--flagfile=runs/b/config.cfg", "--run_dir=runs/c").run_dir == "runs/c"
+    assert records.read(project / "runs/b").settings["run_dir"] == "runs/b"
+    monkeypatch.chdir(project / "runs/b")
+    config = parse("--flagfile=config.cfg")
+    assert config.run_dir == str(project / "runs/b")
+    assert config.data_dir == str(project / "datasets/x")
+    shutil.move(project / "runs/b", tmp_path / "outside")
+    assert parse(f"--flagfile={tmp_path}/outside/config.cfg").run_dir == str(tmp_path / "outside")
+
+
+def test_without_the_line_of_its_folder_it_is_the_folder_too(project, run):
+    lines = (run / "config.cfg").read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("--run_dir")]
+    (run / "config.cfg").write_text("\n".join(kept))
+    assert parse("--flagfile=runs/a/config.cfg").run_dir == "runs/a"
+
+
+def test_what_cannot_be_known_is_asked_for(project, run):
+    (project / "new").mkdir()
+    shutil.copy(run / "config.cfg", project / "new")
+    asked = (f"--run_dir={project}/new", "--run_dir=runs/a")
+    refused(lambda: parse("--flagfile=new/config.cfg"), *asked)
+    assert parse("--flagfile=new/config.cfg", "--run_dir=new").run_dir == "new"
+    (project / "runs/b/checkpoints").mkdir(parents=True)
+    (project / "runs/b/config.cfg").symlink_to("../a/config.cfg")
+    asked = (f"--run_dir={project}/runs/a", f"--run_dir={project}/runs/b")
+    refused(lambda: parse("--flagfile=runs/b/config.cfg"), *asked)
+
+
+def test_a_config_cfg_that_no_run_wrote_is_a_flagfile_like_others(project):
+    (project / "configs/config.cfg").write_text("--run_dir=runs/x\n")
+    assert parse("--flagfile=configs/config.cfg").run_dir == "runs/x"
+
+
+def test_settings_that_nobody_asked_for_are_known(project, run):
+    (project / "configs/default.cfg").write_text("--task=one\n--dropout=0.5\n--seed=3\n")
+    file = "configs/default.cfg"
+    expected = {"dropout": file}
+    assert parse("--task=other", "--seed=3").unasked == expected
+    assert parse("--task=other", "--seed=3").for_ranks(1).unasked == expected
+    assert not parse("--task=one").unasked and not parse("--seed=3").unasked
+    assert not parse("--task=other", f"--flagfile={file}").unasked
+    found = parse("--flagfile=runs/a/config.cfg", "--dropout=0.1").unasked
+    assert found["num_classes"] == "config.cfg" and "dropout" not in found
+    assert os.path.exists(run)
