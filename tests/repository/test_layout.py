@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from projects import ROOT, shell
 
+from hvdkit import settings as settings_lib
+
 FORK = {"train.py": 100, "settings.py": 40, "models.py": 120, "tasks/blank.py": 110}
 FORK |= {"tasks/segmentation.py": 215, "tests/test_task.py": 120}
 
@@ -28,6 +30,11 @@ def test_no_function_is_longer_than_60_lines():
 @pytest.mark.parametrize("name", FORK)
 def test_a_forks_file_is_read_in_one_sitting(name):
     assert len((ROOT / "template" / name).read_text().splitlines()) <= FORK[name]
+
+
+def test_without_a_flag_the_demo_is_trained():
+    named = settings_lib.parse(["train.py", "--flagfile=configs/demo.cfg"])
+    assert settings_lib.parse(["train.py"]) == named
 
 
 CONFIGS = {*(ROOT / "template/configs").glob("*.cfg")} - {ROOT / "template/configs/default.cfg"}
