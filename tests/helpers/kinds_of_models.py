@@ -66,8 +66,10 @@ KINDS = {
     "another output in training": Kind(
         lambda: Called(models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3))
     ),
-    "layers of float32": Kind(
-        lambda: between(dense(dtype="float32"), bn(dtype="float32"), dense()), near=1e-5
+    "layers of two types": Kind(
+        lambda: between(dense(dtype="float64"), bn(dtype="float64"), dense()),
+        settings={"precision": "float32"},
+        near=1e-5,
     ),
     "embedding shared with the output": micro(models.tied, (4,), ids),
     "constraints": Kind(

@@ -58,9 +58,10 @@ def check_what_is_seen_before_the_first_step_is_said(world):
     all_wrong = {
         "change": {"x": x * 200, "y": np.zeros(60, np.int32)},
         "names": ("Cat", "cat"),
-        "head": {"dtype": "mixed_bfloat16"},
     }
-    found = dict.fromkeys(said, notes(world, type("Bad", (Changed,), all_wrong)))
+    found = dict.fromkeys(
+        said, notes(world, type("Bad", (Changed,), all_wrong), precision="bfloat16")
+    )
     good = notes(world, type("Good", (Changed,), {"names": ("a", "b", "c")}))
     judge(world, found, good)
 

@@ -77,6 +77,20 @@ def check_mistakes_of_a_task_are_told_in_one_sentence(world):
         refused(world, type("Task", (Small,), methods), *words)
 
 
+def check_a_model_that_does_not_compute_as_the_flag_says_is_refused(world):
+    def cleared():
+        keras.backend.clear_session()
+        return classifier(keras.layers.Dense(5))
+
+    refused(world, task_with(cleared), "in float32", "clear_session", precision="bfloat16")
+
+    def with_own_policy(task, config):  # as at the import of its file
+        keras.config.set_dtype_policy("mixed_float16")
+
+    own = task_with(__init__=with_own_policy)
+    refused(world, own, "in float16", "needs the loss scale of --precision=float16")
+
+
 def check_a_label_that_is_no_class_is_told_by_value(world):
     """From arrays, whose values nothing has looked at; at the first sample or in mid-run."""
     for place in (0, 37):

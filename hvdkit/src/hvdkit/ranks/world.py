@@ -289,9 +289,15 @@ def _digest(content: bytes) -> int:
 
 def set_precision(precision: str) -> None:
     """Compute type of the layers made from now on; variables stay float32 unless float64."""
-    keras.config.set_floatx("float64" if precision == "float64" else "float32")
+    policy, floatx = types_of(precision)
+    keras.config.set_floatx(floatx)
+    keras.config.set_dtype_policy(policy)
+
+
+def types_of(precision: str) -> list[str]:
+    """Keras's policy and its floatx."""
     mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-    keras.config.set_dtype_policy(mixed.get(precision, precision))
+    return [mixed.get(precision, precision), "float64" if precision == "float64" else "float32"]
 
 
 def say(world: World, text: str) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import keras
 
@@ -23,7 +23,14 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, say
 from hvdkit.settings import Settings
 from hvdkit.stop import GoBack, NotNow
-from hvdkit.train import batch_norm, dropout, preprocessing, schedule, task_checks
+from hvdkit.train import (
+    batch_norm,
+    compute_types,
+    dropout,
+    preprocessing,
+    schedule,
+    task_checks,
+)
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
 from hvdkit.train.state import State
@@ -76,12 +83,8 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         bad = config.most_bad_samples(len(train_source))
         example = task_checks.read_example(train_reader, train_source, training=True, bad=bad)
         task_checks.build(model, example)
-        if preprocessing.leaves_unscaled(model, example["inputs"]):
-            say(
-                world,
-                f"note: {model.name} takes pictures of 0 to 255 and no layer of it scales them: "
-                "begin it with hvdkit.train.preprocessing.scaled, which makes [-1, 1] of them",
-            )
+        for note in _check_model(model, example["inputs"], config.precision):
+            say(world, f"note: {note}")
         if config.bn_sync == "full":
             model = batch_norm.synchronize(model)
         elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself
@@ -105,6 +108,17 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     checkpoints = Checkpoints(folder, config.keep, world, **about, train_source=train_source)
     data = (train_source, val_source, train_reader)
     return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
+
+
+def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
+    """Notes on a built model; ValueError where it does not compute in the run's type."""
+    found = compute_types.check(model, precision)
+    if preprocessing.leaves_unscaled(model, inputs):
+        found.append(
+            f"{model.name} takes pictures of 0 to 255 and no layer of it scales them: begin it "
+            "with hvdkit.train.preprocessing.scaled, which makes [-1, 1] of them"
+        )
+    return found
 
 
 def _classes(config: Settings, world: World, start: Path | None) -> list[str]:
