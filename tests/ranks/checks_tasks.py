@@ -5,7 +5,7 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
-from small_models import Step
+from small_models import Called, Step
 from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, numbers, task_with
 
 from hvdkit.data.source import Arrays
@@ -89,6 +89,39 @@ def check_a_model_that_does_not_compute_as_the_flag_says_is_refused(world):
 
     own = task_with(__init__=with_own_policy)
     refused(world, own, "in float16", "needs the loss scale of --precision=float16")
+
+
+def check_layers_that_lose_a_mask_stand_still_or_fail_are_told(world):
+    """A mask that nothing gets; kernels of whole numbers; keras.RematScope."""
+
+    def loses():
+        def called(model, x, training):
+            return model.head(tf.reduce_mean(model.table(tf.cast(x > 0, tf.int32)), 1))
+
+        table = keras.layers.Embedding(2, 4, mask_zero=True, name="table")
+        return Called(called, table=table, head=keras.layers.Dense(CLASSES))
+
+    def quantized(lora=None):
+        model = classifier(keras.layers.Dense(5, name="body"))
+        model.layers[1].quantize("int8")
+        if lora:
+            model.layers[1].enable_lora(lora)
+        return model
+
+    lost = fit(world, task_with(loses), num_steps=1).printed
+    still = fit(world, task_with(quantized), num_steps=1).printed
+    moves = fit(world, task_with(lambda: quantized(lora=2)), num_steps=1).printed
+    if world.is_chief:
+        assert "the mask of padding that called/table makes does not reach" in lost, lost
+        assert "note: body are quantized, and their kernels are not trained" in still, still
+        assert "quantized" not in moves, moves
+
+    def recomputed():
+        with keras.RematScope(mode="full"):
+            return classifier(keras.layers.Dense(5))
+
+    words = "keras.RematScope does not work in a graph", "call tf.recompute_grad"
+    refused(world, task_with(recomputed), *words)
 
 
 def check_a_label_that_is_no_class_is_told_by_value(world):

@@ -27,6 +27,7 @@ from hvdkit.train import (
     batch_norm,
     compute_types,
     dropout,
+    masks,
     preprocessing,
     schedule,
     task_checks,
@@ -113,6 +114,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
 def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
     """Notes on a built model; ValueError where it does not compute in the run's type."""
     found = compute_types.check(model, precision)
+    found += masks.notes(model, inputs)
     if preprocessing.leaves_unscaled(model, inputs):
         found.append(
             f"{model.name} takes pictures of 0 to 255 and no layer of it scales them: begin it "
@@ -198,6 +200,11 @@ def notes(run: RunContext) -> list[str]:
         found.append(
             f"{normed[0].name} normalizes its weights once a micro-batch: with "
             f"--accumulation_steps={config.accumulation_steps} it is another run than without"
+        )
+    if still := compute_types.quantized(run.model):
+        found.append(
+            f"{join(still)} are quantized, and their kernels are not trained: call enable_lora on "
+            "them, or quantize the model once it is trained"
         )
     by_rank = run.world.size > 1 and not config.virtual_ranks
     if by_rank and (own := batch_norm.normalizing(run.model)):

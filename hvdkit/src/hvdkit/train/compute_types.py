@@ -1,4 +1,4 @@
-"""Whether a model computes in the type that --precision names."""
+"""Whether a model computes in the type that --precision names; layers of whole numbers."""
 
 import keras
 import tensorflow as tf
@@ -52,6 +52,16 @@ def check(model: keras.Model, precision: str) -> list[str]:
     if wide and wide != list(sizes)[-1:]:  # the last is that of the logits
         return [f"{_computing(wide, precision)}, which takes longer"]
     return []
+
+
+def quantized(model: keras.Model) -> list[str]:
+    """Names of layers whose kernels stand still, as whole numbers without LoRA; not of float8."""
+    names = []
+    for layer in model._flatten_layers():
+        mode = layer.dtype_policy.quantization_mode
+        if mode not in (None, "float8") and not getattr(layer, "lora_enabled", False):
+            names.append(layer.path or layer.name)
+    return names
 
 
 def _computes(layer: keras.Layer) -> bool:

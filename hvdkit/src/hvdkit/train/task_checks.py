@@ -24,6 +24,13 @@ from hvdkit.train.task import Example, Task, optional
 _GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task_checks.py")
 _RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
 
+# Keras hands a layer's whole call to tf.recompute_grad, which takes no keywords in a graph.
+_OF_REMAT_SCOPE = "custom_gradient decorator currently supports keywords"
+_REMAT_SCOPE = (
+    "keras.RematScope does not work in a graph of TensorFlow: leave it out, and call "
+    "tf.recompute_grad in a layer around those to compute again (docs/speed.md has one)"
+)
+
 
 @contextlib.contextmanager
 def user_code_errors(what: str) -> Iterator[None]:
@@ -41,6 +48,8 @@ def user_code_errors(what: str) -> Iterator[None]:
             raise
         is_op = isinstance(error, tf.errors.OpError)
         reason = _sentence(pipeline.reason_of(error) if is_op else str(error))
+        if _OF_REMAT_SCOPE in reason:
+            reason = f"{_REMAT_SCOPE}: {reason}"
         if not (is_op and Path(own[-1].filename) in _RUNS_GRAPHS):  # a graph's ops have no line
             place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
             reason = f"{place}: {type(error).__name__}: {reason}"

@@ -1,0 +1,106 @@
+"""Keras's masks of padding that are lost on their way through a model."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdkit.logs import join
+from hvdkit.train.task_checks import user_code_errors
+
+
+def notes(model: keras.Model, inputs: Any) -> list[str]:
+    """A note where a mask that a layer makes of `inputs`, a batch, does not reach what needs it.
+
+    Plain operations, and layers without `supports_masking`, give tensors that have none.
+    """
+    makers = [x for x in model._flatten_layers() if _makes_mask(x)]
+    if not makers:
+        return []
+    outputs: list[tf.Tensor] = []
+    masked: list[str] = []  # layers that get a mask
+    bare: dict[str, tf.Tensor] = {}  # what others that take one are called with
+
+    def seen(layer: keras.Layer, x: Any, masks: list[Any]) -> None:
+        if any(mask is not None for mask in masks):
+            masked.append(layer.name)
+        elif isinstance(x, tf.Tensor):
+            bare[layer.path or layer.name] = x
+
+    def call(batch: Any) -> None:
+        outputs[:] = tf.nest.flatten(model(batch, training=False))
+
+    with user_code_errors("the model, called in evaluation,"), _watched(model, seen):
+        tf.function(call, autograph=False).get_concrete_function(inputs)
+    without = [name for name, x in bare.items() if _lost(x)]
+    if any(_lost(x) for x in outputs):
+        without.append("the outputs")
+    if not without and not masked and all(_mask(x) is None for x in outputs):
+        without = ["any layer that uses it"]
+    if not without:
+        return []
+    names = join(layer.path or layer.name for layer in makers)
+    return [
+        f"the mask of padding that {names} makes does not reach {join(without)}, where padding "
+        "counts: an operation dropped it that is in no layer, or in one without "
+        "supports_masking = True (a loss may also give padding the weight 0)"
+    ]
+
+
+def _makes_mask(layer: keras.Layer) -> bool:
+    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+
+
+@contextlib.contextmanager
+def _watched(model: keras.Model, seen: Callable) -> Iterator[None]:
+    """Inside, `seen(layer, first argument, masks)` is called when a layer that takes masks is."""
+    layers = []
+    for layer in model._flatten_layers():
+        parameters = layer.call_signature_parameters if hasattr(layer, "call") else ()
+        takes = any(name.endswith("mask") for name in parameters)
+        if takes and not isinstance(layer, keras.Model) and "call" not in vars(layer):
+            layers.append(layer)
+
+    def watch(layer: keras.Layer) -> None:
+        call = layer.call
+
+        def watched(*args: Any, **named: Any) -> Any:
+            given = [value for name, value in named.items() if name.endswith("mask")]
+            first = args[0] if args else next(iter(named.values()), None)
+            seen(layer, first, tf.nest.flatten(given))
+            return call(*args, **named)
+
+        object.__setattr__(layer, "call", watched)  # Keras's own __setattr__ would track it
+
+    try:
+        for layer in layers:
+            watch(layer)
+        yield
+    finally:
+        for layer in layers:
+            object.__delattr__(layer, "call")
+
+
+def _mask(tensor: tf.Tensor) -> tf.Tensor | None:
+    return getattr(tensor, "_keras_mask", None)
+
+
+def _lost(tensor: tf.Tensor) -> bool:
+    """Whether a tensor [batch, time, ...] has no mask, and one with as many times above it has."""
+    if _mask(tensor) is not None or tensor.shape.rank is None or tensor.shape.rank < 3:
+        return False
+    found: set[tf.Operation] = set()
+    left = [tensor.op]
+    while left:
+        op = left.pop()
+        if op in found:
+            continue
+        found.add(op)
+        for one in op.outputs:
+            mask = _mask(one)
+            if mask is not None and mask.shape.rank == 2 and mask.shape[1] == tensor.shape[1]:
+                return True
+        left += [one.op for one in op.inputs]
+    return False
