@@ -61,6 +61,42 @@ def test_ends_after_a_new_step_are_not_counted(tmp_path: Path, code: str):
     assert f"looks for new steps in {tmp_path}\n" in ended.output
 
 
+# A run that resumes at step 100 each time, and is killed so many steps later.
+LOSES = """
+cd {tmp}; echo >> starts; n=$(wc -l < starts); mkdir -p checkpoints/step-00000100
+echo '{{"step": 100}}' >> starts.jsonl
+set -- {steps}; shift $((n - 1))
+[ -n "$1" ] || exit 0
+echo '{{"step": '$((100 + $1))', "loss": 1.0}}' > metrics.jsonl
+exit {code}
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "returned", "starts"),
+    [
+        ("40 60 50 45 55", 137, 0, 6),  # hosts that are lost
+        ("60 60 60 60 60", 1, 1, 3),  # a program that fails at a step
+        ("40 60 50 45 55", 75, 0, 6),
+    ],
+)
+def test_steps_that_a_start_made_count_also_where_none_was_saved(
+    tmp_path: Path, steps: str, code: int, returned: int, *, starts: int
+):
+    script = LOSES.format(tmp=tmp_path, steps=steps, code=code)
+    ended = run([*FAST, "--run-dir", tmp_path, "--", "sh", "-c", script], 30)
+    assert ended.code == returned, ended.output
+    assert len((tmp_path / "starts").read_text().splitlines()) == starts, ended.output
+
+
+def test_what_was_right_before_is_no_wrong_use(tmp_path: Path):
+    """A GPU of the one host is lost after some steps, and comes back."""
+    script = f"cd {tmp_path}; echo >> starts; case $(wc -l < starts) in "
+    script += "1) mkdir -p checkpoints/step-00000003; exit 1 ;; 2) exit 2 ;; *) exit 0 ;; esac"
+    ended = run([*FAST, "--run-dir", tmp_path, "--", "sh", "-c", script], 30)
+    assert ended.code == 0 and "exit code 76" in ended.output, ended.output
+
+
 def test_a_program_whose_disk_goes_away_is_waited_for(tmp_path: Path, answering):
     """Away before the second start, and back before the third."""
     program = shutil.copy(STAND_IN[1], tmp_path)

@@ -21,6 +21,15 @@ def nvidia_smi(folder: Path, lines: str, end: str = "") -> str:
     return f"{folder}:{ENVIRONMENT['PATH']}"
 
 
+# The program after it, whose rank 1 has another PATH.
+FOR_RANK_1 = """
+import os, sys
+if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+    os.environ["PATH"] = sys.argv[1]
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
 @without_gpu
 @pytest.mark.parametrize(
     "hidden, counted", [(None, 2), ("1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0)]
@@ -52,6 +61,17 @@ def test_on_a_host_with_gpus_a_run_on_cpus_must_be_asked_for(tiny, tmp_path):
     ended = launch(1, ["train.py", *tiny], env={"PATH": nvidia_smi(tmp_path, TWO)})
     (message,) = ended.errors()
     assert ended.code == 2 and "TensorFlow sees none of them" in message, last_lines(ended.output)
+
+
+@without_gpu
+def test_a_driver_that_fails_on_one_host_is_that_hosts_fault(tiny, tmp_path):
+    """Ranks stand for hosts here; all that fail alike use it wrongly: the test above."""
+    broken = nvidia_smi(tmp_path, "Unable to determine the device handle for GPU", "exit 15")
+    ended = launch(2, ["-c", FOR_RANK_1, broken, "train.py", *tiny], "mpirun")
+    (message,) = ended.errors()
+    assert ended.code == 76, last_lines(ended.output)
+    assert f"nvidia-smi fails on {os.uname().nodename}" in message
+    assert message.endswith(f"(rank 1 on {os.uname().nodename})")
 
 
 def test_a_fingerprint_on_cpus_has_the_threads():

@@ -85,12 +85,28 @@ def newest_step(folder: Path) -> int:
         for path in (folder / "checkpoints").glob("step-*"):
             with contextlib.suppress(ValueError):
                 steps.append(int(path.name.removeprefix("step-")))
-    with contextlib.suppress(OSError), whole_files.opened(folder / "metrics.jsonl") as file:
+    return max(steps + _logged(folder / "metrics.jsonl"))
+
+
+def _logged(path: Path) -> list[int]:
+    """The steps in the last lines of a run's record."""
+    steps = []
+    with contextlib.suppress(OSError), whole_files.opened(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
         for line in file:
             with contextlib.suppress(*_NO_STEP):
                 steps.append(int(json.loads(line)["step"]))
-    return max(steps)
+    return steps
+
+
+def reached_step(folder: Path) -> int:
+    """The last step that the newest start of a run logged after the one that it began at; or 0.
+
+    A start drops the records of steps after its own first one, so what is logged is its own.
+    """
+    begun = _logged(folder / "starts.jsonl")[-1:]
+    logged = _logged(folder / "metrics.jsonl")
+    return max(logged) if begun and logged and max(logged) > begun[0] else 0
 
 
 class Supervisor:
@@ -114,6 +130,7 @@ class Supervisor:
         self._newest = self._first = newest_step(self._folder) if self._folder else 0
         self._seen = self._newest  # while a start runs: its disk may be gone when it has ended
         self._restarts = self._crashes = self._tries = 0  # since the newest step
+        self._reached = 0  # the step at which the last start without a new one ended
         self._ended = self._since = time.monotonic()  # the last end, the newest step
         self._hosts = Hosts(options.hosts_from, options.max_np, command)
         self._used, self._rejoins = {}, False  # ranks by host
@@ -166,10 +183,13 @@ class Supervisor:
         return True
 
     def _is_away(self, code: int) -> bool:
-        """The command was there before: the disk that holds it is not."""
-        if code == WRONG_USE:  # as Python ends, without its program
-            return not all(map(os.path.exists, self._files))
-        return code in (126, 127) and self._newest > self._first
+        """The command is refused that was right before: a GPU, a disk or a mount is away."""
+        if code not in (WRONG_USE, 126, 127):
+            return False
+        if max(self._newest, self._seen) > self._first:
+            return True
+        # Python ends so without its program.
+        return code == WRONG_USE and not all(map(os.path.exists, self._files))
 
     def _start(self) -> int:
         """One start of the command; its exit code, as a shell has it."""
@@ -291,6 +311,11 @@ class Supervisor:
         if newest > self._newest:
             self._newest, self._since = newest, time.monotonic()
             self._restarts = self._crashes = self._tries = 0
+        reached = reached_step(self._folder) if known else 0
+        if reached and reached != self._reached:
+            # It made steps of its own, and ended elsewhere than before: no fault of the program.
+            self._restarts = self._crashes = self._tries = 0
+        self._reached = reached
         if not self._rejoins:
             self._restarts += then in (_STOPPED, _CRASH)
             self._crashes += then == _CRASH

@@ -50,11 +50,14 @@ class World:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def fail_together(self, what: str) -> Iterator[None]:
+    def fail_together(self, what: str, *, by_host: bool = False) -> Iterator[None]:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
         Every rank must come here with the same `what`: it names the collective. Raises Stop with
         the lowest failing rank's message: WRONG_USE, or NOT_NOW where it `passes`.
+
+        `by_host`: what the block looks at is each host's own, so an error on some hosts alone is
+        their fault, not wrong use: NOT_NOW.
         """
         error = None
         try:
@@ -67,6 +70,8 @@ class World:
         if -lowest < self.size:
             text, host, code = self.broadcast_object(error, f"error.{what}", -lowest)
             where = f" (rank {-lowest} on {host})" if any_succeeded else ""
+            if by_host and any_succeeded:
+                code = NOT_NOW
             raise Stop(code, text + where)
 
     def barrier_max(self, name: str, *numbers: int) -> list[int]:
@@ -212,19 +217,36 @@ def set_up(world: World, config: Settings) -> World:
     # Over Gloo, on one host, all see the same, and TensorFlow must not start.
     own = encoding.pack(placement.see(devices.gpus(config.device)), "placement")
     seen = [encoding.unpack(one) for one in world.carrier.beside(own)]
-    with world.fail_together("choosing a device"):
+    with world.fail_together("choosing a device", by_host=True):
         place = placement.place(seen, world.local_rank)
         if config.bind:
             placement.bind(place)
         # Once chosen, TensorFlow's number of threads stays as it is.
         threads = config.cpu_threads or devices.threads() or place.threads
         devices.choose(config.device, place.gpu, threads)
+    if config.device == "auto":
+        _check_devices_alike(world)
     secret = os.environ.pop("LAUNCH_SECRET", "").encode()  # programs that ranks start do not get it
     key = proof.prove(world.carrier, world.rank, world.size, secret=secret)
     if world.size > 1 and not secret and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         say(world, proof.OPEN)
     placement.report(world, place if config.bind else place._replace(cpus=[]))
     return dataclasses.replace(world, key=key, threads=place.threads)
+
+
+def _check_devices_alike(world: World) -> None:
+    """Raises Stop, NOT_NOW, where some ranks have a GPU and others none: a host lost its GPUs."""
+    have_gpu, odd = world.compare(bool(gpu()), "devices.alike")
+    if not odd:
+        return
+    hosts = world.gather_objects(hostname(), "devices.hosts")
+    without = [rank for rank, has in enumerate(have_gpu) if not has]
+    names = sorted({hosts[rank] for rank in without})
+    raise Stop(
+        NOT_NOW,
+        f"choosing a device: {join(names)} has no GPU, the other hosts have: look at its driver, "
+        f"or give --device=cpu (rank {without[0]} on {hosts[without[0]]})",
+    )
 
 
 def gpu() -> str:

@@ -65,7 +65,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     world_lib.set_numbers(config)
     fingerprint = agreement.fingerprint(world, config)
     what = "preparing the data"
-    with world.fail_together(what), task_checks.user_code_errors(what):
+    with world.fail_together(what, by_host=True), task_checks.user_code_errors(what):
         if run_folder.data_away(config):
             raise NotNow(f"the data of the run in {config.run_dir} are away: {config.data_dir}")
         task = tasks.load(config)
@@ -146,7 +146,8 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     with world.fail_together("opening the data"), task_checks.user_code_errors("sources"), listing:
         train, val = sources = task.sources()
     found = world.broadcast_object(found, "listings")
-    with world.fail_together("opening the data"), task_checks.user_code_errors("sources"):
+    looking = world.fail_together("opening the data", by_host=True)
+    with looking, task_checks.user_code_errors("sources"):
         if sources is None:  # it needs a list of rank 0
             with shared_listing.given(found, look=world.local_rank == 0):
                 train, val = task.sources()
