@@ -168,7 +168,7 @@ def slow_check_own_losses_that_mix_samples_are_refused(world):
         (tf.identity, ""),
     ):
         refused = name and world.size > 1
-        words = (f"run.loss(batch, losses): {name} of", "one by one") if refused else ()
+        words = (f"run.loss(batch, losses): {name} of", "parts") if refused else ()
         own = partial(own_train, change=change)
         fit(world, Terms, *words, own_train=own, code=WRONG_USE if refused else DONE, **EXACT)
 

@@ -5,7 +5,17 @@ import pytest
 from ranks import CHECKS, names_of_checks, run_checks
 
 # On 1 rank as on 2.
-BOTH = ("runs", "data", "bad_steps", "saving", "evaluation", "whole_pictures", "state", "objective")
+BOTH = (
+    "runs",
+    "data",
+    "bad_steps",
+    "saving",
+    "evaluation",
+    "whole_pictures",
+    "state",
+    "objective",
+    "own_step",
+)
 OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")
 # By what starts the ranks and how many there are. Layers do not know what carries their sums.
 PARTS = {

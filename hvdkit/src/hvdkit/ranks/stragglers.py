@@ -32,7 +32,9 @@ def own_part(after: tf.Tensor) -> tf.Tensor:
 def moment(after: tf.Tensor) -> tf.Tensor:
     """When a tensor was computed, also on a GPU: seconds since 1970, float64."""
     if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
-        return tf.ensure_shape(tf.numpy_function(lambda _: time.time(), [after], tf.float64), [])
+        return tf.ensure_shape(
+            tf.numpy_function(lambda _: np.float64(time.time()), [after], tf.float64), []
+        )
     with tf.device("CPU:0"):
         # By its value: a control dependency would not wait for a GPU.
         there = tf.reduce_all(tf.equal(after, after))

@@ -110,6 +110,10 @@ class Run:
         """This rank's part of the loss of a batch, to take gradients of: see `Step.loss`."""
         return self.parts.loss(batch, losses)
 
+    def losses(self, batch: Any, losses: Any = None) -> dict[str, tf.Tensor]:
+        """Each term of the loss by itself, for gradients of their own: see `Step.losses`."""
+        return self.parts.losses(batch, losses)
+
     def update(self, gradients: list) -> Result:
         """Applies gradients that are summed over ranks: see `Step.update`."""
         return self.parts.update(gradients)
@@ -145,6 +149,7 @@ class Run:
         ranks, packed gradients, bfloat16 on the wire) would leave it out.
         """
         own = self.parts.own_step()
+        self.parts.of_template = reduction.is_template(make)
         if own is None:
             return make(self)
         with self.world.fail_together("making the step"):

@@ -43,7 +43,7 @@ def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]
 
 def before_folder(run: Run) -> None:
     """What shows or tries the run before anything is written; every rank must call it."""
-    run.parts.try_state(run.feed.sample)
+    run.parts.try_out(run.feed.sample)
     with run.world.fail_together("reading the settings"):
         trackers.kinds(run.settings.tracker_names if run.world.is_chief else ())
     if run.mode == "dry_run":

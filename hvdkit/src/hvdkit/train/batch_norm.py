@@ -8,7 +8,8 @@ With `SyncBatchNormalization` every rank normalizes with the global batch's stat
 N ranks compute what one would.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,27 @@ def fuse(model: keras.Model) -> None:
         if type(layer) is keras.layers.BatchNormalization and not layer.synchronized:
             # Keras's own __setattr__ would track it.
             object.__setattr__(layer, "call", partial(_fused, layer))
+
+
+@contextlib.contextmanager
+def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Inside, batch norms among them normalize with their moving statistics, also in training."""
+    found = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+    calls = [vars(layer).get("call") for layer in found]
+    for layer in found:
+        object.__setattr__(layer, "call", partial(_resting, layer))
+    try:
+        yield
+    finally:
+        for layer, call in zip(found, calls):
+            if call is None:
+                object.__delattr__(layer, "call")
+            else:
+                object.__setattr__(layer, "call", call)
+
+
+def _resting(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
+    return type(layer).call(layer, inputs, training=False, mask=mask)
 
 
 def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:

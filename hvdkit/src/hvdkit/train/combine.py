@@ -13,9 +13,9 @@ Declared by a layer or its class, `combines = "sum"`, or by its variables' names
 `combines` is a dict of layer classes and of names, with wildcards, as a checkpoint has them.
 """
 
+import copy
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -24,13 +24,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.logs import join
-from hvdkit.ranks.world import World, raw, say, weights_sha256
+from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.stop import WRONG_USE, Stop
-from hvdkit.train import reduction, task_checks
+from hvdkit.train import reduction
 from hvdkit.train.batch_norm import moving_ids
 from hvdkit.train.graph_checks import assigned_handles
-from hvdkit.train.state import State, unchanged
+from hvdkit.train.state import State
 
 KINDS = ("mean", "sum", "max", "min", "concatenate", "same")
 _KNOWN = {
@@ -44,7 +43,7 @@ class Rule(NamedTuple):
     number: float = 1.0  # sum: what one update keeps of the old value; concatenate: rows a sample
 
 
-SAME = Rule("same")  # also of what has none: `Combiner.try_out` looks
+SAME = Rule("same")  # also of what has none: the trial of a step looks (trial.py)
 
 
 class Changed(NamedTuple):
@@ -84,30 +83,68 @@ class Combiner:
         """`spec`: of this rank's batch. Stop, on all ranks, where a rule is malformed."""
         with world.fail_together("combining state"):
             self.rules = rules(state, task)
-        self._world, self._state, self._virtual = world, state, settings.virtual_ranks
-        self._steps = settings.accumulation_steps
-        self._samples = tf.nest.flatten(spec)[0].shape[1]
-        self._share = self._samples * self._steps / settings.global_batch_size
+        self._state = state
         self._device = {"device_dense": reduction.device(settings)}
         self._assigned: dict[int, tf.Tensor] = {}  # handles
         self._seeds = {id(v) for v in _seeds(state)}
+        self._combines = True
+        self._set_share(world, settings, spec)
 
-    def look(self, graph: tf.Graph) -> None:
-        """Learns what a forward pass in this graph assigns; once it is traced."""
-        self._assigned |= {id(handle): handle for handle in assigned_handles(graph)}
+    def _set_share(self, world: World, settings: Settings, spec: Any) -> None:
+        self._size = world.size
+        self._steps = settings.accumulation_steps
+        self._samples = tf.nest.flatten(spec)[0].shape[1]
+        self._share = self._samples * self._steps / settings.global_batch_size
 
-    def over_ranks(self, before: Sequence[tf.Tensor]) -> None:
+    def of_part(self, world: World, settings: Settings, batch: Any, *, uses: bool) -> "Combiner":
+        """The same for a rank of a trial; `uses`: whether it combines anything."""
+        twin = copy.copy(self)
+        twin._set_share(world, settings, batch)
+        twin._combines = uses
+        return twin
+
+    def look(self, graph: tf.Graph, before: Container[str]) -> None:
+        """Learns what a forward pass in this graph assigns, once it is traced.
+
+        `before`: names of the graph's operations before it.
+        """
+        operations = [op for op in graph.get_operations() if op.name not in before]
+        handles = assigned_handles(graph, operations)
+        self._assigned |= {id(handle): handle for handle in handles}
+
+    def changes(self) -> bool:
+        """Whether a forward pass changes state that must come together."""
+        return any(id(raw(v).handle) in self._assigned for v in self._named().values())
+
+    def values(self) -> dict[str, np.ndarray]:
+        """State as it is, by name, but for what ranks may hold for themselves in between."""
+        return {name: raw(v).numpy() for name, v in self._named().items()}
+
+    def _named(self) -> dict[str, Any]:
+        held = set(map(id, self._state.untrained)) - moving_ids(self._state.model) - self._seeds
+        return {n: v for n, v in self._state.variables.items() if id(raw(v)) in held}
+
+    def over_ranks(
+        self, before: Mapping[int, tf.Tensor], own: Sequence[tf.Variable] | None = None
+    ) -> None:
         """Sets state with a rule to what the ranks' values make; inside the step, on every rank.
 
-        `before`: `state.of_forward` at the start. Moving statistics have a sync of their own.
+        Of what forward passes change; or of `own`, which the step's function changes by itself.
+
+        `before`: values at the start of the step, by the variable's id. Moving statistics of the
+        model have a sync of their own.
         """
-        if self._world.size == 1:
+        if self._size == 1 or not self._combines:
             return
+        candidates, steps = own, 1
+        if own is None:
+            steps = self._steps
+            candidates = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
         synced = moving_ids(self._state.model)
         changed = [
-            Changed(v, self.rules[id(v)], start)
-            for v, start in zip(self._state.of_forward, before)
-            if id(v) in self.rules and id(v.handle) in self._assigned and id(v) not in synced
+            Changed(v, self.rules[id(v)], before[id(v)])
+            for v in candidates
+            if id(v) in self.rules and id(v) not in synced
         ]
         check_micro_batches(changed, self._steps)
         sums, most, rows = [], [], []
@@ -116,7 +153,7 @@ class Combiner:
             if rule.kind == "mean":
                 sums.append(value * self._share)
             elif rule.kind == "sum":
-                sums.append(value - rule.number**self._steps * start)
+                sums.append(value - rule.number**steps * start)
             elif rule.kind in ("max", "min"):
                 most.append(value if rule.kind == "max" else -value)
             elif rule.kind == "concatenate":
@@ -129,88 +166,45 @@ class Combiner:
                 variable.assign(joined(start, rows.pop(0)))
             elif rule.kind != "same":
                 value = next(largest if rule.kind in ("max", "min") else added)
-                variable.assign(settled(rule, start, value, steps=self._steps))
+                variable.assign(settled(rule, start, value, steps=steps))
 
-    def try_out(
-        self, forward: Callable[[Any], tf.Tensor], sample: Callable[[int], Any], *, near: float = 0
-    ) -> None:
-        """Forward passes on two samples, alone and together, others on each rank; state goes back.
+    def judge(self, wrong: Sequence[str], without: Collection[str]) -> list[str]:
+        """Notes on state that is another on two ranks than on one.
 
-        What has no rule, or `same`, must end alike in all; what has another, as the rule says.
-
-        `near`: relative difference that a rule's value may have; 0: rules are not tried, as where a
-        sample's outputs depend on its place or others. Raises Stop, on all ranks, at a difference.
+        `wrong`: names; `without`: those of them that would be right without a rule. Raises
+        ValueError, but for a mean, which may depend on the number of ranks.
         """
-        world = self._world
-        names = {id(raw(v)): name for name, v in self._state.variables.items()}
-        synced = moving_ids(self._state.model)
-        changed = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
-        changed = [v for v in changed if id(v) not in synced | self._seeds]
-        ruled = [v for v in changed if self.rules.get(id(v), SAME).kind != "same"]
-        loose = [v for v in changed if self.rules.get(id(v), SAME).kind == "same"]
-        if not (loose or (near and ruled)) or (world.size == 1 and not self._virtual):
-            return
-        with world.fail_together("trying the state"), task_checks.user_code_errors("the model"):
-            read = [sample(place) for place in (2 * world.rank, 2 * world.rank + 1)]
-            found = self._values(forward, read, loose + ruled)
-        own = {names[id(v)]: [weights_sha256([value]) for value in found[id(v)]] for v in loose}
-        everyone = world.gather_alike(own, "state.tried")
-        odd = [n for n in own if len({value for theirs in everyone for value in theirs[n]}) > 1]
-        if odd:
-            raise Stop(
-                WRONG_USE,
-                f"the forward pass changes {join(odd)} by the samples of a rank's share: declare "
-                "how the ranks' values come together, `combines` in the layer or in the task: "
-                f"{join(KINDS[:-1], 9)} (hvdkit/train/combine.py)",
+        notes = []
+        named = self._named()
+        for name in wrong:
+            rule = self.rules.get(id(raw(named[name])), SAME)
+            if rule.kind == "mean":
+                notes.append(
+                    f"{name} is no mean of its samples (as a variance is none), so its mean over "
+                    "ranks depends on their number"
+                )
+            elif rule.kind != "same" and name in without:
+                raise ValueError(
+                    f"{name} combines by {rule.kind!r}, and is the same on all ranks before: its "
+                    "rows are gathered already: leave the rule out"
+                )
+            elif rule.kind != "same":
+                raise ValueError(
+                    f"{name} combines by {rule.kind!r}, which makes another value of what two "
+                    "parts of a batch give than the whole batch gives: declare another rule, or "
+                    "change the layer (hvdkit/train/combine.py)"
+                )
+        loose = [name for name in wrong if self.rules.get(id(raw(named[name])), SAME) == SAME]
+        if loose:
+            inside = [n for n in loose if id(raw(named[n]).handle) in self._assigned]
+            where = "the forward pass" if inside else "the step"
+            raise ValueError(
+                f"{where} changes {join(inside or loose)} by the samples of a rank's share: "
+                "declare how the ranks' values come together, `combines` in the layer or the task: "
+                f"{join(KINDS[:-1], 9)} (hvdkit/train/combine.py), or make it of the rows of all "
+                "ranks (hvdkit.train.across.gather)"
             )
-        with world.fail_together("trying the state"):
-            for variable in ruled if near else []:
-                rule = self.rules[id(variable)]
-                *alone, together = found[id(variable)]
-                wanted = combined(rule, variable, alone)
-                if np.allclose(together, wanted, near, near, equal_nan=True):
-                    continue
-                if rule.kind == "mean":
-                    say(
-                        world,
-                        f"note: {names[id(variable)]} is no mean of its samples (as a variance is "
-                        "none), so its mean over ranks depends on their number",
-                    )
-                else:
-                    raise ValueError(
-                        f"{names[id(variable)]} combines by {rule.kind!r}, which makes another "
-                        "value of what two samples give alone than a batch of both gives: declare "
-                        "another rule, or change the layer (hvdkit/train/combine.py)"
-                    )
-
-    def _values(
-        self, forward: Callable[[Any], tf.Tensor], read: list[Any], wanted: list[tf.Variable]
-    ) -> dict[int, list[tf.Tensor]]:
-        """Of each variable wanted: its values after the first, the second, both samples."""
-        found: dict[int, list[tf.Tensor]] = {id(v): [] for v in wanted}
-        state = [*map(raw, self._state.model.trainable_variables), *self._state.of_forward]
-        seeds = [v for v in state if id(v) in self._seeds]
-        others = [v for v in state if id(v) not in self._seeds]
-        with unchanged(seeds):  # in the end: a share draws others than another
-            for chosen in (read[:1], read[1:], read):
-                batch = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
-                with unchanged(others):
-                    tf.function(partial(forward, batch), autograph=False).get_concrete_function()()
-                    for variable in wanted:
-                        found[id(variable)].append(tf.identity(variable))
-        return found
-
-
-def combined(rule: Rule, before: tf.Tensor, values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """What the rule makes of the values after one sample each, all from `before`."""
-    if rule.kind == "concatenate":
-        return joined(before, tf.concat([v[-int(rule.number) :] for v in values], 0))
-    wide = [tf.cast(v, tf.float64) for v in values]
-    if rule.kind == "sum":
-        start = rule.number * tf.cast(before, tf.float64)
-        return start + tf.add_n([v - start for v in wide])
-    reduce = {"mean": tf.reduce_mean, "max": tf.reduce_max, "min": tf.reduce_min}[rule.kind]
-    return reduce(tf.stack(wide), 0)
+        return notes
 
 
 def _seeds(state: State) -> list[tf.Variable]:

@@ -1,12 +1,24 @@
 """Random draws in training: by rank, by virtual rank (`Seeds`) or by sample (`SampleDropout`)."""
 
+import contextlib
 import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as draws
 
 from hvdkit.ranks.world import raw
+
+_DRAWS = (
+    "stateless_random_uniform_v2",
+    "stateless_random_uniform_int_v2",
+    "stateless_random_uniform_full_int_v2",
+    "stateless_random_normal_v2",
+    "stateless_truncated_normal_v2",
+)
 
 
 class RankSeedGenerator(keras.random.SeedGenerator):
@@ -27,6 +39,39 @@ def draw_by_rank(model: keras.Model) -> None:
         for generator in layer._seed_generators:
             if type(generator) is keras.random.SeedGenerator:
                 generator.__class__ = RankSeedGenerator
+
+
+@contextlib.contextmanager
+def same_in_each_row(layers: Sequence[keras.Layer]) -> Iterator[None]:
+    """Inside, each row of a batch draws what the first one does, alike on all ranks."""
+    generators = [g for layer in layers for g in layer._seed_generators]
+    by_rank = [g for g in generators if type(g) is RankSeedGenerator]
+    before = {name: getattr(draws, name) for name in _DRAWS}
+    try:
+        for generator in by_rank:
+            generator.__class__ = keras.random.SeedGenerator
+        for name, draw in before.items():
+            setattr(draws, name, _repeating(draw))
+        yield
+    finally:
+        for generator in by_rank:
+            generator.__class__ = RankSeedGenerator
+        for name, draw in before.items():
+            setattr(draws, name, draw)
+
+
+def _repeating(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
+    """`draw` of a shape, whose rows are all the first one."""
+
+    def drawn(shape: Any, *arguments: Any, **options: Any) -> tf.Tensor:
+        shape = tf.convert_to_tensor(shape)
+        if not shape.shape[0]:
+            return draw(shape, *arguments, **options)
+        one = tf.ones([1], shape.dtype)
+        row = draw(tf.concat([one, shape[1:]], 0), *arguments, **options)
+        return tf.repeat(row, shape[0], 0)
+
+    return drawn
 
 
 def drawing_layers(model: keras.Model) -> list[str]:

@@ -162,6 +162,14 @@ def finish(
     return grads, norm
 
 
+def descend(grads: list[tf.Tensor], variables: list[keras.Variable]) -> None:
+    """An update of a trial: a step of plain SGD."""
+    for gradient, variable in zip(grads, variables):
+        if not overwritten(variable):
+            step = tf.cast(0.1 * gradient, variable.value.dtype)
+            variable.assign(variable - step)
+
+
 def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
     """Sum, norm and share of non-finite values of each gradient, float64 [n, 3]; 0 for None."""
     rows = []

@@ -54,6 +54,14 @@ def draws(graph: tf.Graph) -> bool:
     return any(re.match(r"Stateless.*(Random|Normal|Multinomial)", n.op) for n in nodes(graph))
 
 
+def draws_by_place(graph: tf.Graph) -> bool:
+    """Whether a sample's place in its batch decides what it draws, also in a trial (dropout.py)."""
+    return any(
+        re.match(r"Stateless.*(Multinomial|Gamma|Binomial|Poisson|Shuffle|Param)", n.op)
+        for n in nodes(graph)
+    )
+
+
 def check_stateless(graph: tf.Graph, what: str) -> None:
     """Raises ValueError where a graph, or a function it calls, changes a variable.
 
@@ -67,12 +75,24 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
         )
 
 
+def names(graph: tf.Graph) -> set[str]:
+    """Of its operations and of the functions that it calls."""
+    definition = graph.as_graph_def()
+    functions = {function.signature.name for function in definition.library.function}
+    return functions | {node.name for node in definition.node}
+
+
 def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -> None:
     """Raises ValueError where a graph, or a function it calls, holds collectives of the task's own.
 
-    `before`: names of the nodes that were there before the task's.
+    `before`: `names` of the graph before the task's.
     """
-    new = [n for n in nodes(graph) if n.op.startswith("Horovod") and n.name not in before]
+    definition = graph.as_graph_def()
+    new = [node for node in definition.node if node.name not in before]
+    for function in definition.library.function:
+        if function.signature.name not in before:
+            new += function.node_def
+    new = [node for node in new if node.op.startswith("Horovod")]
     if own := {n.op for n in new if not _OF_ENGINE.search(n.name)}:
         raise ValueError(
             f"{what} calls Horovod ({join(sorted(own))}), whose gradient is a mean over ranks, and "
@@ -96,7 +116,7 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
         changed = set(map(id, assigned_handles(graph)))
         handles -= {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable} - changed
     named = {id(v.handle): v.name for v in graph.variables}
-    used = [t for t in graph.external_captures if t.dtype == tf.resource and _of_variable(t)]
+    used = [t for t, inner in graph.captures if _is_used(inner) and _of_variable(t)]
     if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:
         raise ValueError(
             f"{what} uses variables that the model does not hold: {join(others)}. They would be "
@@ -162,6 +182,14 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
             "large ones infinite: give the tape **run.reduction alone, and --compression=fp16 "
             "(float16 weights: make them float32)"
         )
+    generic = [n for n in sums if n.attr["ignore_name_scope"].b and not _OF_ENGINE.search(n.name)]
+    used = [node.name.rpartition("/")[2] for node in generic]
+    if twice := sorted({name for name in used if used.count(name) > 1}):
+        raise ValueError(
+            f"the step sums two gradients over ranks by one name ({twice[0]}), which Horovod "
+            "mistakes for each other: leave out use_generic_names=True where a step takes more "
+            "than one gradient"
+        )
     if ranks > 1 and all(_OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in sums):
         raise ValueError(
             "the step sums no gradients over ranks, whose weights would drift apart: wrap its "
@@ -181,6 +209,11 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
                 "training_example, give a TensorArray its size, or leave out --jit"
             )
         resources = [t for t in function.captured_inputs if t.dtype == tf.resource]
+        # A loss may use a tensor of the step, which has no value yet.
+        captured = [
+            tf.zeros(t.shape, t.dtype) if tf.is_symbolic_tensor(t) else t
+            for t in function.captured_inputs
+        ]
         try:
             if not all(map(_of_variable, resources)):
                 raise ValueError("it takes no lookup table")
@@ -189,7 +222,7 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
                 platform_name=platform,
                 function_name=function.name,
                 flat_args=tf.nest.flatten(function.structured_input_signature),
-                captured_inputs=function.captured_inputs,
+                captured_inputs=captured,
                 stage="hlo",
             )
         except (ValueError, tf.errors.OpError) as error:
@@ -213,16 +246,29 @@ def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:
     return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
 
 
+def _is_used(resource: tf.Tensor) -> bool:
+    """Whether a graph does more with this argument than read what nothing uses."""
+    for op in resource.consumers():
+        if op.type != "ReadVariableOp" or op.outputs[0].consumers():
+            return resource.dtype == tf.resource
+    return False
+
+
 def _of_variable(handle: tf.Tensor) -> bool:
     """Whether a resource is a variable: only its handle has a shape and a type."""
     data = getattr(handle, "_handle_data", None)
     return bool(data is not None and data.is_set and data.shape_and_type)
 
 
-def assigned_handles(graph: tf.Graph) -> list[tf.Tensor]:
-    """Handles, outside of all graphs, of the variables that operations of `graph` may change."""
+def assigned_handles(
+    graph: tf.Graph, operations: Iterable[tf.Operation] | None = None
+) -> list[tf.Tensor]:
+    """Handles, outside of all graphs, of the variables that operations of `graph` may change.
+
+    `operations`: some of its operations, instead of all.
+    """
     found = {}
-    for op in graph.get_operations():
+    for op in graph.get_operations() if operations is None else operations:
         if op.type in _READS:
             continue
         try:

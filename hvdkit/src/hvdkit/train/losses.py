@@ -144,6 +144,11 @@ def mean_activity_losses(model: keras.Model, samples: int) -> Iterator[None]:
             layer.activity_regularizer = regularizer
 
 
+def adds_of_samples(model: keras.Model) -> bool:
+    """Whether its newest call added losses besides those of its weights."""
+    return any(layer._losses for layer in model._flatten_layers())
+
+
 def added_loss(model: keras.Model) -> tf.Tensor | None:
     """The sum of the losses of the model's newest call, a scalar; None where it adds none."""
     terms = [tf.reduce_mean(at_least_float32(tf.convert_to_tensor(term))) for term in model.losses]

@@ -19,9 +19,11 @@ that the model adds by itself are not divided by a count. Where there is more th
 model adds losses, the backward pass waits for all ranks' sums and takes the whole loss at once.
 """
 
+import contextlib
+import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,19 +32,18 @@ import tensorflow as tf
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.stragglers import moment, own_part
-from hvdkit.ranks.world import World, raw
+from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 from hvdkit.train import (
     across,
-    batch_norm,
     combine,
-    dropout,
     graph_checks,
     objective,
     reduction,
     schedule,
     task_checks,
+    trial,
     updating,
     virtual,
 )
@@ -50,7 +51,7 @@ from hvdkit.train import gradients as gradients_lib
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
-from hvdkit.train.state import State
+from hvdkit.train.state import State, unchanged
 from hvdkit.train.task import Example, Task
 
 Result = Mapping[str, tf.Tensor]  # what a step returns
@@ -66,12 +67,16 @@ class _Traced:
     """A step while it is traced."""
 
     votes: tf.Tensor
-    before: list[tf.Tensor]  # what is not trained, as it was before the forward pass
-    terms: tuple[str, ...] = ()  # names of the loss's terms, once they are known
+    before: dict[int, tf.Tensor]  # values at the start of the step, by the variable's id
+    terms: tuple[str, ...] = ()  # names of the first loss's terms, once they are known
     adds_losses: bool = False  # whether the model adds any to them
-    known: Reduced | None = None  # once the loss is: all but the gradients
+    known: Reduced | None = None  # once a loss is: all but the gradients, of the first one
     factor: tf.Tensor | None = None  # from summed gradients to those of the mean
+    alone: bool = False  # whether `loss` gave the loss, which may be called once
+    sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # of each loss, on this rank
+    means: list[tf.Tensor | None] = dataclasses.field(default_factory=list)  # to update by
     updated: list[Result] = dataclasses.field(default_factory=list)  # what `update` returned
+    of_engine: list[tuple[tf.Graph, range]] = dataclasses.field(default_factory=list)  # operations
 
 
 class Step:
@@ -95,6 +100,8 @@ class Step:
         self.special = reduction.needs_own_step(settings, self._variables)
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = state.of_forward
+        # What a step's function may change by itself, outside of forward passes.
+        self._guarded = [*self.weights, *state.untrained]
         self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
         self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
         with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
@@ -107,6 +114,15 @@ class Step:
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size, refused)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
+        self._changed: list[tf.Variable] = []  # what the newest function itself changes
+        # What `trace` was given, and what it changes outside of forward passes and updates.
+        self._functions: list[tuple[Callable[[Example], Result], list[tf.Variable]]] = []
+        self._stand_in: Step | None = None  # a simulated rank, in a trial
+        self._is_tried = False  # whether this is one
+        self._terms: tuple[str, ...] = ()  # names of the newest loss's terms
+        self._draws_by_place = False  # see graph_checks.draws_by_place; once traced
+        self._adds_of_samples = False  # whether the model adds losses of its samples; once traced
+        self.of_template = False  # whether make_step is the template's
 
     # ---- what a step calls ------------------------------------------------------------------
 
@@ -121,9 +137,47 @@ class Step:
           losses: micro-batch -> what a task's `loss` returns; by default the task's, of the model
             called in training.
         """
+        if self._stand_in:
+            return self._stand_in.loss(batch, losses)
         step = self._step("run.loss")
         if step.known is not None:
-            raise ValueError("run.loss is called once a step: add two losses in run.loss(batch, f)")
+            raise ValueError(
+                "run.loss is called once a step: add two losses in run.loss(batch, f); for "
+                "gradients of several by themselves there is run.losses"
+            )
+        step.alone = True
+        targets, to_means = self._targets(batch, losses)
+        scale = self._state.loss_scale.read(tf.float64)
+        if len(targets) == 1:
+            step.factor = to_means[0] / scale
+            return targets[0]
+        step.factor = 1 / scale
+        return tf.add_n(_as_means(targets, to_means))
+
+    def losses(self, batch: Example, losses: Losses | None = None) -> dict[str, tf.Tensor]:
+        """This rank's part of each term of the loss, a mean over the global batch; scalars.
+
+        By the term's name: "loss" where it has none, "keras_loss" for what the model adds. As often
+        as the step needs, inside a tape, and not beside `loss`. Gradients of them, summed over
+        ranks, are those of the means, times the loss scale, which `update` takes out: it takes
+        what they are combined to. The step's figures are those of the first call. It is slower
+        than `loss`, as the backward pass waits for the sums of all ranks.
+        """
+        if self._stand_in:
+            return self._stand_in.losses(batch, losses)
+        step = self._step("run.losses")
+        if step.alone:
+            raise ValueError("run.losses and run.loss do not go together: call run.losses only")
+        targets, to_means = self._targets(batch, losses)
+        step.factor = 1 / self._state.loss_scale.read(tf.float64)
+        names = [name or "loss" for name in self._terms]
+        return dict(zip([*names, "keras_loss"], _as_means(targets, to_means)))
+
+    def _targets(
+        self, batch: Example, losses: Losses | None
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Of each term what to differentiate, and the factor that makes its sum a mean."""
+        step = self._step("run.loss")
         given, own = (tf.nest.flatten(part)[0].shape[:2] for part in (batch, self._spec))
         if tuple(given) != tuple(own):
             raise ValueError(
@@ -131,27 +185,27 @@ class Step:
                 f"{list(given)}: for two views of a sample return the mean of their losses"
             )
         self._losses[losses] = None
-        targets, sums = self._micro_batches.loss(partial(self._forward, losses=losses), batch)
-        own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
-        # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
-        alone = self._world.size == 1
-        ready = tf.zeros([], tf.float64) if alone else own_part(sums)
-        # One collective for both: constant size on any number of ranks. Its name holds those of the
-        # terms, so that ranks with other terms are told.
-        totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
-        name = ".".join(filter(None, ["step.totals", *step.terms]))
-        if not alone:
-            totals = reduction.totals(totals, self._settings, self._variables, name=name)
-        totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
-        step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
-        to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
-        scale = self._state.loss_scale.read(tf.float64)
-        if len(targets) == 1:
-            step.factor = to_means[0] / scale
-            return targets[0]
-        step.factor = 1 / scale
-        means = [target * tf.cast(to, target.dtype) for target, to in zip(targets, to_means)]
-        return tf.add_n([*means, *targets[len(means) :]])
+        with self._own_operations():
+            forward = partial(self._forward, losses=losses)
+            targets, sums = self._micro_batches.loss(forward, batch)
+            step.sums.append(sums)
+            own_loss = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
+            # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
+            alone = self._world.size == 1
+            untimed = alone or self._is_tried
+            ready = tf.zeros([], tf.float64) if untimed else own_part(sums)
+            # One collective for both: constant size on any number of ranks. Its name holds those of
+            # the terms, so that ranks with other terms are told.
+            totals = tf.stop_gradient(tf.concat([sums, step.votes], 0))
+            name = ".".join(filter(None, ["step.totals", *self._terms]))
+            if not alone:
+                totals = reduction.totals(totals, self._settings, self._variables, name=name)
+            totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
+            if step.known is None:
+                step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
+                step.terms = self._terms
+            to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
+        return targets, to_means
 
     def update(self, gradients: list[tf.Tensor | tf.IndexedSlices | None]) -> Result:
         """Applies gradients of `loss`, summed over ranks; call it once a step, return its result.
@@ -159,20 +213,24 @@ class Step:
         In order: unscale, judge whether all is finite, L2, clip by the global norm, set the rate of
         the schedule, apply; alike on every rank. A step that is not finite leaves no trace.
         """
+        if self._stand_in:
+            return self._stand_in.update(gradients)
         step = self._step("run.update")
         if step.known is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
         gradients = list(gradients)
         graph_checks.check_gradients(gradients, self._variables)
-        self._combiner.over_ranks(step.before)
-        grads = gradients_lib.unscale(gradients, step.factor, self._variables)
-        return self.apply(step.known._replace(grads=grads))
+        with self._own_operations():
+            self._combiner.over_ranks(step.before)
+            grads = gradients_lib.unscale(gradients, step.factor, self._variables)
+            return self.apply(step.known._replace(grads=grads))
 
     def apply(self, found: Reduced) -> Result:
         """From means over the global batch to updated weights and the step's figures."""
         settings, state, traced = self._settings, self._state, self._step("run.update")
         if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
+        traced.means = list(found.grads)
         scale = state.loss_scale.read(tf.float64)
         terms = gradients_lib.of_terms(found.sums)
         means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(terms[:, 0])
@@ -193,15 +251,17 @@ class Step:
             result["moments"] = tf.stack([found.ready, moment(norm)])
         result |= {} if found.faults is None else {"faults": found.faults}
         result |= {"keras_loss": found.sums[-1]} if traced.adds_losses else {}
-        if any(traced.terms):
-            result["terms"] = dict(zip(traced.terms, tf.unstack(means)))
-        result["refused_weights"] = dict(zip(traced.terms, tf.unstack(terms[:, 3:])))
+        names = traced.terms or self._terms
+        if any(names):
+            result["terms"] = dict(zip(names, tf.unstack(means)))
+        result["refused_weights"] = dict(zip(names, tf.unstack(terms[:, 3:])))
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
     def _end(self, offered: updating.Offered) -> tuple[tf.Tensor, tf.Tensor]:
-        undo = list(zip(self._untrained, self._step("run.update").before))
-        if not world_lib.gpu():
+        before = self._step("run.update").before
+        undo = [(v, before[id(v)]) for v in self._untrained]
+        if self._is_tried or not world_lib.gpu():
             return updating.by_branch(self._judged, undo, offered)
         trained = [raw(v) for v in [*self._variables, *self._state.optimizer.variables]]
         return updating.by_choice(self._judged, undo, offered, trained=trained)
@@ -215,7 +275,14 @@ class Step:
         l2, most = optimizers.l2_weight(self._settings, optimizer), self._settings.clip_norm
         grads, norm = gradients_lib.finish(grads, variables, l2=l2, clip_norm=most)
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
-        return norm, tf.math.is_finite(norm) & sound, lambda: optimizer.apply(grads, variables)
+
+        def update() -> None:
+            if self._is_tried:
+                gradients_lib.descend(grads, variables)
+            else:
+                optimizer.apply(grads, variables)
+
+        return norm, tf.math.is_finite(norm) & sound, update
 
     # ---- the step as one graph --------------------------------------------------------------
 
@@ -225,49 +292,101 @@ class Step:
 
         @tf.function(input_signature=signature, autograph=False)
         def train_step(batch: Example, own_votes: tf.Tensor) -> Result:
-            graph = tf.compat.v1.get_default_graph()
-            self._traced = _Traced(own_votes, [v.read_value() for v in self._untrained])
-            try:
-                outside = self._rows._replace(refused="it belongs into the losses of run.loss")
-                with reduction.refuse_empty_group(self._settings), across.training(outside):
-                    result = function(batch)
-                updated = self._traced.updated
-                if len(updated) != 1 or not isinstance(result, Mapping):
-                    raise ValueError(_RETURNS)
-                for name, value in updated[0].items():
-                    # In a tf.function inside the step they are tensors of another graph.
-                    here = getattr(value, "graph", graph) is graph
-                    if name not in result or (here and result[name] is not value):
-                        raise ValueError(f"{_RETURNS}; this one leaves out or replaces {name!r}")
-            finally:
-                self._traced = None
-            return result
+            return self._called(function, batch, own_votes)[0]
 
         with self._world.fail_together("making the step"), task_checks.user_code_errors("the step"):
             whole = train_step.get_concrete_function()
             self._check(whole.graph)
         agreement.check_gradients(self._world, self._variables, self._connected)
         agreement.check_collectives(self._world, whole)
+        tried = self._simple_step if self.special else function
+        self._functions.append((tried, self._changed))
+        self._draws_by_place |= graph_checks.draws_by_place(whole.graph)
         return whole  # not train_step, which takes half a millisecond to find it again
+
+    def _called(
+        self, function: Callable[[Example], Result], batch: Example, votes: tf.Tensor
+    ) -> tuple[Result, _Traced]:
+        """What the step's function returns, and what became known of it on the way."""
+        graph = tf.compat.v1.get_default_graph()
+        # Not read_value: its identity would run, where nothing uses it.
+        before = {
+            id(variable): tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+            for variable in self._guarded
+        }
+        self._traced = traced = _Traced(votes, before)
+        try:
+            outside = self._rows._replace(refused="it belongs into the losses of run.loss")
+            with reduction.refuse_empty_group(self._settings), across.training(outside):
+                result = function(batch)
+            if len(traced.updated) != 1 or not isinstance(result, Mapping):
+                raise ValueError(_RETURNS)
+            for name, value in traced.updated[0].items():
+                # In a tf.function inside the step they are tensors of another graph.
+                here = getattr(value, "graph", graph) is graph
+                if name not in result or (here and result[name] is not value):
+                    raise ValueError(f"{_RETURNS}; this one leaves out or replaces {name!r}")
+            if not self._is_tried:
+                self._changed = self._changed_by_function(graph)
+            self._combiner.over_ranks(traced.before, self._changed)
+            self._leave_no_trace()
+        finally:
+            self._traced = None
+        return result, traced
+
+    @contextlib.contextmanager
+    def _own_operations(self) -> Iterator[None]:
+        """Operations that are made inside are the engine's, not the step function's."""
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
+        yield
+        made = range(first, len(graph.get_operations()))
+        self._step("run.loss").of_engine.append((graph, made))
+
+    def _changed_by_function(self, graph: tf.Graph) -> list[tf.Variable]:
+        """The variables that a traced step changes outside of forward passes and the update."""
+        engines = {
+            i for its, made in self._step("run.loss").of_engine if its is graph for i in made
+        }
+        operations = enumerate(graph.get_operations())
+        own = [operation for place, operation in operations if place not in engines]
+        handles = {id(handle) for handle in graph_checks.assigned_handles(graph, own)}
+        return [v for v in self._guarded if id(v.handle) in handles]
+
+    def _leave_no_trace(self) -> None:
+        """What the step's function changed gets its old value back where nothing updates."""
+        step = self._step("run.update")
+        figures = step.updated[0]
+        applied = figures["finite"] & (figures["votes"][agreement.DATA_FAILED] == 0)
+        for variable in self._changed:
+            old = step.before[id(variable)]
+            variable.assign(tf.where(applied, variable.read_value(), old))
 
     def own_step(self) -> Callable[[Example], Result] | None:
         """The engine's step, where the settings need it; else None."""
         settings = self._settings
         if settings.virtual_ranks:
-            how = {"forward": self._forward, "micro_batches": self._micro_batches}
-            how["rules"] = self._combiner.rules
-            passes = virtual.Passes(settings, self._world, state=self._state, **how)
-            return lambda batch: self.apply(passes.reduce(batch, self._step("run.loss").votes))
-        if not self.special:
-            return None
+            passes = virtual.Passes(
+                settings,
+                self._world,
+                state=self._state,
+                forward=self._forward,
+                micro_batches=self._micro_batches,
+                rules=self._combiner.rules,
+            )
 
-        def step(batch: Example) -> Result:
-            with tf.GradientTape() as tape:
-                loss = self.loss(batch)
-            own = tape.gradient(loss, self.weights)
-            return self.update(reduction.rank_sums(own, settings, self._variables))
+            def step(batch: Example) -> Result:
+                with self._own_operations():
+                    return self.apply(passes.reduce(batch, self._step("run.loss").votes))
 
-        return step
+            return step
+        return self._simple_step if self.special else None
+
+    def _simple_step(self, batch: Example) -> Result:
+        with tf.GradientTape() as tape:
+            loss = self.loss(batch)
+        own = tape.gradient(loss, self.weights)
+        return self.update(reduction.rank_sums(own, self._settings, self._variables))
 
     def _forward(
         self, micro: Example, losses: Losses | None = None, turn: across.Turn | None = None
@@ -276,7 +395,7 @@ class Step:
         settings, model = self._settings, self._state.model
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         graph = tf.compat.v1.get_default_graph()
-        before = {op.name for op in graph.get_operations()}
+        before = graph_checks.names(graph)
         rows = self._traced and self._rows._replace(turn=turn)
         with tf.GradientTape() as tape, across.training(rows):
             with losses_lib.mean_activity_losses(model, samples):
@@ -288,13 +407,16 @@ class Step:
             added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
             if losses:
                 terms = objective.terms(found, samples)
-                objective.check_independent(losses, micro, made=terms)
+                if not self._is_tried:
+                    objective.check_independent(losses, micro, made=terms)
             else:
                 terms = objective.loss(self._task, outputs, micro["targets"], samples=samples)
+        self._terms = tuple(terms)
+        self._adds_of_samples |= losses_lib.adds_of_samples(model)
         if self._traced:
-            self._traced.terms, self._traced.adds_losses = tuple(terms), added is not None
+            self._traced.adds_losses = added is not None
         graph_checks.check_collectives(graph, "the model or the task's loss", before)
-        self._combiner.look(graph)
+        self._combiner.look(graph, before)
         graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
         targets, sums = [], []
         for each, weights in terms.values():
@@ -312,37 +434,78 @@ class Step:
         sums.append(0.0 if added is None else added)
         return targets, tf.stack([tf.cast(x, tf.float64) for x in sums])
 
+    def try_out(self, sample: Callable[..., Example]) -> None:
+        """Stop, on all ranks, where the step is another on parts of a batch than on the whole.
+
+        Steps that are the template's, of a loss that compares no samples, are tried in evaluation
+        (`Evaluator.check_loss`), which takes less time.
+        """
+        settings = self._settings
+        by_ranks = self._world.size > 1 or settings.virtual_ranks > 0
+        if not objective.divides(settings, self._world.size) or self._draws_by_place:
+            return
+        own = self.own_losses or not self.of_template
+        looks = own or across.used or self._adds_of_samples
+        mixes = bool(getattr(self._task, "mixes", False))
+        if not (looks or mixes or (by_ranks and self._combiner.changes())):
+            return
+        micro_batch = settings.global_batch_size // settings.accumulation_steps
+        by_steps = settings.accumulation_steps > 1
+        uneven = by_ranks and micro_batch % (settings.virtual_ranks or self._world.size) > 0
+        uneven = uneven and not by_steps  # which takes an even number
+        count = trial.samples_of(tf.nest.flatten(self._spec)[0].shape[1], uneven)
+        whose = "run.loss(batch, losses): " if self.own_losses else "the task's loss: "
+        near = objective.nearness(settings)
+        plan = trial.Plan(count, by_ranks=by_ranks, by_steps=by_steps, near=near, whose=whose)
+        with self._world.fail_together("trying the step"):
+            places = [self._world.rank * count + i for i in range(count)]
+            examples = [sample(place, draw=place if mixes else 0) for place in places]
+            with trial.at_rest(self._state.held.layers):
+                for function, changed in self._functions:
+                    run = partial(self._tried, function, changed)
+                    for note in trial.compare(plan, examples, run, combiner=self._combiner):
+                        say(self._world, f"note: {note}")
+
+    def _tried(
+        self,
+        function: Callable[[Example], Result],
+        changed: list[tf.Variable],
+        batch: Example,
+        part: trial.Part,
+    ) -> trial.Outcome:
+        """What the step makes of a small batch, as one of several ranks; it leaves no trace."""
+        twin = copy.copy(self)
+        samples = sum(part.samples)
+        twin._is_tried = True
+        twin._changed = changed
+        twin._settings = dataclasses.replace(
+            self._settings, global_batch_size=samples, accumulation_steps=part.steps, jit=False
+        )
+        twin._world = dataclasses.replace(self._world, rank=part.rank, size=len(part.samples))
+        twin._spec = batch
+        twin._rows = across.Batch(samples, part.rank, len(part.samples))
+        twin._micro_batches = gradients_lib.MicroBatches(part.steps, self._variables)
+        twin._combiner = self._combiner.of_part(
+            twin._world, twin._settings, batch, uses=part.combines
+        )
+        votes = tf.zeros([agreement.NUM_VOTES], tf.float64)
+        what = f"the step, tried on {samples} samples (take sizes from tensors, not from settings),"
+        own = task_checks.user_code_errors(what)
+        self._stand_in = twin
+        try:
+            variables = self._state.variables
+            with unchanged(list(map(raw, variables.values()))), own:
+                _, traced = twin._called(function, batch, votes)
+                state = {name: raw(v).numpy() for name, v in variables.items()}
+        finally:
+            self._stand_in = None
+        means = [None if g is None else g.numpy() for g in traced.means]
+        return trial.Outcome(state, means, [sums.numpy() for sums in traced.sums], traced.terms)
+
     @property
     def own_losses(self) -> bool:
         """Whether run.loss was given losses in place of the task's."""
         return any(self._losses)
-
-    def try_state(self, sample: Callable[..., Example]) -> None:
-        """Stop, on all ranks, where ranks would change state in ways of their own.
-
-        And where the losses that run.loss was given mix samples; the task's are tried in evaluation
-        (`Evaluator.check_loss`), in which batch norm and dropout do nothing.
-        """
-        model, near = self._state.model, objective.nearness(self._settings)
-        varies = batch_norm.normalizing(model) or dropout.drawing_layers(model) or across.used
-        divided = objective.divides(self._settings, self._world.size)
-        how = {"state": self._state, "config": self._settings}
-        for losses in self._losses or [None]:  # virtual ranks do not come to `loss`
-            forward = partial(self._forward, losses=losses)
-            passes = lambda batch, f=forward: f(batch)[1]  # noqa: E731
-            self._combiner.try_out(passes, sample, near=0 if varies else near)
-            if losses and divided and not varies:
-                with self._world.fail_together("trying the loss"):
-                    tried = [sample(place) for place in range(2)]
-                    objective.check_own("run.loss(batch, losses): ", forward, tried, **how)
-        # Targets of mixed samples come to the loss in training only; the model is at rest here.
-        tries = divided and not self.own_losses and not across.used
-        if getattr(self._task, "mixes", False) and tries:
-            rest = lambda x: self._task.loss(model(x["inputs"], training=False), x["targets"])  # noqa: E731
-            forward = partial(self._forward, losses=rest)
-            with self._world.fail_together("trying the loss"):
-                tried = [sample(place, draw=place) for place in range(4)]
-                objective.check_own("the task's ", forward, tried, **how)
 
     def _check(self, graph: tf.Graph) -> None:
         optimizers.check_trainable(self._state.optimizer, self._state.model)
@@ -356,6 +519,12 @@ class Step:
         if self._traced is None:
             raise ValueError(f"{caller} belongs in the function that run.function wraps")
         return self._traced
+
+
+def _as_means(targets: list[tf.Tensor], to_means: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Of each term, and of what the model adds, which is one already."""
+    means = [target * tf.cast(to, target.dtype) for target, to in zip(targets, to_means)]
+    return [*means, *targets[len(means) :]]
 
 
 def direct_call(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callable[..., Result]:

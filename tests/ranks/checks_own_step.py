@@ -1,0 +1,523 @@
+"""Steps of one's own on real ranks, against one process that computes the same by itself."""
+
+from functools import partial
+from typing import ClassVar
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from small_runs import FEATURES, Small, fit, folder, numbers, same
+
+from hvdkit.data.sampler import Sampler
+from hvdkit.ranks.world import set_precision
+from hvdkit.stop import DONE, WRONG_USE
+from hvdkit.train import across
+
+SIZE, KEPT, WIDTH = 13, 20, 4  # shares of 7 and 6; rows of the queue; units of a key
+STEPS = 3
+EXACT = {"precision": "float64", "lr_policy": "constant", "momentum": 0.0, "base_lr": 0.1}
+EXACT |= {"warmup_steps": 0, "global_batch_size": SIZE, "num_steps": STEPS, "seed": 1}
+
+
+def network(seed: int) -> keras.Model:
+    x = keras.Input((FEATURES,))
+    y = keras.layers.Dense(5, activation="tanh")(x)
+    model = keras.Model(x, keras.layers.Dense(WIDTH)(y))
+    draw = np.random.default_rng(seed)
+    model.set_weights([draw.normal(size=v.shape) for v in model.variables])
+    return model
+
+
+class Own(Small):
+    """Every step takes all samples; a slow network, a queue, a centre, a counter."""
+
+    combines: ClassVar = {}
+
+    def __init__(self, config):
+        super().__init__(config)
+        draw = np.random.default_rng(2)
+        self.slow = network(4)
+        self.slow.trainable = False
+        rows = draw.normal(size=(KEPT, WIDTH))
+        self.queue = tf.Variable(rows, trainable=False, name="queue")
+        self.centre = tf.Variable(np.zeros(WIDTH), trainable=False, name="centre")
+        self.count = tf.Variable(0, trainable=False, dtype=tf.int64, name="count")
+
+    def sources(self):
+        return numbers(1, SIZE), numbers(2, 5)
+
+    def training_example(self, sample, key):
+        return {"inputs": tf.cast(sample["x"], tf.float64), "targets": sample["y"]}
+
+    def build_model(self):
+        return network(3)
+
+    def loss(self, outputs, targets):
+        each = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+        return each, tf.ones_like(each)
+
+
+def summed(run, tape, loss, **names):
+    tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+    return tape.gradient(loss, run.weights, **names)
+
+
+def training(make, run) -> None:
+    """train.py's loop, with the step of `make(run)`."""
+    step = run.make_step(make)
+    for batch in run.batches():
+        run.after_step(step(batch))
+
+
+def trained(world, make, *words, task=Own, code=None, **settings):
+    code = code or (WRONG_USE if words else DONE)
+    return fit(
+        world, task, *words, own_train=partial(training, make), code=code, **EXACT | settings
+    )
+
+
+class Alone:
+    """What a step calls of a run, by plain Keras on one process and the whole batch."""
+
+    def __init__(self, task=Own):
+        self.task, self.model = task(None), network(3)
+        self.weights = [v.value for v in self.model.trainable_variables]
+
+    def mean(self, pair):
+        losses, weights = pair
+        return tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+
+    def descend(self, gradients) -> None:
+        for weight, gradient in zip(self.weights, gradients):
+            weight.assign_sub(0.1 * gradient)
+
+
+def reference(world, step) -> Alone:
+    """`step(alone, micro)` on each batch, in the order of the run's samples."""
+    folder(world)  # chooses the threads first
+    set_precision("float64")
+    alone = Alone()
+    held = numbers(1, SIZE)._arrays
+    sampler = Sampler(SIZE, SIZE, 1, 1, 0, 1, 0, 0)
+    for number in range(STEPS):
+        ids = sampler.local_samples(tf.constant(number, tf.int64))[0].numpy().ravel()
+        x, y = np.float64(held["x"][ids]), held["y"][ids]
+        step(alone, {"inputs": tf.constant(x), "targets": tf.constant(y)}, number)
+    return alone
+
+
+def held(task) -> list[np.ndarray]:
+    state = [*task.slow.variables, task.queue, task.centre, task.count]
+    return [np.asarray(v) for v in state]
+
+
+def require_equal(ended, task, alone, near=1e-12) -> None:
+    same(ended.weights(), [v.numpy() for v in alone.model.variables], near, near)
+    same(held(task), held(alone.task), near, near)
+
+
+def kept() -> tuple[type, list]:
+    """A task's class, and the list that its newest object will be in."""
+    made = []
+
+    class Kept(Own):
+        def __init__(self, config):
+            super().__init__(config)
+            made[:] = [self]
+
+    return Kept, made
+
+
+def moco(task, model, micro, gather):
+    """Losses of a query against its key and the queue; the keys of all ranks join the queue."""
+    query = model(micro["inputs"], training=True)
+    key = task.slow(micro["inputs"], training=False)
+    alike = tf.reduce_sum(query * key, -1, keepdims=True)
+    logits = tf.concat([alike, query @ tf.transpose(task.queue)], -1)
+    labels = tf.zeros(query.shape[0], tf.int32)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    rows = gather(key)
+    task.queue.assign(tf.concat([task.queue, rows], 0)[-KEPT:])
+    task.centre.assign(0.9 * task.centre + 0.1 * tf.reduce_mean(rows, 0))
+    task.count.assign_add(rows.shape[0])
+    return losses, tf.ones_like(losses)
+
+
+def follow(task, model) -> None:
+    for slow, fast in zip(task.slow.variables, model.variables):
+        slow.assign(0.9 * slow + 0.1 * fast)
+
+
+def make_moco(run):
+    def losses(micro):
+        return moco(run.task, run.model, micro, across.gather)
+
+    @run.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = run.loss(batch, losses)
+        result = run.update(summed(run, tape, loss))
+        follow(run.task, run.model)  # after the update, as MoCo and DINO have it
+        return result
+
+    return step
+
+
+def check_state_of_gathered_rows_is_that_of_one_process(world):
+    """MoCo's queue, DINO's centre and teacher; without a rule, and with `same`."""
+
+    def alone_step(alone, micro, number):
+        with tf.GradientTape() as tape:
+            loss = alone.mean(moco(alone.task, alone.model, micro, tf.identity))
+        alone.descend(tape.gradient(loss, alone.weights))
+        follow(alone.task, alone.model)
+
+    alone = reference(world, alone_step)
+    for rules in ({}, {"task/queue/*": "same"}):
+        task, made = kept()
+        task.combines = rules
+        ended = trained(world, make_moco, task=task)
+        require_equal(ended, made[0], alone)
+
+
+def check_rules_for_gathered_rows_are_refused(world):
+    if world.size == 1:
+        return
+    for name, rule in (("queue", "concatenate"), ("count", "sum")):
+        task = type("Wrong", (Own,), {"combines": {f"task/{name}/*": rule}})
+        trained(world, make_moco, name, "gathered already", "leave the rule out", task=task)
+
+
+def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world):
+    def make(run, when):
+        @run.function
+        def step(batch):
+            if when == "before":
+                run.task.centre.assign_add(tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH])
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch)
+            result = run.update(summed(run, tape, loss))
+            if when == "after":
+                run.task.centre.assign_add(tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH])
+            return result
+
+        return step
+
+    task, made = kept()
+    x = np.float64(numbers(1, SIZE)._arrays["x"])[:, :WIDTH]
+    for when in ("before", "after"):
+        task.combines = {"task/centre/*": "mean"}
+        trained(world, partial(make, when=when), task=task)
+        same(made[0].centre.numpy(), STEPS * np.mean(x, 0), 1e-12, 1e-12)
+    if world.size > 1:
+        task.combines = {"task/centre/*": "sum"}
+        trained(world, partial(make, when="after"), "task/centre", "another rule", task=task)
+        # Nor may it be of each rank's samples without a rule.
+        for when in ("before", "after"):
+            trained(world, partial(make, when=when), "task/centre", "by the samples")
+
+
+def check_a_step_that_is_not_finite_leaves_no_trace_of_what_the_step_itself_does(world):
+    """The last rank's samples are no numbers at the second of three steps."""
+    seen = []
+
+    def train(run):
+        task = run.task
+
+        def losses(micro):
+            last = world.rank == world.size - 1
+            bad = tf.logical_and(run.state.step == 1, last)
+            x = micro["inputs"] + tf.where(bad, tf.constant(np.nan, tf.float64), 0.0)
+            return moco(task, run.model, {"inputs": x}, across.gather)
+
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch, losses)
+            result = run.update(summed(run, tape, loss))
+            follow(task, run.model)
+            task.count.assign_add(1)
+            run.weights[0].assign(tf.clip_by_value(0.99 * run.weights[0], -1.0, 1.0))
+            return result
+
+        for batch in run.batches():
+            before = [*held(task), *map(np.asarray, run.weights)]
+            run.after_step(step(batch))
+            seen.append((before, [*held(task), *map(np.asarray, run.weights)]))
+
+    fit(world, Own, own_train=train, **EXACT | {"num_steps": 2}, code=None)
+    (start, first), (also_first, second) = seen
+    assert not np.array_equal(start[0], first[0])
+    same(also_first, first)
+    same(second, first)
+
+
+def annealed(run):
+    def losses_of(ramp):
+        def losses(micro):
+            each, weights = run.task.loss(
+                run.model(micro["inputs"], training=True), micro["targets"]
+            )
+            return each * ramp, weights
+
+        return losses
+
+    @run.function
+    def step(batch):
+        ramp = tf.minimum(tf.cast(run.state.step + 1, tf.float64) / 4, 1.0)
+        with tf.GradientTape() as tape:
+            loss = run.loss(batch, losses_of(ramp))
+        return run.update(summed(run, tape, loss))
+
+    return step
+
+
+def slow_check_losses_may_use_a_tensor_of_the_step(world):
+    def alone_step(alone, micro, number):
+        with tf.GradientTape() as tape:
+            outputs = alone.model(micro["inputs"], training=True)
+            loss = alone.mean(alone.task.loss(outputs, micro["targets"])) * (number + 1) / 4
+        alone.descend(tape.gradient(loss, alone.weights))
+
+    alone = reference(world, alone_step)
+    ended = trained(world, annealed)
+    same(ended.weights(), [v.numpy() for v in alone.model.variables], 1e-12, 1e-12)
+    even = {"global_batch_size": 12}
+    plain = trained(world, annealed, **even)
+    for more in ({"accumulation_steps": 2}, {"jit": True}):
+        ended = trained(world, annealed, **even | more)
+        same(ended.weights(), plain.weights(), 1e-12, 1e-12)
+
+
+def sharp(run):
+    """Sharpness-aware minimization (Foret et al. 2021): the gradient from a step up the slope."""
+
+    @run.function
+    def step(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n(list(run.losses(batch).values()))
+        slopes = summed(run, tape, loss)
+        before = [tf.identity(weight) for weight in run.weights]
+        for weight, slope in zip(run.weights, slopes):
+            weight.assign_add(0.05 * slope / tf.linalg.global_norm(slopes))
+        with tf.GradientTape() as tape:
+            loss = tf.add_n(list(run.losses(batch).values()))
+        slopes = summed(run, tape, loss)
+        for weight, old in zip(run.weights, before):
+            weight.assign(old)
+        return run.update(slopes)
+
+    return step
+
+
+def check_sharpness_aware_minimization_is_that_of_one_process(world):
+    def slopes_of(alone, micro):
+        with tf.GradientTape() as tape:
+            outputs = alone.model(micro["inputs"], training=True)
+            loss = alone.mean(alone.task.loss(outputs, micro["targets"]))
+        return tape.gradient(loss, alone.weights)
+
+    def alone_step(alone, micro, number):
+        slopes = slopes_of(alone, micro)
+        before = [tf.identity(weight) for weight in alone.weights]
+        for weight, slope in zip(alone.weights, slopes):
+            weight.assign_add(0.05 * slope / tf.linalg.global_norm(slopes))
+        slopes = slopes_of(alone, micro)
+        for weight, old in zip(alone.weights, before):
+            weight.assign(old)
+        alone.descend(slopes)
+
+    alone = reference(world, alone_step)
+    ended = trained(world, sharp)
+    same(ended.weights(), [v.numpy() for v in alone.model.variables], 1e-12, 1e-12)
+    even = {"global_batch_size": 12}
+    plain = trained(world, sharp, **even)
+    more = trained(world, sharp, accumulation_steps=2, **even)
+    same(more.weights(), plain.weights(), 1e-12, 1e-12)
+
+
+def two_losses(outputs, targets):
+    """With weights of their own: each has a count of its own."""
+    first = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+    second = -tf.square(outputs[:, 0] - tf.cast(targets, outputs.dtype))
+    return {
+        "first": (first, tf.ones_like(first)),
+        "second": (second, tf.cast(targets > 0, outputs.dtype)),
+    }
+
+
+def surgery(first, second):
+    """PCGrad (Yu et al. 2020), of two gradients: each without its part against the other."""
+    dot = tf.add_n([tf.reduce_sum(a * b) for a, b in zip(first, second)])
+    norms = [tf.square(tf.linalg.global_norm(x)) for x in (first, second)]
+    against = tf.minimum(dot, 0.0)
+    return [a - against / norms[1] * b + b - against / norms[0] * a for a, b in zip(first, second)]
+
+
+def projected(run, **names):
+    def losses(micro):
+        return two_losses(run.model(micro["inputs"], training=True), micro["targets"])
+
+    @run.function
+    def step(batch):
+        with tf.GradientTape(persistent=True) as tape:
+            means = run.losses(batch, losses)
+        slopes = [summed(run, tape, means[name], **names) for name in ("first", "second")]
+        return run.update(surgery(*slopes))
+
+    return step
+
+
+def slow_check_gradients_of_each_loss_are_those_of_one_process(world):
+    def alone_step(alone, micro, number):
+        with tf.GradientTape(persistent=True) as tape:
+            terms = two_losses(alone.model(micro["inputs"], training=True), micro["targets"])
+            means = {name: alone.mean(pair) for name, pair in terms.items()}
+        slopes = [tape.gradient(means[name], alone.weights) for name in ("first", "second")]
+        alone.descend(surgery(*slopes))
+
+    alone = reference(world, alone_step)
+    ended = trained(world, projected)
+    same(ended.weights(), [v.numpy() for v in alone.model.variables], 1e-12, 1e-12)
+    generic = partial(projected, use_generic_names=True)
+    trained(world, generic, "by one name", "use_generic_names")
+
+
+def check_what_makes_weights_depend_on_the_ranks_is_refused(world):
+    """Clipping by a rank's own norm; a mean over ranks of uneven shares; a sum of means."""
+    if world.size == 1:
+        return
+
+    def clipped(run):
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch)
+            slopes, _ = tf.clip_by_global_norm(tape.gradient(loss, run.weights), 1e-3)
+            return run.update(
+                [hvd.allreduce(s, op=hvd.Sum, name=f"s{i}") for i, s in enumerate(slopes)]
+            )
+
+        return step
+
+    def centred(run):
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch)
+            mean = tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH]
+            run.task.centre.assign_add(hvd.allreduce(mean, op=hvd.Average, name="centre"))
+            return run.update(summed(run, tape, loss))
+
+        return step
+
+    trained(world, clipped, "gradient of", "linear")
+    trained(world, centred, "task/centre", "by the samples")
+    trained(world, centred, global_batch_size=12)
+
+
+class Adds(keras.layers.Layer):
+    """Adds a loss of its inputs in training, by `make(x, gather)`."""
+
+    def __init__(self, make, **kwargs):
+        super().__init__(**kwargs)
+        self.make = make
+
+    def call(self, x, training=False):
+        if training:
+            self.add_loss(self.make(x, across.gather))
+        return x
+
+
+def balance(x, gather):
+    """As of a mixture of experts: shares of the samples times mean probabilities."""
+    gates = tf.nn.softmax(gather(x))
+    chosen = tf.one_hot(tf.argmax(gates, -1), gates.shape[-1], dtype=gates.dtype)
+    return 0.5 * tf.reduce_sum(tf.reduce_mean(chosen, 0) * tf.reduce_mean(gates, 0))
+
+
+def adding(make):
+    def build_model(task):
+        model = network(3)
+        draws = keras.layers.Dropout(0.5)(model.output, training=True)
+        added = Adds(make)(model.output)
+        return keras.Model(model.input, added + 0.0 * draws)
+
+    return type("Adding", (Own,), {"build_model": build_model})
+
+
+def check_losses_that_a_model_adds_are_means_over_samples_or_refused(world):
+    for make, words in (
+        (lambda x, gather: 0.01 * tf.reduce_sum(tf.square(x)), ("model adds", "mean over")),
+        (lambda x, gather: balance(x, tf.identity), ("model adds", "across.gather")),
+        (lambda x, gather: 0.01 * tf.math.reduce_variance(x), ("model adds", "mean over")),
+        (lambda x, gather: 0.01 * tf.reduce_mean(tf.square(x)), ()),
+        (balance, ()),
+    ):
+        words = words if world.size > 1 else ()
+        fit(world, adding(make), *words, code=WRONG_USE if words else DONE, **EXACT)
+
+    def alone_step(alone, micro, number):
+        with tf.GradientTape() as tape:
+            outputs = alone.model(micro["inputs"], training=True)
+            loss = alone.mean(alone.task.loss(outputs, micro["targets"]))
+            loss += balance(outputs, tf.identity)
+        alone.descend(tape.gradient(loss, alone.weights))
+
+    alone = reference(world, alone_step)
+    ended = fit(world, adding(balance), **EXACT)
+    weights = [v.numpy() for v in ended.model.trainable_variables]
+    same(weights, [v.numpy() for v in alone.weights], 1e-12, 1e-12)
+
+
+class Queued(Own):
+    """The template's step: the loss keeps the queue, of gathered rows."""
+
+    def loss(self, outputs, targets):
+        rows = across.gather(tf.stop_gradient(outputs))
+        logits = outputs @ tf.transpose(self.queue)
+        labels = tf.cast(targets, tf.int64)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        self.queue.assign(tf.concat([self.queue, rows], 0)[-KEPT:])
+        self.count.assign_add(tf.shape(rows, tf.int64)[0])
+        return losses, tf.ones_like(losses)
+
+
+def slow_check_state_of_rows_that_virtual_ranks_gather_is_that_of_one_process(world):
+    even = {"global_batch_size": 12}
+    found = []
+    for more in ({}, {"virtual_ranks": 2}):
+        task, made = kept()
+        task.loss = Queued.loss
+        ended = fit(world, task, **EXACT | even | more)
+        found.append([*ended.weights(), *held(made[0])])
+    same(*found, 1e-6, 1e-6)
+    ruled = type("Ruled", (Queued,), {"combines": {"task/queue/*": "concatenate"}})
+    words = ("queue", "gathered already", "leave the rule out")
+    fit(world, ruled, *words, virtual_ranks=2, code=WRONG_USE, **EXACT | even)
+
+
+def slow_check_losses_that_use_samples_of_the_whole_batch_are_refused_in_micro_batches(world):
+    """Right without: with --accumulation_steps each would get the first one's."""
+
+    def make(run):
+        @run.function
+        def step(batch):
+            first = run.task.slow(batch["inputs"][0], training=False)
+
+            def losses(micro):
+                outputs = run.model(micro["inputs"], training=True)
+                each = tf.reduce_sum(tf.square(outputs - first), -1)
+                return each, tf.ones_like(each)
+
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch, losses)
+            return run.update(summed(run, tape, loss))
+
+        return step
+
+    trained(world, make)
+    more = {"global_batch_size": 12, "accumulation_steps": 2}
+    words = ("run.loss(batch, losses): ", "in two parts")
+    trained(world, make, *words, **more)
