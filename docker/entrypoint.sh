@@ -87,7 +87,8 @@ sshd)
     trap 'stopping=yes; drain; kill "$server" || true' TERM
     trap 'stopping=yes; kill "$server" || true' INT
     while kill -0 "$server" 2>/dev/null; do wait "$server" || true; done # a signal ends a wait
-    [ -z "$stopping" ] || exit 0
+    # With 0 a pod has succeeded, and Kubernetes never makes it anew.
+    [ -z "$stopping" ] || exit 143
     wait "$server" # with its exit code
     ;;
 drain) drain ;;

@@ -57,13 +57,17 @@ fi
 
 # Names become words of ssh's command line: none may look like an option or a path.
 slots=0 names=() entries=()
+declare -A slots_of=() # PBS and SGE name a host once for each of its slots
 IFS=, read -ra given <<<"$hosts"
 for entry in "${given[@]}"; do
     [[ $entry =~ ^([A-Za-z0-9_][A-Za-z0-9._-]*):([1-9][0-9]{0,5})$ ]] ||
         die "'$entry' is not HOST:RANKS, as in -H node1:8,node2:8 (a host is letters, digits, . _ and -, not - first)"
-    names+=("${BASH_REMATCH[1]}") entries+=("$entry")
+    name=${BASH_REMATCH[1]}
+    [ -n "${slots_of[$name]:-}" ] || names+=("$name")
+    slots_of[$name]=$((${slots_of[$name]:-0} + BASH_REMATCH[2]))
     slots=$((slots + BASH_REMATCH[2]))
 done
+for name in "${names[@]}"; do entries+=("$name:${slots_of[$name]}"); done
 hosts=$(IFS=, && echo "${entries[*]}")
 np=${np:-$slots}
 [[ $np =~ ^[1-9][0-9]{0,5}$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
@@ -272,6 +276,7 @@ interrupt() {
         kill -KILL -- "-$job" || true # before the ranks, or it prints messages about them
         unlink_hosts KILL
         drain
+        trap - EXIT
         exit 130
     fi
     pressed=${pressed:-$now}
@@ -298,10 +303,12 @@ launch() {
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
     work=$(mktemp -d)
+    job=''
     mpi_words
     words+=("$@")
     code=0
     if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && rm -rf "$work" && return; fi
+    trap end_all EXIT
     # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
     # script; mpirun would give the ranks one second.
     setsid "${words[@]}" </dev/null > >(show shown) 2> >(show shown2 >&2) &
@@ -316,7 +323,18 @@ launch() {
     # If the launcher was killed, as by `scancel`, it has left ranks behind.
     unlink_hosts "$([ "$code" = 0 ] && echo DONE || echo LEFT)"
     drain
-    trap - TERM USR1 INT HUP
+    trap - TERM USR1 INT HUP EXIT
+}
+
+# However this script ends before its run does, it leaves no rank behind: they save and end.
+end_all() {
+    set +eu
+    trap '' INT TERM USR1 HUP
+    {
+        unlink_hosts LEFT
+        [ -z "$job" ] || kill -KILL -- "-$job"
+    } 2>/dev/null
+    rm -rf "$work"
 }
 
 trap 'exit 75' TERM USR1 HUP # nothing runs yet

@@ -1,5 +1,6 @@
 """hosts.sh and stop.sh: on three hosts with their own sshd, and what they refuse."""
 
+import contextlib
 import json
 import os
 import re
@@ -129,6 +130,40 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path
     stop_at(endless(hosts[1], tmp_path, "-H", "node1:1,node2:1"), "step 3", signal.SIGKILL)
     assert not hosts.left(STAND_IN[1], "orted", seconds=30)
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
+
+
+def lines_after_the_launch() -> list[int]:
+    """Of hosts.sh: the statements of `launch` from where mpirun runs to where its run has ended."""
+    lines = Path(HOSTS_SH).read_text().splitlines()
+    first = next(n for n, line in enumerate(lines) if line.strip() == "job=$!")
+    last = next(n for n, line in enumerate(lines) if n > first and line.strip() == "drain")
+    return list(range(first + 1, last))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [1, pytest.param(99, marks=pytest.mark.slow)])
+def test_a_fault_of_the_launcher_leaves_no_rank_behind(tmp_path: Path, count: int):
+    """It fails at each of its lines after the launch, or the first; the ranks save and end."""
+    folder = tmp_path / "launch"
+    shutil.copytree(ROOT / "launch", folder)
+    lines = Path(HOSTS_SH).read_text().splitlines()
+    for number in lines_after_the_launch()[:count]:
+        broken = [*lines[:number], "sleep 3; false", *lines[number:]]
+        (folder / "hosts.sh").write_text("\n".join(broken) + "\n")
+        run_dir = tmp_path / f"{number}"
+        words = [folder / "hosts.sh", "-np", "1", *STAND_IN, f"--run_dir={run_dir}", "--steps=30"]
+        ended = run(words, timeout=60)
+        assert not left_of(run_dir), (number, ended.output)
+    assert number > 0
+
+
+def left_of(run_dir: Path) -> list[str]:
+    """Processes whose command names the run's folder."""
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            commands.append(path.read_text())
+    return [command for command in commands if f"--run_dir={run_dir}\0" in command]
 
 
 def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
@@ -292,6 +327,7 @@ LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
      ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
     # Else a for a.cluster.
     ([HOSTS_SH, "-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),
+    ([HOSTS_SH, "-H", "gamma:1,beta:2,gamma:1"], [r"-np 4 -H gamma:2\,beta:2 "]),
     (LEFT, [r"-np 6 -H node1:2\,node7:4"]),
     ([*LEFT, "-np", "3"], [r"-np 3 -H node1:2\,node7:4"]),
     ([*LEFT, "-np", "9", "-H", "node1:2,node5:4,node7:4"], [r"-np 6 -H node1:2\,node7:4"]),
