@@ -28,7 +28,11 @@ USUAL = """
 # A flag with limits on another stands after it: rows are filled from the top.
 VALUES: dict[str, list[str]] = {
     "grouping": ["", "--gradient_groups=1000", "--pack_bytes=1000000 --pack_count=1"],
-    "optimizer": [f"--optimizer={name}" for name in ("sgd", "adam", "adamw", "lamb", "lars")],
+    "optimizer": [
+        *("--optimizer=sgd", "--optimizer=sgd --nesterov", "--optimizer=lars"),
+        *("--optimizer=adam", "--optimizer=adam --adam_beta1=0.5", "--optimizer=adamw"),
+        "--optimizer=lamb --adam_beta2=0.9 --adam_epsilon=1e-3",
+    ],
     "precision": [f"--precision={t}" for t in ("float32", "float64", "bfloat16", "float16")],
     "bn_sync": [f"--bn_sync={mode}" for mode in ("mean", "moments", "full", "none")],
     "data_workers": ["", "--data_workers=3"],
@@ -89,7 +93,7 @@ LEFT_OUT += ("backbone_preprocessing", "shuffle_shards", "cache_dir", "cache_gb"
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
 ALONE = """
 --global_batch_size=6 --accumulation_steps=3 --num_steps=1 --num_steps=2 --base_lr=0.1
---end_lr=0.02 --power=0.5 --warmup_steps=2 --momentum=0 --weight_decay=0.01 --clip_norm=0.001
+--end_lr=0.02 --power=0.5 --warmup_steps=2 --momentum=0 --nesterov --weight_decay=0.01 --clip_norm=0.001
 --label_smoothing=0.1 --class_weights=1,0,2.5 --dropout=0.5 --seed=0 --seed=257 --jit
 """
 CHANGES: list[tuple[str, list[str]]] = [
@@ -104,6 +108,7 @@ CHANGES: list[tuple[str, list[str]]] = [
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
+    ("--optimizer=adam", ["--adam_beta1=0.5", "--adam_beta2=0.5", "--adam_epsilon=1e-3"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
 ]
 CHANGES_ON_RANKS = [
@@ -159,6 +164,9 @@ REFUSED = {
     "--virtual_ranks=2 --bn_sync=moments": "--bn_sync=mean instead of moments",
     "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
+    "--nesterov --momentum=0": "leave out one",
+    "--adam_epsilon=0": "at least 1e-37",
+    "--adam_beta2=0.99999999": "less than 0.9999999",
     "--deterministic --gradient_groups=2": "--deterministic",
     "--end_lr=0.06": "is greater than",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
@@ -201,6 +209,7 @@ REFUSED = {
 # What only a started run can know.
 REFUSED_BY_RUN = {
     "--task=segmentation --model=tiny --synthetic_data --image_size=17": "--image_size=17",
+    "--adam_beta1=0.5": "--optimizer=sgd has no such number",
     "--device=gpu": "--device=gpu",
     "--reduce_backend=nccl": "--reduce_backend=nccl",
     "--reduce_backend={other_carrier}": "start the run with horovodrun",

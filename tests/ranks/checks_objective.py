@@ -251,12 +251,12 @@ class Signs(keras.optimizers.Optimizer):
         self.assign_sub(variable, tf.sign(gradient) * tf.cast(learning_rate, gradient.dtype))
 
 
-def rules():
+def rules(beta=0.5, **average):
     return [
-        keras.optimizers.Muon(0.05),
-        keras.optimizers.Lion(0.05, weight_decay=0.1),
-        keras.optimizers.Adam(0.05, beta_1=0.5, beta_2=0.9, clipnorm=0.1),
-        Signs(0.05),
+        keras.optimizers.Muon(0.05, **average),
+        keras.optimizers.Lion(0.05, weight_decay=0.1, **average),
+        keras.optimizers.Adam(0.05, beta_1=beta, beta_2=0.9, clipnorm=0.1, **average),
+        Signs(0.05, **average),
     ]
 
 
@@ -267,8 +267,8 @@ def nesterov():
 class InTurns:
     """The reference of groups: optimizers of plain Keras, one after the other."""
 
-    def __init__(self):
-        self.rules = rules()
+    def __init__(self, **average):
+        self.rules = rules(**average)
         self.rules[2].learning_rate.assign(np.float64(0.05) * 0.1)
 
     def apply(self, grads, variables):
@@ -277,10 +277,12 @@ class InTurns:
 
 
 class Grouped(Terms):
+    beta, rate = 0.5, 0.1  # of the third
+
     def optimizer(self, model):
         first, second, third, _ = model.trainable_variables
         takes = [[first], lambda v: v is second, [third], lambda v: True]
-        made = zip(takes, rules(), (1, 1, 0.1, 1.0))
+        made = zip(takes, rules(self.beta), (1, 1, self.rate, 1.0))
         return [Group(*parts) for parts in made]
 
 
@@ -292,3 +294,42 @@ def slow_check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
         first = fit(world, task, **settings | {"num_steps": 1})
         ended = fit(world, task, run_dir=first.folder, **settings)  # resumes
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
+
+
+def check_averages_of_groups_are_kerass_and_resume_and_a_changed_rule_is_named(world):
+    settings = {n: v for n, v in EXACT.items() if n != "momentum"}
+    settings |= {"base_lr": 0.05, "ema_decay": 0.5, "eval_every": 1}
+    folder(world)  # chooses the threads first
+    set_precision("float64")
+    turns = InTurns(use_ema=True, ema_momentum=0.5)
+    model, _, _ = reference(world, Terms(None), lambda: turns)
+    first = fit(world, Grouped, **settings | {"num_steps": 1})
+    ended = fit(world, Grouped, run_dir=first.folder, **settings)
+    same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
+    averages = [rule._model_variables_moving_average[0].numpy() for rule in turns.rules]
+    assert not np.allclose(averages[0], model.variables[0], rtol=1e-6)
+    model.set_weights(averages)
+    _, more = Terms(None).sources()
+    scored = sum(means_of(Terms(None), model(more._arrays["x"]), targets_of(more)).values())
+    if world.is_chief:
+        kept = ended.state(STEPS)
+        found = [kept[name] for name in sorted(kept) if name.startswith("ema/")]
+        same(found, averages, 1e-12)
+        same([ended.records[-1]["eval_loss"]], [scored.numpy()], 1e-12)
+    other = type("Other", (Grouped,), {"beta": 0.6, "rate": 0.2})
+    again = fit(world, other, run_dir=first.folder, **settings | {"num_steps": STEPS + 1})
+    note = "the task's optimizer: group 2's beta_1 was 0.5, is 0.6, group 2's rate was 0.1, is 0.2"
+    assert (note in again.printed) == world.is_chief, again.printed
+    assert "the task's optimizer:" not in ended.printed
+
+
+def check_a_tasks_schedule_that_changed_is_named(world):
+    def steady(rate):
+        return type("Steady", (Small,), {"schedule": lambda task, config: lambda step: rate})
+
+    first = fit(world, steady(0.1), num_steps=1)
+    again = fit(world, steady(0.1), run_dir=first.folder, num_steps=2)
+    assert "the task's schedule:" not in again.printed
+    ended = fit(world, steady(0.2), run_dir=first.folder, num_steps=3)
+    words = "the task's schedule: rate after 0 steps was 0.1, is 0.2"
+    assert (words in ended.printed) == world.is_chief, ended.printed

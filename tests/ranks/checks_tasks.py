@@ -67,8 +67,19 @@ MISTAKES = [
         *("actions failed", "KeyError"),
     ),
     ({"actions": lambda task, run: [lambda step, result: None]}, "actions failed", "'settles'"),
-    ({"schedule": lambda task, config: lambda step: float("nan")}, "rate of nan"),
-    ({"schedule": lambda task, config: lambda step: None}, "schedule failed"),
+    (
+        {"schedule": lambda task, config: lambda step: float("nan")},
+        "checks_tasks.py",
+        "rate of nan",
+    ),
+    ({"schedule": lambda task, config: lambda step: None}, "checks_tasks.py, line", "rate of None"),
+    ({"schedule": lambda task, config: lambda step: [0.1]}, "line", "rate of [0.1]"),
+    ({"schedule": lambda task, config: 0.1}, "checks_tasks.py, line", "returns 0.1", "function"),
+    ({"schedule": lambda task, config: lambda step: {}[0]}, "schedule failed: checks_tasks.py"),
+    (
+        {"optimizer": lambda task, model: keras.optimizers.Adam},
+        *("optimizer must return a keras.optimizers.Optimizer", "Adam"),
+    ),
 ]
 
 

@@ -26,6 +26,7 @@ from hvdkit.run import load_run
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings, setting
 from hvdkit.stop import Stop
+from hvdkit.train import optimizer
 from hvdkit.train.state import State
 
 
@@ -350,9 +351,7 @@ def test_all_that_a_run_counts_comes_back(kept):
 
     def state(start: int) -> State:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
-        optimizer.build(model.trainable_variables)
-        made = State(model, optimizer, "float16")
+        made = State(model, optimizer.build(Settings(), model), "float16")
         for number, variable in enumerate(map(raw, made.variables.values()), start):
             variable.assign(tf.fill(variable.shape, tf.cast(number, variable.dtype)))
         return made

@@ -16,7 +16,8 @@ from small_runs import same
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.settings import Settings
-from hvdkit.train.state import State, averaged_weights
+from hvdkit.train import optimizer
+from hvdkit.train.state import State
 from ranks import CHECKS, names_of_checks, run_checks
 
 
@@ -27,17 +28,16 @@ def network(start: float = 0.0) -> keras.Model:
     return counted(keras.Model(x, keras.layers.Dense(3, name="head")(y)), start)
 
 
-def save(folder, model: keras.Model, *, step: int = 1, optimizer=None) -> checkpoints.Checkpoints:
+def save(folder, model: keras.Model, *, step: int = 1, state=None) -> checkpoints.Checkpoints:
     kept = checkpoints.Checkpoints(folder, 9, ALONE)
-    state = State(model, optimizer or averaging(model), "float32")
+    state = state or averaging(model)
     kept.write(kept.copy(step, state.variables, Settings()))
     return kept
 
 
-def averaging(model: keras.Model, **average) -> keras.optimizers.Optimizer:
-    optimizer = keras.optimizers.SGD(0.1, **average)
-    optimizer.build(model.trainable_variables)
-    return optimizer
+def averaging(model: keras.Model, decay: float = 0.0) -> State:
+    config = Settings(base_lr=0.1, momentum=0.0, ema_decay=decay)
+    return State(model, optimizer.build(config, model), "float32")
 
 
 @pytest.fixture
@@ -106,21 +106,21 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
     assert inner.trainable_variables[0].numpy().flat[0] == 5.0
 
 
-def averaged_run(folder, count, **average):
+def averaged_run(folder, count, decay=0.0):
     """A run's folder, after so many steps; its weights, and those that it evaluates."""
     model = network(start=1.0)
-    optimizer = averaging(model, **average)
+    state = averaging(model, decay)
     for number in range(count):
         gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
-        optimizer.apply(gradients, model.trainable_variables)
-    save(folder / "checkpoints", model, step=count, optimizer=optimizer)
+        state.apply(gradients, model.trainable_variables)
+    save(folder / "checkpoints", model, step=count, state=state)
     own = [v.numpy() for v in model.variables]
-    with averaged_weights(model, optimizer):
+    with state.averaged_weights():
         return folder, own, [v.numpy() for v in model.variables]
 
 
 def test_averages_of_another_run_on_request(tmp_path):
-    _, own, averages = averaged_run(tmp_path, 3, use_ema=True, ema_momentum=0.5)
+    _, own, averages = averaged_run(tmp_path, 3, decay=0.5)
     assert not np.array_equal(own[0], averages[0])
     for wanted, values in ((False, own), (True, averages)):
         model = network(start=70.0)
@@ -162,7 +162,7 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
         (broken, False, r"\(NaN there\)"),
         (keras_file, True, r"a .keras file holds no average"),
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),
-        (lambda at: averaged_run(at, 0, use_ema=True)[0], True, NO_AVERAGE),  # yet zeros
+        (lambda at: averaged_run(at, 0, decay=0.5)[0], True, NO_AVERAGE),  # yet zeros
         (lambda at: at / "nothing", False, "nothing is no .keras file"),
     ],
 )

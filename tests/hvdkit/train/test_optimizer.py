@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from refusals import refused
+from small_runs import same
 
 from hvdkit.ranks.world import raw, set_precision
 from hvdkit.settings import Settings
@@ -16,7 +17,7 @@ from hvdkit.train import gradients, optimizer, schedule
 from hvdkit.train.gradients import is_kernel
 from hvdkit.train.groups import Group
 from hvdkit.train.optimizer import SGD
-from hvdkit.train.state import average_variables, averaged_weights
+from hvdkit.train.state import State
 
 STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
 # What trains in `network`, in order; the loss does not depend on the last one.
@@ -59,9 +60,10 @@ def settings(rule: str, **others) -> Settings:
     return dataclasses.replace(Settings(), optimizer=rule, **common | others)
 
 
-def train(config: Settings, model: keras.Model, slope: list) -> keras.optimizers.Optimizer:
+def train(config: Settings, model: keras.Model, slope: list) -> State:
     """Steps as training does them: rate from the schedule, L2, and not all of them applied."""
-    rule, variables = optimizer.build(config, model), model.trainable_variables
+    state = State(model, optimizer.build(config, model), config.precision)
+    rule, variables = state.optimizer, model.trainable_variables
     rate = schedule.make(config, 1)
 
     @tf.function(autograph=False)
@@ -71,12 +73,16 @@ def train(config: Settings, model: keras.Model, slope: list) -> keras.optimizers
         known, _ = gradients.finish(known, variables, l2=l2, clip_norm=0.0)
         rule.learning_rate.assign(tf.cast(rate(number), rule.learning_rate.dtype))
         pairs = [(g, v) for g, v in zip(known, variables) if g is not None]
-        tf.cond(applied, lambda: rule.apply(*zip(*pairs)), lambda: None)
+        tf.cond(applied, lambda: state.apply(*zip(*pairs)), lambda: None)
 
     for number in range(STEPS):
         grads = [tf.cast(g, raw(v).dtype) for g, v in zip(slope[number], variables)]
         step(tf.constant(number, tf.int64), tf.constant(number not in SKIPPED), grads)
-    return rule
+    return state
+
+
+def averages_of(state: State) -> list[np.ndarray]:
+    return [average.numpy() for group in state.averages for _, average in group.pairs]
 
 
 def expected(config: Settings, weights: list, slope: list) -> tuple[list, list]:
@@ -149,15 +155,16 @@ def test_weights_and_averages_follow_the_formula(rule, momentum, decay, precisio
     how = {"weight_decay": decay, "ema_decay": EMA, "precision": precision}
     config, model = settings(rule, momentum=momentum, **how), network()
     slope, start = slopes(model), [v.numpy() for v in model.trainable_variables]
-    trained = train(config, model, slope)
+    state = train(config, model, slope)
+    trained = state.optimizer
     weights, averages = expected(config, [w.astype(np.float64) for w in start], slope)
     assert trained.learning_rate.dtype == precision
     assert int(trained.iterations) == STEPS - len(SKIPPED)
-    kept = average_variables(trained)
+    kept = averages_of(state)
     for i, variable in enumerate(model.trainable_variables):
         assert variable.dtype == precision
         np.testing.assert_allclose(variable.numpy(), weights[i], rtol=near, atol=near / 10)
-        np.testing.assert_allclose(kept[i].numpy(), averages[i], rtol=near, atol=near / 10)
+        np.testing.assert_allclose(kept[i], averages[i], rtol=near, atol=near / 10)
     np.testing.assert_array_equal(model.trainable_variables[UNUSED].numpy(), start[UNUSED])
 
 
@@ -184,7 +191,7 @@ def test_sgd_gives_keras_bits(precision):
 def test_the_slots_do_not_depend_on_the_weight_decay(rule):
     """So that a checkpoint fits a run with another decay."""
     configs = settings(rule), settings(rule, weight_decay=0.1)
-    made = [optimizer.build(config, network()).variables for config in configs]
+    made = [optimizer.build(config, network()).optimizer.variables for config in configs]
     # Keras counts optimizers in their names: adam_w_3/..., adam_w_4/...
     one, other = ([re.sub(r"_\d+$", "", v.path.split("/")[0]) for v in each] for each in made)
     assert one == other
@@ -238,27 +245,36 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match=r"--weight_decay=0.1 .*'kernel'.*own/w"):
         optimizer.build(settings("sgd", weight_decay=0.1), own)
     optimizer.build(settings("sgd"), own)
-    bound = keras.layers.Dense(2, kernel_constraint="non_neg", name="bound")
+    bound = keras.layers.Dense(2, kernel_constraint="unit_norm", name="bound")
     bound = keras.Sequential([keras.Input((3,)), bound])
-    with pytest.raises(ValueError, match=r"--ema_decay=0.8 .*bound/kernel"):
+    with pytest.raises(ValueError, match=r"--ema_decay=0.8: .*UnitNorm.*bound/kernel"):
         optimizer.build(settings("sgd", ema_decay=EMA), bound)
     optimizer.build(settings("sgd"), bound)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"optimizer": "sgd", "adam_beta1": 0.5}, "--adam_beta1=0.5: --optimizer=sgd"),
+        ({"optimizer": "lars", "adam_beta2": 0.5}, "--adam_beta2=0.5: --optimizer=lars"),
+        ({"optimizer": "lars", "adam_epsilon": 0.5}, "--adam_epsilon=0.5: --optimizer=lars"),
+        ({"optimizer": "adamw", "nesterov": True}, "--nesterov=True: --optimizer=adamw"),
+        ({"optimizer": "lamb", "nesterov": True}, "--nesterov=True: --optimizer=lamb"),
+    ],
+)
+def test_a_number_that_the_rule_does_not_have_is_refused(flags, words):
+    refused(lambda: optimizer.build(Settings(**flags), network()), words)
 
 
 def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
     model = network()
     model.layers[0].trainable = False
-    rule = optimizer.build(settings("sgd", ema_decay=EMA), model)
-    assert [v.shape for v in average_variables(rule)] == [(4,), (4,), (4, 2), (2,)]
-    frozen = model.layers[0].kernel.numpy()
-    rule.apply([tf.ones(v.shape, tf.float64) for v in model.trainable_variables])
-    with averaged_weights(model, rule):
-        np.testing.assert_array_equal(model.layers[0].kernel.numpy(), frozen)
-    optimizer.check_trainable(rule, model)
+    state = State(model, optimizer.build(settings("sgd", ema_decay=EMA), model), "float64")
+    assert [v.shape for v in averages_of(state)] == [(4,), (4,), (4, 2), (2,)]
+    optimizer.check_trainable(state.optimizer, model)
     model.layers[0].trainable = True
-    refused(lambda: optimizer.check_trainable(rule, model), "changed after ", "dense", "/kernel")
-    with pytest.raises(ValueError, match="changed after"), averaged_weights(model, rule):
-        pass
+    words = ("changed after ", "dense", "/kernel")
+    refused(lambda: optimizer.check_trainable(state.optimizer, model), *words)
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
@@ -272,17 +288,17 @@ MUON = keras.optimizers.Muon
         (lambda: ADAM(SCHEDULE), {}, "schedule"),
         (lambda: ADAM(gradient_accumulation_steps=2), {}, "--accumulation_steps"),
         (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
-        (lambda: ADAM(use_ema=True), {}, "--ema_decay"),
+        (lambda: ADAM(use_ema=True), {"ema_decay": 0.9}, "--ema_decay=0.9 .* ema_momentum=0.99"),
         (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
         (lambda: MUON(0.1, weight_decay=None), {"weight_decay": 0.1}, "both decay"),
         (list, {}, "at least one Group"),
         (lambda: [ADAM()], {}, "make it of Groups"),
         (lambda: [Group(lambda v: True, ADAM(), -1.0)], {}, "rate of -1.0"),
-        (lambda: [Group(lambda v: True, ADAM(use_ema=True))], {}, "--ema_decay"),
         (lambda: [Group(is_kernel, ADAM())], {}, "bias is in no Group"),
         (lambda: [Group([], ADAM()), Group(lambda v: True, ADAM())], {}, "Group 0 takes no weight"),
         (lambda: [Group([keras.Variable(0.0, name="x")], ADAM())], {}, "0 has x, not trained"),
         (lambda: keras.optimizers.LossScaleOptimizer(SGD_OF_KERAS(0.1)), {}, "LossScaleOptimizer"),
+        (lambda: keras.optimizers.MultiOptimizer(lambda v: ADAM()), {}, "a list of hvdkit.*Group"),
     ],
 )
 def test_what_a_tasks_optimizer_may_not_do_by_itself_is_refused(make, flags, why):
@@ -295,6 +311,70 @@ def test_a_tasks_optimizer_is_built_and_its_weight_decay_is_l2():
     """Whatever rule --optimizer names, which may be a fork's default."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     config = Settings(optimizer="adamw", weight_decay=0.1)
-    lion = optimizer.build(config, model, lambda model: keras.optimizers.Lion(config.base_lr))
-    assert isinstance(lion, keras.optimizers.Lion) and lion.built
-    assert optimizer.l2_weight(config, lion) == 0.1
+    rule = optimizer.build(config, model, lambda model: keras.optimizers.Lion(config.base_lr))
+    assert isinstance(rule.optimizer, keras.optimizers.Lion) and rule.optimizer.built
+    assert optimizer.l2_weight(config, rule.optimizer) == 0.1
+
+
+NONE = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")  # not, or refused
+OF_KERAS = [x for n, x in vars(keras.optimizers).items() if isinstance(x, type) and n not in NONE]
+
+
+def applied(apply, model: keras.Model, slope: list) -> None:
+    @tf.function(autograph=False)
+    def step(grads):
+        apply(grads, model.trainable_variables)
+
+    for grads in slope:
+        step([tf.constant(gradient) for gradient in grads])
+
+
+@pytest.mark.parametrize("kind", OF_KERAS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("every", [None, 3])
+def test_averages_with_every_optimizer_of_keras_are_kerass_own(kind, every):
+    """Also where the task asks Keras for them, and where they overwrite the weights."""
+    ours, theirs = network(), network()
+    average = {"use_ema": True, "ema_momentum": EMA, "ema_overwrite_frequency": every}
+    flags, own = ({}, average) if every else ({"ema_decay": EMA}, {})
+    rule = optimizer.build(Settings(**flags), ours, lambda model: kind(0.1, **own))
+    state, reference = State(ours, rule, "float64"), kind(0.1, **average)
+    reference.build(theirs.trainable_variables)
+    applied(state.apply, ours, slopes(ours))
+    applied(reference.apply, theirs, slopes(ours))
+    weights = [v.numpy() for v in theirs.trainable_variables]
+    averages = [v.numpy() for v in reference._model_variables_moving_average]
+    same(ours.trainable_variables, weights, 1e-12)
+    assert not np.allclose(weights[0], averages[0], rtol=1e-6)
+    with state.averaged_weights():
+        same(ours.trainable_variables, averages, 1e-12)
+    same(ours.trainable_variables, weights, 1e-12)
+
+
+def test_each_group_may_average_in_its_own_way():
+    model = network()
+    first, *others = model.trainable_variables
+    made = [
+        Group([first], ADAM(0.1, use_ema=True, ema_momentum=0.5)),
+        Group([others[0]], ADAM(0.1, use_ema=True, ema_momentum=0.9)),
+        Group(lambda v: True, SGD_OF_KERAS(0.1)),
+    ]
+    state = State(model, optimizer.build(settings("sgd"), model, lambda model: made), "float64")
+    start = [v.numpy() for v in model.trainable_variables]
+    seen = []
+    for number in range(3):  # the second group takes no part in the first two steps
+        updated = model.trainable_variables if number == 2 else [first, *others[1:]]
+        state.apply([tf.ones(v.shape, v.dtype) for v in updated], updated)
+        seen.append(first.numpy())
+    with state.averaged_weights():
+        same([first], [0.5 * (0.5 * seen[0] + 0.5 * seen[1]) + 0.5 * seen[2]], 1e-12)
+    assert not np.array_equal(others[0], start[1])
+    assert [int(average.updates) for average in state.averages] == [3, 1]
+
+
+def test_the_average_is_of_weights_after_their_constraint():
+    model = network()
+    model.layers[-1].kernel.constraint = keras.constraints.MaxNorm(0.5)
+    state = State(model, optimizer.build(settings("sgd", ema_decay=EMA), model), "float64")
+    applied(state.apply, model, slopes(model))
+    with state.averaged_weights():
+        assert np.linalg.norm(model.layers[-1].kernel, axis=0).max() <= 0.5

@@ -5,7 +5,8 @@ import pytest
 import tensorflow as tf
 from small_models import Called
 
-from hvdkit.train import batch_norm
+from hvdkit.settings import Settings
+from hvdkit.train import batch_norm, optimizer
 from hvdkit.train.state import State, names_of_model
 
 
@@ -31,15 +32,15 @@ def sub():
     return model
 
 
-def state_names(model, **average):
-    optimizer = keras.optimizers.Nadam(**average)  # one of its variables has no name
-    optimizer.build(model.trainable_variables)
-    return list(State(model, optimizer, "float32").variables)
+def state_names(model, **settings):
+    # One of Nadam's variables has no name.
+    rule = optimizer.build(Settings(**settings), model, lambda model: keras.optimizers.Nadam())
+    return list(State(model, rule, "float32").variables)
 
 
 @pytest.mark.parametrize("make", [network, sub])
 def test_names_are_the_same_for_every_model_of_a_structure(make):
-    first, second = (state_names(make(), use_ema=True) for _ in range(2))
+    first, second = (state_names(make(), ema_decay=0.5) for _ in range(2))
     assert first == second and len(set(first)) == len(first)
     assert [v.path for v in make().variables] != [v.path for v in make().variables]
     model = make()
@@ -48,7 +49,7 @@ def test_names_are_the_same_for_every_model_of_a_structure(make):
     trained = {id(v) for v in model.trainable_variables}
     for i, (variable, name) in enumerate(zip(model.variables, model_names)):
         assert f"model/{i:04d}/{name}" in first
-        assert (f"ema/{i:04d}/{name}" in first) == (id(variable) in trained)
+        assert (f"ema/0/{i:04d}/{name}" in first) == (id(variable) in trained)
         assert ({f"{name}/momentum", f"{name}/velocity"} <= slots) == (id(variable) in trained)
     assert not [n for n in first if "average" in n]
 

@@ -94,7 +94,8 @@ def test_a_name_without_a_task_gets_the_list_of_those_there_are(load):
         ("", "eval_flip", True),
         ("schedule", "base_lr", 0.5),
         ("optimizer", "momentum", 0.5),
-        ("optimizer", "ema_decay", 0.9),
+        ("optimizer", "adam_beta1", 0.5),
+        ("optimizer", "nesterov", True),
     ],
 )
 def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value, load):

@@ -18,6 +18,7 @@ from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.data import card as cards
+from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.scores import MainMetric, Score
@@ -25,6 +26,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import NotNow, passes
 
 Variables = Mapping[str, keras.Variable | tf.Variable]
+Rules = Mapping[str, Mapping[str, str]]
 
 # Settings that may change without making it another run: where it is kept, what is logged and
 # kept, and how gradients travel (at most, sums are rounded otherwise). A resume names all others
@@ -77,7 +79,8 @@ class Checkpoints:
 
     `fingerprint` is what its bits depend on besides settings (ranks/fingerprint.py), `measure`
     what its scores measure. Scores of another measure do not count; their best checkpoint stays.
-    `card` is the run's data card, of `train_source`.
+    `card` is the run's data card, of `train_source`; `rules`: what the task's own optimizer and
+    schedule are made with, by "optimizer" and "schedule".
     """
 
     folder: Path
@@ -86,6 +89,7 @@ class Checkpoints:
     fingerprint: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rules: Rules = dataclasses.field(default_factory=dict)
     train_source: Any = None
     listed: set[str] = dataclasses.field(default_factory=set, init=False)  # when `find` looked
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
@@ -115,7 +119,8 @@ class Checkpoints:
         Raises OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
         about = {"config": copy.config, "fingerprint": self.fingerprint}
-        about |= {"ranks": self.world.size, "tensorflow": tf.__version__, "card": dict(self.card)}
+        about |= {"ranks": self.world.size, "tensorflow": tf.__version__}
+        about |= {"card": dict(self.card), "rules": dict(self.rules)}
         try:
             return writing.write(self.folder, copy.step, copy.arrays, **about)
         finally:
@@ -234,6 +239,7 @@ class Checkpoints:
                 changed = cards.check(found.path, before.card, self.card, **how)
                 normed = any(name.endswith("/moving_mean") for name in variables)
                 changed += changes(before, config, ranks=self.world.size, normed=normed)
+                changed += rule_changes(before.rules, self.rules)
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
         if changed:
@@ -280,6 +286,24 @@ def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> 
         if config.deterministic:
             found.append(f"--deterministic holds for one number of ranks, {were}")
     return found
+
+
+def rule_changes(before: Rules, now: Rules) -> list[str]:
+    """How the task's own optimizer and schedule differ from those that saved, in words.
+
+    A checkpoint of an older version has none. Of a schedule, steps that both have are compared.
+    """
+    found = []
+    for part in before.keys() & now.keys():
+        was, is_now = before[part], now[part]
+        names = [name for name in was if name in is_now]
+        if part == "optimizer":
+            names = list(dict.fromkeys([*was, *is_now]))
+        pairs = {name: (was.get(name, "not set"), is_now.get(name, "not set")) for name in names}
+        changed = [_changed(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+        if changed:
+            found.append(f"the task's {part}: {join(changed, 3)}")
+    return sorted(found)
 
 
 def load(path: Path, variables: Variables) -> None:

@@ -47,7 +47,8 @@ class Manifest:
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
     `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it is of.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
-    `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py).
+    `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py),
+    `rules` what the task's own optimizer and schedule were made with.
     """
 
     step: int
@@ -63,6 +64,7 @@ class Manifest:
     fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rules: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
     def as_score(self) -> Score:
         """The score that it has."""
@@ -75,7 +77,7 @@ class Manifest:
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
 
 
-_TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card"), dict)
+_TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card", "rules"), dict)
 _TYPES |= {"step": int, "ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
 _TYPES |= {"score": float | int | None, "loss": float | int | None, "since": int | None}
 

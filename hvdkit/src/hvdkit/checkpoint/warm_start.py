@@ -155,19 +155,34 @@ def load_held(held: Held, path: Path) -> None:
     held.finalize()
 
 
+def has_averages(path: Path) -> bool:
+    """Whether a checkpoint holds averages of weights; before their first update, they are zeros."""
+    return any(files.read(path, ("ema_updates/",)).values())
+
+
+def _averages(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """By the names of their weights, model/0003/dense/kernel; names are those of train/state.py."""
+    found = {}
+    for name, value in state.items():
+        if name.startswith("ema/"):
+            _, number, place = name.split("/", 2)
+            if state[f"ema_updates/{number}"]:
+                found[f"model/{place}"] = value
+    return found
+
+
 def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
     folder = path if files.is_checkpoint(path) else _best(path)
     files.verify(folder)
-    state = files.read(folder, ("model/", "ema/", "optimizer/"))
+    state = files.read(folder, ("model/", "ema/", "ema_updates/"))
     if averages:
-        # Before its first step an optimizer's averages are zeros.
-        steps = [int(v) for name, v in state.items() if name.endswith("/iteration")]
-        if not any(name.startswith("ema/") for name in state) or not all(steps):
+        found = _averages(state)
+        if not found:
             raise ValueError(
                 f"--init_from={path}: {folder.name} holds no average of its weights. Leave out "
                 "--init_ema, or name a run that was trained with --ema_decay"
             )
-        state |= {f"model/{n[4:]}": value for n, value in state.items() if n.startswith("ema/")}
+        state |= found
     # model/0012/conv2d/kernel: the position is of no use in another model.
     parts = {name: name.split("/", 2) for name in state if name.startswith("model/")}
     return [(part[2], state[name]) for name, part in parts.items() if len(part) > 2]

@@ -34,7 +34,6 @@ from hvdkit.settings.typed import path_argument
 from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
-from hvdkit.train.state import averaged_weights
 
 
 class Worst:
@@ -75,7 +74,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
         tasks.check_read(run.task, config, tasks.EVALUATION)
     evaluator.on_batch = worst.add
     step = int(run.state.step)
-    averaged = own.ema and run.optimizer.use_ema
+    averaged = own.ema and bool(run.state.averages)
     split = config.val_split.replace("/", "-")
     out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{split}"
     with world.fail_together(f"writing {out}"):  # known before what may take hours
@@ -83,7 +82,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
             if not own.out and out.parent.is_symlink():
                 raise ValueError(f"{out.parent} is a link, which is not followed: give --out")
             out.mkdir(parents=True, exist_ok=True)
-    with averaged_weights(run.model, run.optimizer) if averaged else contextlib.nullcontext():
+    with run.state.averaged_weights() if averaged else contextlib.nullcontext():
         found = evaluator.run(lambda: stop_signal.asked)
         if found is None:
             if world.is_chief:

@@ -24,7 +24,6 @@ from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, task_checks
-from hvdkit.train.state import averaged_weights
 from hvdkit.train.step import Result
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ class Evaluate:
         run = self._run
         with self._telemetry.not_training():
             self._sync()
-            with averaged_weights(run.model, run.optimizer):
+            with run.state.averaged_weights():
                 found = self._evaluator.run(lambda: self._stop_signal.asked)
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)

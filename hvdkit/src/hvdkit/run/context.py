@@ -20,7 +20,7 @@ from hvdkit.data.source import Source
 from hvdkit.logs import join
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
-from hvdkit.ranks.world import World, say
+from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
 from hvdkit.stop import GoBack, NotNow
 from hvdkit.train import (
@@ -34,7 +34,7 @@ from hvdkit.train import (
 )
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import task as tasks
-from hvdkit.train.state import State
+from hvdkit.train.state import State, names_of_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +86,14 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         task_checks.build(model, example)
         for note in _check_model(model, example["inputs"], config.precision):
             say(world, f"note: {note}")
-        if config.bn_sync == "full":
-            model = batch_norm.synchronize(model)
-        elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself
-            batch_norm.fuse(model)
-        if not config.virtual_ranks:  # else the step seeds them by virtual rank
-            dropout.draw_by_rank(model)
+        model = _for_ranks(model, config)
         with task_checks.user_code_errors("optimizer"):
-            own = tasks.optional(task, "optimizer")
-            optimizer = optimizers.build(config, model, own)
-    if own:
-        agreement.check_optimizer(world, optimizers.hyperparameters(optimizer))
-    state = State(model, optimizer, config.precision, task=task)
+            rule = optimizers.build(config, model, tasks.optional(task, "optimizer"))
+        own_rules = {"optimizer": _described(rule, model)}
+        if start is None:
+            own_rules["schedule"] = schedule.points(task, config)
+    agreement.check_optimizer(world, own_rules["optimizer"])
+    state = State(model, rule, config.precision, task=task)
     with world.fail_together("opening the data"):
         check_types(state.variables)
         measured = measure(config, scores.of_task(task), val_source.fingerprint())
@@ -105,10 +101,40 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
             how = tasks.optional(task, "augmentation")
             card = cards.made(config, train_source, val_source, augmentation=how() if how else {})
     folder = Path(config.run_dir) / "checkpoints"
-    about = {"fingerprint": fingerprint, "measure": measured, "card": card}
+    about = {"fingerprint": fingerprint, "measure": measured, "card": card, "rules": own_rules}
     checkpoints = Checkpoints(folder, config.keep, world, **about, train_source=train_source)
     data = (train_source, val_source, train_reader)
-    return RunContext(config, world, task, *data, model, optimizer, state, checkpoints, fingerprint)
+    parts = (model, rule.optimizer, state, checkpoints, fingerprint)
+    return RunContext(config, world, task, *data, *parts)
+
+
+def _begin_optimizer(context: RunContext) -> None:
+    """Gives an optimizer that began with copies of the weights those that were read."""
+    if not optimizers.begins_with_weights(context.optimizer):
+        return
+    own = tasks.optional(context.task, "optimizer")
+    again = optimizers.build(context.config, context.model, own).optimizer
+    for variable, value in zip(context.optimizer.variables, again.variables, strict=True):
+        raw(variable).assign(raw(value))
+
+
+def _for_ranks(model: keras.Model, config: Settings) -> keras.Model:
+    """The model with layers that normalize and draw as the settings say."""
+    if config.bn_sync == "full":
+        model = batch_norm.synchronize(model)
+    elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself
+        batch_norm.fuse(model)
+    if not config.virtual_ranks:  # else the step seeds them by virtual rank
+        dropout.draw_by_rank(model)
+    return model
+
+
+def _described(rule: optimizers.UpdateRule, model: keras.Model) -> dict[str, str]:
+    """What a task's optimizer was made with, by name."""
+    if not rule.described:
+        return {"optimizer": "that of --optimizer"}
+    names = dict(zip(map(id, model.variables), names_of_model(model)))
+    return rule.described | optimizers.of_weights(rule, names)
 
 
 def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
@@ -272,6 +298,7 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
         with world.fail_together("reading the first weights"):
             if world.is_chief:
                 read(context.model, config)
+                _begin_optimizer(context)
     bring_to_all(world, state)
     source = "new" if not found else "own" if found.own else "other"
     return Start(int(state.step), source, found)

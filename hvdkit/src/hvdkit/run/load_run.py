@@ -123,11 +123,11 @@ def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model
     # A model that makes its variables at the first call has them then.
     decode = outputs.decoder(task, task_checks.outputs(task, model, example))
     tasks.check_read(task, config, tasks.EVALUATION[:-1])
-    warm_start.load(model, path, skip=False, averages=ema and config.ema_decay > 0)
+    warm_start.load(model, path, skip=False, averages=ema and warm_start.has_averages(path))
     with task_checks.user_code_errors("optimizer"):
         own = tasks.optional(task, "optimizer")
         # The task may hold it; in the checkpoint it is the run's.
-        others = optimizers.build(config, model, own).variables if own else []
+        others = optimizers.build(config, model, own).optimizer.variables if own else []
     warm_start.load_held(Held(task, model, others), path)
     return task, model, path, decode
 

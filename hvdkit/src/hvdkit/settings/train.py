@@ -4,6 +4,9 @@ import math
 
 from hvdkit.settings.fields import Room, numbers, setting
 
+# The largest float32 below 1 is 1 - 6e-8: beyond that a decay of 1 would be computed with.
+_UNDER_1 = 1 - 1e-7
+
 
 class TrainSettings(Room):
     """Batch size, optimizer, precision, batch norm"""
@@ -13,10 +16,20 @@ class TrainSettings(Room):
     accumulation_steps: int = setting(1, "micro-batches in a step (gradient accumulation)", low=1)
 
     optimizer: str = setting("sgd", "update rule", choices=("sgd", "adam", "adamw", "lamb", "lars"))
-    momentum: float = setting(0.9, "momentum of sgd and lars", low=0, below=1)
+    momentum: float = setting(0.9, "momentum of sgd and lars", low=0, below=_UNDER_1)
+    nesterov: bool = setting(False, "Nesterov's momentum, of sgd and lars")
+    adam_beta1: float = setting(
+        0.9, "decay of the gradient's average: adam, adamw, lamb", low=0, below=_UNDER_1
+    )
+    adam_beta2: float = setting(
+        0.999, "decay of its square's average: adam, adamw, lamb", low=0, below=_UNDER_1
+    )
+    adam_epsilon: float = setting(1e-7, "added to the root: adam, adamw, lamb", low=1e-37)
     weight_decay: float = setting(0.0, "L2 of kernels; adamw, lamb, lars: their own decay", low=0)
     clip_norm: float = setting(0.0, "clip gradients to this global norm; 0: no clipping", low=0)
-    ema_decay: float = setting(0.0, "decay of a moving average of weights; 0: none", low=0, below=1)
+    ema_decay: float = setting(
+        0.0, "decay of a moving average of weights; 0: none", low=0, below=_UNDER_1
+    )
 
     precision: str = setting(
         "float32",
@@ -41,6 +54,8 @@ class TrainSettings(Room):
                 f"--{name}={getattr(self, name)} is not a multiple of "
                 f"--accumulation_steps={self.accumulation_steps}: micro-batches must be of one size"
             )
+        if self.nesterov and not self.momentum:
+            raise ValueError("--nesterov is a kind of momentum, and --momentum is 0: leave out one")
         if self.jit and self.bn_sync == "full":
             raise ValueError("--jit cannot compile --bn_sync=full: leave out one of them")
 

@@ -85,15 +85,19 @@ def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimi
     return [group.optimizer for group in optimizer.groups] if grouped else [optimizer]
 
 
+def weights_of(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable]]:
+    """The weights of each of `parts`; call it once the optimizer was built."""
+    weights = optimizer._trainable_variables
+    if not isinstance(optimizer, Groups):
+        return [weights]
+    owners = [optimizer._owners[id(v)] for v in weights]
+    numbers = range(len(optimizer.groups))
+    return [[v for v, owner in zip(weights, owners) if owner == number] for number in numbers]
+
+
 def at_rest(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Weights of groups whose rate is 0."""
     if not isinstance(optimizer, Groups):
         return []
-    owned = [(v, optimizer._owners[id(v)]) for v in optimizer._trainable_variables]
-    return [v for v, number in owned if not optimizer.groups[number].rate]
-
-
-def of_weights(optimizer: Groups) -> dict[str, str]:
-    """What the groups are besides their optimizers, to compare over ranks."""
-    paths = [(optimizer._owners[id(v)], v.path) for v in optimizer._trainable_variables]
-    return {"groups": repr(paths), "rates": repr([group.rate for group in optimizer.groups])}
+    grouped = zip(optimizer.groups, weights_of(optimizer))
+    return [v for group, weights in grouped if not group.rate for v in weights]

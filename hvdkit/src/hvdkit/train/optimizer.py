@@ -1,8 +1,8 @@
 """The update rule, built with all its variables before anything is restored or broadcast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -10,10 +10,12 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
-from hvdkit.train import groups
+from hvdkit.train import averages, groups
 from hvdkit.train.gradients import is_kernel
 
 _TRUST = 0.001  # of LARS
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")  # settings of adam, adamw, lamb
+_PLAIN = (str, Number, type(None))  # types of hyperparameters
 
 
 class SGD(keras.optimizers.SGD):
@@ -105,41 +107,64 @@ class Lamb(keras.optimizers.Lamb):
         return average / tf.cast(1 - tf.pow(tf.constant(beta, tf.float64), steps), average.dtype)
 
 
-def build(
-    config: Settings, model: keras.Model, own: Callable | None = None
-) -> keras.optimizers.Optimizer:
-    """Optimizer with its slots made for the model's trainable variables, in their order.
+class UpdateRule(NamedTuple):
+    """How weights change.
 
-    The step sets its learning rate. With --ema_decay its variables include a moving average of the
-    weights (state.py). `own`: a task's `optimizer`, in place of --optimizer. Raises ValueError
-    where settings, weights and the task's optimizer do not fit.
+    `optimizer` has its slots for the model's trainable variables, in their order; the step sets its
+    learning rate. `averages`: moving averages of weights, made of --ema_decay or of the optimizer's
+    own `use_ema`. `described`: by name, what a task's optimizer was made with, as text.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    averages: list[averages.Average]
+    described: dict[str, str]
+
+
+def build(config: Settings, model: keras.Model, own: Callable | None = None) -> UpdateRule:
+    """The rule of the flags, or of `own`, a task's `optimizer`.
+
+    Raises ValueError where settings, weights and the task's optimizer do not fit.
     """
     variables = model.trainable_variables
     _check_weights(config, variables)
+    described = {}
     if own:
         found = own(model)
         optimizer = groups.Groups(found) if isinstance(found, (list, tuple)) else found
         for one in groups.parts(optimizer):
             _check_own(config, one)
+        described = hyperparameters(optimizer)
     else:
         optimizer = _of_flags(config, variables)
+    requests = [averages.requested(x, config.ema_decay) for x in groups.parts(optimizer)]
     optimizer.build(variables)
-    return optimizer
+    grouped = zip(groups.weights_of(optimizer), requests)
+    made = [averages.Average(weights, request) for weights, request in grouped if request]
+    return UpdateRule(optimizer, made, described)
 
 
 def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+    by_momentum = config.optimizer in ("sgd", "lars")
+    unread = _OF_ADAM if by_momentum else ("nesterov",)
+    for name in unread:
+        if name in config.not_defaults():
+            raise ValueError(
+                f"--{name}={getattr(config, name)}: --optimizer={config.optimizer} has no such "
+                "number: leave it out, or choose another optimizer"
+            )
     # Keras rounds a Python float to float32 first (0.9 is then off by 2e-8), a NumPy float64 not.
     number = np.float64 if config.precision == "float64" else float
-    average = {"use_ema": True, "ema_momentum": config.ema_decay} if config.ema_decay else {}
-    betas = {"beta_1": number(0.9), "beta_2": number(0.999)}
+    momenta = {"momentum": number(config.momentum), "nesterov": config.nesterov}
+    betas = {"beta_1": number(config.adam_beta1), "beta_2": number(config.adam_beta2)}
+    betas["epsilon"] = number(config.adam_epsilon)
     if config.optimizer == "sgd":
-        return SGD(config.base_lr, momentum=number(config.momentum), **average)
+        return SGD(config.base_lr, **momenta)
     if config.optimizer == "adam":
-        return keras.optimizers.Adam(config.base_lr, **betas, **average)
-    own = {"momentum": number(config.momentum)} if config.optimizer == "lars" else betas
+        return keras.optimizers.Adam(config.base_lr, **betas)
+    own = momenta if by_momentum else betas
     # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
     rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb, "lars": Lars}[config.optimizer]
-    optimizer = rule(config.base_lr, weight_decay=number(config.weight_decay), **own, **average)
+    optimizer = rule(config.base_lr, weight_decay=number(config.weight_decay), **own)
     # Without decay too: the trust ratios of LAMB and LARS go by it.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer
@@ -151,12 +176,12 @@ def _check_own(config: Settings, optimizer: Any) -> None:
         what = f"{optimizer!r}{', built' * getattr(optimizer, 'built', False)}"
         raise ValueError(f"optimizer must return a keras.optimizers.Optimizer to build, not {what}")
     for name, instead in (
+        ("optimizers", "a list of hvdkit.train.groups.Group, each with a rate"),
         ("inner_optimizer", "--precision=float16"),
         ("gradient_accumulation_steps", "--accumulation_steps"),
         ("loss_scale_factor", "--precision=float16"),
-        ("use_ema", "--optimizer with --ema_decay"),
     ):
-        if getattr(optimizer, name, None):
+        if getattr(optimizer, name, None) not in (None, 0, False):
             what = f"{type(optimizer).__name__} with {name}"
             raise ValueError(f"optimizer: {what} is not supported: use {instead}")
     if _decays(optimizer) and config.weight_decay:
@@ -174,15 +199,48 @@ def _decays(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(x.weight_decay or getattr(x, "adam_weight_decay", None) for x in each)
 
 
-def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
-    """Its numbers, texts and switches by name, to compare over ranks; not the rate, a variable."""
+def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
+    """What a task's optimizer was made with, by name, as text; not the rate, which the run sets.
+
+    To compare over ranks, and with a run that resumes. Call it before the optimizer is built.
+    """
     if isinstance(optimizer, groups.Groups):
-        found = groups.of_weights(optimizer)
-        for number, part in enumerate(groups.parts(optimizer)):
-            found |= {f"group {number} {n}": v for n, v in hyperparameters(part).items()}
+        found = {"optimizer": f"{len(optimizer.groups)} groups"}
+        for number, group in enumerate(optimizer.groups):
+            own = hyperparameters(group.optimizer) | {"rate": str(group.rate)}
+            found |= {f"group {number}'s {name}": value for name, value in own.items()}
         return found
-    public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_") and n != "name"}
-    return {n: repr(v) for n, v in public.items() if isinstance(v, str | Number | None)}
+    found = {"optimizer": type(optimizer).__name__}
+    for name, value in vars(optimizer).items():
+        if name.startswith("_") or name in ("name", "built"):
+            continue
+        if name.startswith("ema_") and not optimizer.use_ema:
+            continue
+        listed = isinstance(value, (list, tuple)) and all(isinstance(x, _PLAIN) for x in value)
+        if isinstance(value, _PLAIN) or listed:
+            found[name] = str(list(value) if listed else value)
+    return found
+
+
+def of_weights(rule: UpdateRule, names: Mapping[int, str]) -> dict[str, str]:
+    """By the name of a weight: its group, and whether it is left out of a decay.
+
+    `names`: of a weight's id.
+    """
+    found = {}
+    for number, part in enumerate(groups.parts(rule.optimizer)):
+        for weight in groups.weights_of(rule.optimizer)[number]:
+            if isinstance(rule.optimizer, groups.Groups):
+                found[f"group of {names[id(weight)]}"] = str(number)
+            if _decays(part) and not part._use_weight_decay(weight):
+                found[f"weight decay of {names[id(weight)]}"] = "none"
+    return found
+
+
+def begins_with_weights(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether it began with copies of the weights, as ScheduleFreeAdamW; others with constants."""
+    slots = [raw(v) for v in optimizer.variables if raw(v).shape.num_elements() > 1]
+    return any(bool(tf.reduce_any(slot != tf.reshape(slot, [-1])[0])) for slot in slots)
 
 
 def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
@@ -214,10 +272,4 @@ def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> Non
         raise ValueError(
             f"--weight_decay={config.weight_decay} decays weights whose name ends with 'kernel', "
             f"and the model has none ({variables[0].path}, ...): name them so or leave it out"
-        )
-    bound = [v.path for v in variables if v.constraint is not None]
-    if config.ema_decay and bound:
-        raise ValueError(
-            f"--ema_decay={config.ema_decay} averages weights before their constraint is applied, "
-            f"and {bound[0]} has one: leave out one of the two"
         )

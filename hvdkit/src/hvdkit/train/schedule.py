@@ -1,16 +1,20 @@
 """Learning rate as a function of the step: --lr_policy with linear warm-up, or a task's own."""
 
+import contextlib
 import math
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.settings import Settings
-from hvdkit.train.task import Task, optional, settings_of
+from hvdkit.train.task import Task, line_of, optional, settings_of
+from hvdkit.train.task_checks import user_code_errors
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 
 LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
+_POINTS = 101
 
 
 def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
@@ -21,17 +25,9 @@ def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
     if config.find_lr:  # the same factor each step (Smith 2017)
         factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
         return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
-    own = optional(task, "schedule")
-    if own is None:
+    if not optional(task, "schedule"):
         return make(config, world_size)
-    policy, factor = own(settings_of(task, config)), config.lr_factor(world_size)
-    for step in (0, config.num_steps - 1):
-        rate = float(policy(tf.constant(step, tf.int64)))
-        if not 0 <= rate < math.inf:
-            raise ValueError(
-                f"the task's schedule gives a learning rate of {rate:g} after {step} steps: it "
-                "must be a number from 0"
-            )
+    policy, factor = _of_task(task, config), config.lr_factor(world_size)
 
     def rate_of(step: tf.Tensor) -> tf.Tensor:
         rate = policy(step)  # tf.cast would make float32 of a Python float first
@@ -39,6 +35,48 @@ def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
         return tf.cast(rate, tf.float64) * factor
 
     return rate_of
+
+
+def _of_task(task: Task, config: Settings) -> Schedule:
+    own = optional(task, "schedule")
+    with user_code_errors("schedule"):
+        policy = own(settings_of(task, config))
+    if not callable(policy):
+        raise ValueError(
+            f"{line_of(own)}: schedule returns {policy!r:.80}: it must return a function of the "
+            "step, as lambda step: 0.1"
+        )
+    for step in (0, config.num_steps - 1):
+        _value(policy, step, line_of(own))
+    return policy
+
+
+def _value(policy: Schedule, step: int, line: str) -> float:
+    """The rate after so many steps; ValueError where it is none."""
+    with user_code_errors("schedule"):
+        rate = policy(tf.constant(step, tf.int64))
+    value = math.nan
+    with contextlib.suppress(TypeError, ValueError):
+        value = float(rate) if np.ndim(rate) == 0 else math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"{line}: the task's schedule gives a learning rate of {rate!r:.80} after {step} "
+            "steps: it must be a number from 0"
+        )
+    return value
+
+
+def points(task: Task, config: Settings) -> dict[str, str]:
+    """Rates of the task's schedule at up to _POINTS steps, as text, for a later start to compare.
+
+    Raises ValueError, as `of_run` does.
+    """
+    if config.find_lr or not optional(task, "schedule"):
+        return {"rate": "that of --lr_policy"}
+    policy, line = _of_task(task, config), line_of(optional(task, "schedule"))
+    steps = np.linspace(0, config.num_steps - 1, _POINTS).round().astype(int).tolist()
+    rates = {f"rate after {step} steps": _value(policy, step, line) for step in steps}
+    return {"rate": "its own"} | {name: f"{rate:.9g}" for name, rate in rates.items()}
 
 
 def describe(task: Task, config: Settings, world_size: int) -> str:

@@ -18,7 +18,7 @@ from keras.src.utils.naming import to_snake_case
 
 from hvdkit.ranks.world import raw
 from hvdkit.train.gradients import LossScale
-from hvdkit.train.optimizer import check_trainable
+from hvdkit.train.optimizer import UpdateRule
 
 Variable = keras.Variable | tf.Variable
 
@@ -115,13 +115,13 @@ class State:
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
+        rule: UpdateRule,
         precision: str,
         *,
         task: Any = None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.held = Held(task, model, optimizer.variables)
+        self.model, self.optimizer, self.averages = model, rule.optimizer, rule.averages
+        self.held = Held(task, model, self.optimizer.variables)
         self._of_model = model.variables
         self.loss_scale = LossScale(precision)
         self.step, self.skipped, self.passed_over = (
@@ -133,8 +133,8 @@ class State:
     def variables(self) -> dict[str, keras.Variable | tf.Variable]:
         """Every variable by a name that is unique and the same on every rank and in every process.
 
-        model/0003/dense/kernel, its moving average ema/0003/dense/kernel where the optimizer
-        keeps one, optimizer/0007/adam/dense/kernel/momentum.
+        model/0003/dense/kernel, its moving average ema/0/0003/dense/kernel where there is one, of
+        the first group, which had ema_updates/0; optimizer/0007/adam/dense/kernel/momentum.
         """
         named = {"step": self.step, "skipped": self.skipped, "passed_over": self.passed_over}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
@@ -144,12 +144,11 @@ class State:
         # The position makes it unique: two layers may have been given the same name.
         places = {id(v): f"{i:04d}/{names[id(v)]}" for i, v in enumerate(model)}
         named |= {f"model/{places[id(v)]}": v for v in model}
-        averages = average_variables(self.optimizer)
-        trained = self.model.trainable_variables
-        named |= {f"ema/{places[id(v)]}": average for v, average in zip(trained, averages)}
-        averaged = set(map(id, averages))
+        for number, average in enumerate(self.averages):
+            named[f"ema_updates/{number}"] = average.updates
+            named |= {f"ema/{number}/{places[id(v)]}": value for v, value in average.pairs}
         slots = enumerate(zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names)))
-        named |= {f"optimizer/{i:04d}/{n}": v for i, (v, n) in slots if id(v) not in averaged}
+        named |= {f"optimizer/{i:04d}/{n}": v for i, (v, n) in slots}
         return named | self.held.variables
 
     @property
@@ -163,6 +162,34 @@ class State:
         frozen = [v for v in self.held.of_task.values() if not v.trainable]
         return [raw(v) for v in [*self.model.non_trainable_variables, *frozen]]
 
+    @property
+    def updated(self) -> list[tf.Variable]:
+        """What `apply` changes besides the weights."""
+        found = [raw(v) for v in self.optimizer.variables]
+        for average in self.averages:
+            found += [average.updates, *(value for _, value in average.pairs)]
+        return found
+
+    def apply(self, grads: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+        """One update of weights, by these gradients, and of their averages."""
+        self.optimizer.apply(grads, variables)
+        for average in self.averages:
+            average.follow(variables)
+
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Inside, weights are their averages; afterwards their own again.
+
+        It takes the memory of a second copy of the weights. Weights without an average, or before
+        its first update, stay, and so do batch norm's moving statistics.
+        """
+        begun = [average for average in self.averages if int(average.updates)]
+        pairs = [(raw(weight), value) for average in begun for weight, value in average.pairs]
+        with unchanged([weight for weight, _ in pairs]):
+            for weight, value in pairs:
+                weight.assign(value)
+            yield
+
     def trainable_flags(self) -> list[bool]:
         return [v.trainable for v in self._of_model]
 
@@ -172,14 +199,6 @@ class State:
         self.step.assign_add(counted)
         self.skipped.assign_add(tf.cast(~finite, tf.int64) * counted)
         self.loss_scale.update(finite, readable)
-
-
-def average_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Averages of the model's trainable weights (Polyak and Juditsky 1992); empty without EMA.
-
-    Keras keeps them among the optimizer's variables; zeros until the first applied step.
-    """
-    return list(optimizer._model_variables_moving_average) if optimizer.use_ema else []
 
 
 @contextlib.contextmanager
@@ -195,24 +214,6 @@ def unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable.assign(value)
-
-
-@contextlib.contextmanager
-def averaged_weights(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Inside, the model's trainable weights are their averages; afterwards its own again.
-
-    It takes the memory of a second copy of the weights. Batch norm's moving statistics stay.
-    Without averages or before the first step nothing happens.
-    """
-    if not optimizer.use_ema or not int(optimizer.iterations):
-        yield
-        return
-    check_trainable(optimizer, model)
-    variables = list(map(raw, model.trainable_variables))
-    with unchanged(variables):
-        for variable, average in zip(variables, average_variables(optimizer), strict=True):
-            variable.assign(raw(average))
-        yield
 
 
 def names_of_model(model: keras.Layer) -> list[str]:

@@ -104,7 +104,7 @@ class Step:
         self._guarded = [*self.weights, *state.untrained]
         self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
         self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
-        with world.fail_together("making the schedule"), task_checks.user_code_errors("schedule"):
+        with world.fail_together("making the schedule"):
             self._rate = schedule.of_run(task, settings, world.size)
         steps = settings.accumulation_steps
         self._micro_batches = gradients_lib.MicroBatches(steps, self._variables, jit=settings.jit)
@@ -263,7 +263,7 @@ class Step:
         undo = [(v, before[id(v)]) for v in self._untrained]
         if self._is_tried or not world_lib.gpu():
             return updating.by_branch(self._judged, undo, offered)
-        trained = [raw(v) for v in [*self._variables, *self._state.optimizer.variables]]
+        trained = [*self.weights, *self._state.updated]
         return updating.by_choice(self._judged, undo, offered, trained=trained)
 
     def _judged(
@@ -280,7 +280,7 @@ class Step:
             if self._is_tried:
                 gradients_lib.descend(grads, variables)
             else:
-                optimizer.apply(grads, variables)
+                self._state.apply(grads, variables)
 
         return norm, tf.math.is_finite(norm) & sound, update
 

@@ -1,8 +1,10 @@
 """What a task is: the model, its data, loss and metrics; a file in tasks/ with a class `Task`."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import keras
@@ -20,7 +22,8 @@ _OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weight
 _OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
 _OF_TASKS += ("label_map", "colour_range", "rand_augment", "mixup", "cutmix", *EVALUATION)
 _SCHEDULE = ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma", "base_lr")
-_REPLACED = {"optimizer": ("optimizer", "momentum", "ema_decay"), "schedule": _SCHEDULE}
+_OPTIMIZER = ("optimizer", "momentum", "nesterov", "adam_beta1", "adam_beta2", "adam_epsilon")
+_REPLACED = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE}
 _REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
 _REQUIRED += ("loss", "sums", "metrics")
 
@@ -158,13 +161,14 @@ class Task(Protocol):
     def schedule(self, config: Settings) -> Callable[[tf.Tensor], tf.Tensor]:
         """Step (int64 scalar) -> learning rate (scalar), in place of --lr_policy. Optional.
 
-        Of TensorFlow ops; --lr_scaling multiplies it.
+        Of TensorFlow ops; --lr_scaling multiplies it. A resume names steps at which it changed.
         """
 
     def optimizer(self, model: keras.Model) -> keras.optimizers.Optimizer | list[Group]:
         """An update rule of Keras in place of --optimizer, or groups (groups.Group). Optional.
 
-        The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2.
+        The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2;
+        --ema_decay, or its own `use_ema`, averages its weights. A resume names what changed in it.
         """
 
 
@@ -245,6 +249,12 @@ def optional(task: Task, name: str) -> Callable | None:
     """One of the task's functions; None where it leaves it out: the protocol's are empty."""
     inherited = getattr(type(task), name, None) is vars(Task)[name]
     return None if inherited else getattr(task, name, None)
+
+
+def line_of(function: Callable) -> str:
+    """Where a task's function stands, as task.py, line 12."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else str(function)
 
 
 def available() -> list[str]:
