@@ -14,7 +14,7 @@ from hvdkit.commands import seeds
 
 # Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a signal
 # comes too late, of seed 12 a launcher loses the exit code, seed 14 has
-# another metric.
+# another metric, the score of seed 16 is NaN, that of 17 missing, 18 has no evaluation.
 RUN = """
 import json, os, pathlib, signal, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
@@ -24,6 +24,12 @@ folder.mkdir(parents=True)
 start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if seed == 14 else "max"}
 (folder / "starts.jsonl").write_text(json.dumps(start) + "\\n")
 lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
+if seed in (16, 17):
+    lines[1] |= {"eval_miou": None, "eval_acc": 0.5}
+if seed == 17:
+    del lines[1]["eval_miou"]
+if seed == 18:
+    lines = []
 (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 ended = {"step": 2, "exit_code": 75 * (seed == 12), "exit_reason": "preempted"}
 (folder / "summary.json").write_text(json.dumps(ended))
@@ -60,6 +66,14 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
     assert seeds.main(["hvdkit seeds", "--first=13", "--count=2", *words]) == 2
     said = "seed 14 is of miou (the lowest is the best), that of seed 13 of miou: give another"
     assert said in capfd.readouterr().err
+    for seed, said in (
+        (16, "seed-16: miou of its last evaluation is NaN or infinite"),
+        (17, "seed-17: miou is missing in its last evaluation, of acc"),
+        (18, "seed-18: it has no evaluation, so no score"),
+    ):
+        assert seeds.main(["hvdkit seeds", f"--first={seed}", "--count=2", *words]) == 1
+        error = capfd.readouterr().err
+        assert said in error and error.count("\n") == 1
 
 
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):

@@ -25,10 +25,15 @@ folder.mkdir(parents=True, exist_ok=True)
 with open(folder / "starts.jsonl", "a") as file:
     start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if model == "error" else "max"}
     file.write(json.dumps(start) + "\\n")
-if model in ("whole", "weak", "error", "tie"):
+if model in ("whole", "weak", "error", "tie", "nan", "missing"):
     line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
     if model == "tie":
         line |= {"eval_loss": line["eval_miou"], "eval_miou": 0.5}
+    if model in ("nan", "missing"):
+        line["eval_acc"] = 1.0
+        line["eval_miou"] = None
+    if model == "missing":
+        del line["eval_miou"]
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
     (folder / "summary.json").write_text(json.dumps({"step": 5, "exit_code": 0}))
 time.sleep(60 * (model == "weak" and not again))
@@ -124,6 +129,23 @@ def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
     )
     said = capfd.readouterr().out
     assert "failed, its score is of miou" in said and "the lowest is the best" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("nan", "miou of its last evaluation is NaN or infinite"),
+        ("missing", "miou is missing in its last evaluation, of acc"),
+    ],
+)
+def test_a_sweep_without_a_score_says_why(model, why, start, tmp_path, capfd):
+    for failed in (2, 0):  # again, it has nothing left to try
+        assert start("--base_lr=0.1:1.0", f"--model={model}", "--trials=2") == 1
+        said = capfd.readouterr()
+        last = f"{tmp_path}/all/trial-0002: {why}; {tmp_path}/all/trial-*.log say more"
+        assert said.err == f"error: no trial has a score: {last}\n"
+        assert "signal" not in said.out and "exit code" not in said.out
+        assert said.out.count(f"failed, {tmp_path}/all/trial-000") == failed
 
 
 def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):

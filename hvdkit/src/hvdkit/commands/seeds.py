@@ -19,7 +19,7 @@ from hvdkit.observe import records
 from hvdkit.scores import MainMetric, Score
 from hvdkit.settings import typed
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import DONE, PREEMPTED
+from hvdkit.stop import BUG, DONE, PREEMPTED
 
 # Student's t at 97.5 %, by degrees of freedom, from 1.
 T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010)
@@ -33,23 +33,36 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, deviation, T[len(values) - 2] * deviation / math.sqrt(len(values))
 
 
+class NoScore(ValueError):
+    """A run that ended well has no score."""
+
+
 def score(folder: Path) -> tuple[MainMetric, Score]:
-    """The main metric and its newest value; ValueError where the run has none, or did not end well:
-    a launcher or a script may lose its exit code."""
+    """The main metric and its newest value.
+
+    Raises NoScore; ValueError where the run did not end well: a launcher or a script may lose its
+    exit code.
+    """
     found = records.read(folder)
     if found.summary.get("exit_code") != DONE:
         why = found.summary.get("exit_reason", "it wrote no summary.json")
         raise ValueError(f"{folder}: its run did not end well: {why}")
     metric = found.main_metric()
     newest = found._replace(lines=found.evaluations[-1:]).scored()
+    if not found.evaluations or not metric.name:
+        raise NoScore(f"{folder}: it has no evaluation, so no score")
+    if not newest and f"eval_{metric.name}" in found.evaluations[-1]:
+        raise NoScore(f"{folder}: {metric.name} of its last evaluation is NaN or infinite")
     if not newest:
-        raise ValueError(f"{folder}: its last evaluation has no {metric.name or 'main metric'}")
+        there = logs.join(found.scores()) or "nothing"
+        raise NoScore(f"{folder}: {metric.name} is missing in its last evaluation, of {there}")
     return metric, newest[0]
 
 
 @logs.explained
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 done, 2 wrong use, 75 told to stop, or a run's that ended badly."""
+    """Returns the exit code: 0 done, 1 a run has no score, 2 wrong use, 75 told to stop, or a run's
+    that ended badly."""
     made = logs.parser(__doc__)
     made.add_argument("--count", type=int, default=5, choices=range(2, len(T) + 2), metavar="2..31")
     made.add_argument("--first", type=int, default=1, help="the first seed")
@@ -80,10 +93,13 @@ def main(argv: list[str]) -> int:
             return code if code > 0 else 128 - code
         try:
             metric, newest = score(folder)
-        except ValueError:
+        except ValueError as error:
             if told:
                 return PREEMPTED
-            raise
+            if not isinstance(error, NoScore):
+                raise
+            logs.complain(str(error))
+            return BUG
         first = first or metric
         if metric != first:
             other = f"of {metric.describe()}, that of seed {own.first} of {first.describe()}"

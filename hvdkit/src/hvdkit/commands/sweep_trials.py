@@ -102,7 +102,9 @@ class Sweep:
         if best and not self._code:
             print(printable(f"best settings: {best}; all: {best.with_name('sweep.html')}"))
         elif not self._code:
-            complain(f"no trial has a score: {self._own.folder}/trial-*.log say why")
+            reasons = [one.user_attrs["why"] for one in self._trials() if "why" in one.user_attrs]
+            last = f": {reasons[-1]}" if reasons else ""
+            complain(f"no trial has a score{last}; {self._own.folder}/trial-*.log say more")
         return self._code or (DONE if best else BUG)
 
     def _hear(self, number: int, frame: object) -> None:
@@ -121,7 +123,7 @@ class Sweep:
         seed = random.Random(f"{self._own.seed} {number}").getrandbits(32)
         self._study.sampler = optuna.samplers.TPESampler(seed=seed)  # alike after a restart
         trial = self._study.ask(_space(self._asked))
-        reported = len(self._trials()[trial.number].intermediate_values)
+        reported = max(self._trials()[trial.number].intermediate_values, default=0)
         slot = min({*range(self._own.jobs)} - {run.slot for run in self._running})
         folder = self._own.folder / f"trial-{trial.number + 1:04}"
         self._running.append(Run(trial, slot, folder, reported))
@@ -155,8 +157,10 @@ class Sweep:
         if metric != self._metric():  # `_end` refuses its score
             return
         for number, value in enumerate(values[run.reported :], run.reported + 1):
-            run.trial.report(metric.height(value), number)
-            run.reported, run.pruned = number, run.pruned or run.trial.should_prune()
+            run.reported = number
+            if math.isfinite(value):  # else the next evaluation may have a score
+                run.trial.report(metric.height(value), number)
+                run.pruned = run.pruned or run.trial.should_prune()
 
     def _metric(self) -> MainMetric:
         """Of all trials, whose values in the study are its heights; without a name at first."""
@@ -197,6 +201,8 @@ class Sweep:
             text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
             last = (re.findall(r"error: (.*)", text) or text.splitlines() or [""])[-1]
             return complain(f"{run.folder}.log: {last}")
+        if state == TrialState.FAIL:
+            run.trial.set_user_attr("why", why)
         self._tell(self._study.tell(run.trial, score, state), why)
 
     def _tell(self, trial: FrozenTrial, why: str) -> None:
@@ -205,7 +211,7 @@ class Sweep:
         if trial.value is not None:
             what = f"{metric.name} {metric.height(trial.value):.4f}"
         if trial.state == TrialState.PRUNED:
-            what = f"pruned at evaluation {len(trial.intermediate_values)}, {what}"
+            what = f"pruned at evaluation {max(trial.intermediate_values)}, {what}"
         than = "no score yet"
         if best:
             than = f"best {metric.height(best.value):.4f}, trial {best.number + 1}"
