@@ -258,7 +258,7 @@ def asked(address: str, data: bytes | None = None) -> tuple[int, str]:
         with urllib.request.urlopen(address, data, timeout=120) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, ""
+        return error.code, error.read().decode()
 
 
 @pytest.mark.timeout(600)

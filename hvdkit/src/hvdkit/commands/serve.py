@@ -9,13 +9,16 @@ kept nowhere. For looking, not for production: there, serve the SavedModel of `h
 """
 
 import base64
+import contextlib
 import hmac
 import http.server
 import io
 import json
 import secrets
+import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -34,6 +37,8 @@ from hvdkit.stop import WRONG_USE, Stop
 
 Answer = Callable[[bytes], dict[str, Any]]
 _MOST_BYTES = 64 * 2**20  # of a picture's file
+# After an answer, how long a client may go on sending, and how long it may be silent.
+_LAST_SECONDS, _SILENT_SECONDS = 60.0, 2.0
 _BODY = """
 <p><label>A picture: <input type="file" id="file" accept="image/*"></label></p>
 <p id="fault" role="alert" class="bad"></p>
@@ -99,6 +104,8 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
 class Server(http.server.ThreadingHTTPServer):
     """A thread a connection, so that none keeps the others waiting."""
 
+    request_queue_size = 128  # connections that wait for `handle_request`; more are reset
+
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: a client went away."""
 
@@ -130,47 +137,112 @@ def answered(data: bytes, outputs_of: predict.OutputsOf, names: list[str]) -> di
     return {"rows": shown} | picture
 
 
-def handler(answer: Answer, word: str, title: str) -> type[http.server.BaseHTTPRequestHandler]:
-    """Answers GET with the page and POST of a picture with JSON, both at /WORD only."""
+def refused(headers: Mapping[str, str]) -> tuple[HTTPStatus, str] | None:
+    """Why a body with these headers is not read, if it is not: a status and a sentence."""
+    size, kind = headers.get("Content-Length", "").strip(), headers.get("Content-Type", "")
+    if headers.get("Transfer-Encoding"):
+        why = "a chunked upload is not read: send the picture's bytes with a Content-Length"
+        return HTTPStatus.LENGTH_REQUIRED, why
+    if kind.lower().startswith("multipart/"):
+        why = f"a form ({kind[:40]}) is not read: send the picture's bytes alone, as the body"
+        return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why
+    if not size:
+        return HTTPStatus.LENGTH_REQUIRED, "send the picture's bytes with a Content-Length"
+    if not (size.isascii() and size.isdecimal()):
+        return HTTPStatus.BAD_REQUEST, f"Content-Length: {size[:40]} is no number of bytes"
+    if len(size) > 40 or int(size) > _MOST_BYTES:
+        why = f"a picture of {size[:40]} bytes is too large: {_MOST_BYTES:,} bytes at most"
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why
+    if int(size) == 0:
+        return HTTPStatus.BAD_REQUEST, "the picture is empty: send its bytes as the body"
+    return None
 
-    page = pages.page(title, [_BODY.replace("MOST_BYTES", str(_MOST_BYTES))])
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = 20  # seconds that a client may be silent
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers GET with the page and POST of a picture with JSON, both at /WORD only.
 
-        def do_GET(self) -> None:
-            self._send("text/html; charset=utf-8", page.encode())
+    `handler` makes a class of it.
+    """
 
-        def do_POST(self) -> None:
-            size = self.headers.get("Content-Length", "")
-            if not (size.isdecimal() and len(size) < 9 and 0 < int(size) <= _MOST_BYTES):
-                found = {"error": f"it must have 1 to {_MOST_BYTES:,} bytes"}
-            else:
-                found = answer(self.rfile.read(int(size)))
-            self._send("application/json", json.dumps(found).encode())
+    answer: Answer
+    word: str
+    page: str
+    protocol_version = "HTTP/1.1"  # or a client that expects "100 Continue" gets none
+    timeout = 20  # seconds that a client may be silent
 
-        def parse_request(self) -> bool:
-            """Whether to go on: False where the word is not known."""
-            if not super().parse_request():
-                return False
-            if hmac.compare_digest(self.path.encode(), f"/{word}".encode()):
-                return True
-            self.send_error(HTTPStatus.NOT_FOUND)
+    def do_GET(self) -> None:
+        self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.page.encode())
+
+    def do_POST(self) -> None:
+        if refusal := refused(self.headers):
+            self._send_error(*refusal)
+            return
+        size = int(self.headers["Content-Length"])
+        try:
+            data = self.rfile.read(size)
+        except TimeoutError:
+            self._send_error(HTTPStatus.REQUEST_TIMEOUT, f"no byte came for {self.timeout} s")
+            return
+        if len(data) < size:
+            short = f"Content-Length says {size:,} bytes, and {len(data):,} came"
+            self._send_error(HTTPStatus.BAD_REQUEST, short)
+            return
+        found = type(self).answer(data)
+        status = HTTPStatus.UNPROCESSABLE_ENTITY if "error" in found else HTTPStatus.OK
+        self._send(status, "application/json", json.dumps(found).encode())
+
+    def parse_request(self) -> bool:
+        """Whether to go on: False where the word is not known."""
+        return super().parse_request() and self._knows_the_word()
+
+    def handle_expect_100(self) -> bool:
+        """Whether to go on: a client that asks before it sends learns at once what is wrong."""
+        if not self._knows_the_word():
             return False
+        if refusal := refused(self.headers):
+            self._send_error(*refusal)
+            return False
+        return super().handle_expect_100()
 
-        def _send(self, kind: str, body: bytes) -> None:
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("Referrer-Policy", "no-referrer")  # the address is a secret
-            self.end_headers()
-            self.wfile.write(body)
+    def finish(self) -> None:
+        """Reads what still comes: a connection that is closed before it is reset, and a client
+        that still sends would not read the answer."""
+        super().finish()
+        end = time.monotonic() + _LAST_SECONDS
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_SILENT_SECONDS)
+            while time.monotonic() < end and self.connection.recv(2**16):
+                pass
 
-        def log_message(self, form: str, *parts: Any) -> None:
-            """Nothing: addresses hold the word."""
+    def _knows_the_word(self) -> bool:
+        known = hmac.compare_digest(self.path.encode(), f"/{self.word}".encode())
+        if not known:
+            self.send_error(HTTPStatus.NOT_FOUND)
+        return known
 
-    return Handler
+    def _send_error(self, status: HTTPStatus, sentence: str) -> None:
+        self._send(status, "application/json", json.dumps({"error": sentence}).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Connection", "close")
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")  # the address is a secret
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, form: str, *parts: Any) -> None:
+        """Nothing: addresses hold the word."""
+
+
+def handler(answer: Answer, word: str, title: str) -> type[Handler]:
+    """A server's, of one address."""
+    page = pages.page(title, [_BODY.replace("MOST_BYTES", str(_MOST_BYTES))])
+    own = {"answer": staticmethod(answer), "word": word, "page": page}
+    return type("OneAddress", (Handler,), own)
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,119 @@
+"""hvdkit serve: what it answers to uploads that are not a picture's bytes, and to many at once."""
+
+import http.client
+import json
+import socket
+import threading
+
+import pytest
+
+from hvdkit.commands import serve
+
+LARGE = 65 * 2**20
+
+
+@pytest.fixture
+def server():
+    """At /word; it answers with the number of bytes that came."""
+    handler = serve.handler(lambda data: {"rows": [len(data)]}, "word", "title")
+    handler.timeout = 1
+    with serve.Server(("127.0.0.1", 0), handler) as made:
+        made.timeout = 0.1
+        yield made
+
+
+@pytest.fixture
+def port(server):
+    ends = threading.Event()
+
+    def answer():
+        while not ends.is_set():
+            server.handle_request()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield server.server_port
+    ends.set()
+    thread.join()
+
+
+def post(port, body, **headers) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request("POST", "/word", body, named)
+    reply = connection.getresponse()
+    found = reply.status, json.loads(reply.read())
+    connection.close()
+    return found
+
+
+def sent(port, *lines, body=b"") -> tuple[int, dict]:
+    """What is answered to these lines of a request."""
+    text = "\r\n".join(["POST /word HTTP/1.1", "Host: here", *lines, "", ""])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(text.encode() + body)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        return reply.status, json.loads(reply.read())
+
+
+def test_sixty_connections_at_once_wait_and_are_answered(server, request):
+    address = ("127.0.0.1", server.server_port)
+    waiting = [socket.create_connection(address, timeout=0.5) for _ in range(60)]
+    request.getfixturevalue("port")  # now it begins to answer
+    for connection in waiting:
+        with connection:
+            connection.settimeout(60)
+            connection.sendall(b"POST /word HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc")
+            reply = http.client.HTTPResponse(connection)
+            reply.begin()
+            assert (reply.status, json.loads(reply.read())) == (200, {"rows": [3]})
+
+
+def test_an_upload_that_is_no_pictures_bytes_is_told_why(port):
+    assert post(port, b"abc") == (200, {"rows": [3]})
+    parts = iter([b"a" * 2**16] * (LARGE // 2**16))
+    for status, words, answer in (
+        (411, "chunked", post(port, parts, Transfer_Encoding="chunked")),
+        (
+            415,
+            "multipart/form-data",
+            post(port, b"--a--", Content_Type="multipart/form-data; boundary=a"),
+        ),
+        (413, f"{LARGE} bytes is too large", post(port, b"a" * LARGE)),
+        (413, f"{10**30 - 1} bytes", sent(port, f"Content-Length: {10**30 - 1}")),
+        (411, "Content-Length", sent(port)),
+        (400, "empty", sent(port, "Content-Length: 0")),
+        (400, "Content-Length: -1", sent(port, "Content-Length: -1")),
+        (400, "Content-Length: 1, 2", sent(port, "Content-Length: 1, 2")),
+        (408, "no byte came", sent(port, "Content-Length: 9", body=b"abc")),
+    ):
+        assert answer[0] == status and words in answer[1]["error"], answer
+
+
+def test_a_client_that_asks_before_it_sends_is_answered_before_it_sends(port):
+    expects = ("Expect: 100-continue", f"Content-Length: {LARGE}")
+    status, found = sent(port, *expects)
+    assert status == 413 and "too large" in found["error"]
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        lines = ["POST /word HTTP/1.1", "Expect: 100-continue", "Content-Length: 3", "", ""]
+        connection.sendall("\r\n".join(lines).encode())
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(b"abc")
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        assert reply.status == 200
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall("\r\n".join(["POST /other HTTP/1.1", *lines[1:]]).encode())
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        assert reply.status == 404
+
+
+def test_a_body_that_ends_early_is_told(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"POST /word HTTP/1.1\r\nContent-Length: 9\r\n\r\nabc")
+        connection.shutdown(socket.SHUT_WR)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        assert reply.status == 400 and "and 3 came" in reply.read().decode()
