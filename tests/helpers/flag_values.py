@@ -37,7 +37,11 @@ VALUES: dict[str, list[str]] = {
     "bn_sync": [f"--bn_sync={mode}" for mode in ("mean", "moments", "full", "none")],
     "data_workers": ["", "--data_workers=3"],
     "jit": ["", "--jit"],
-    "lr_policy": [f"--lr_policy={name}" for name in ("poly", "cosine", "step", "constant")],
+    "lr_policy": [
+        *(f"--lr_policy={name}" for name in ("poly", "cosine", "step", "constant")),
+        "--lr_policy=plateau --plateau_patience=1 --plateau_factor=0.5 --plateau_min_delta=0.1 "
+        "--plateau_cooldown=1 --plateau_min_lr=1e-31",
+    ],
     "init_from": [
         "",
         "--init_from={run}",
@@ -102,12 +106,21 @@ CHANGES: list[tuple[str, list[str]]] = [
         [
             *("--optimizer=adam", "--optimizer=adamw --weight_decay=0.001", "--optimizer=lamb"),
             "--optimizer=lars",
-            *(VALUES["precision"][1:] + VALUES["lr_policy"][1:] + ALONE.split()),
+            *(VALUES["precision"][1:] + VALUES["lr_policy"][1:4] + ALONE.split()),
             *("--init_from={run}", "--init_from={run} --init_ema"),
             *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 3)),
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
+    (
+        # No score is so much better than the first: each second evaluation lowers the rate.
+        "--lr_policy=plateau --eval_every=1 --num_steps=5 --plateau_patience=1 "
+        "--plateau_min_delta=9",
+        [
+            *("--plateau_factor=0.5", "--plateau_patience=2", "--plateau_cooldown=2"),
+            "--plateau_min_lr=0.04",
+        ],
+    ),
     ("--optimizer=adam", ["--adam_beta1=0.5", "--adam_beta2=0.5", "--adam_epsilon=1e-3"]),
     *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
 ]
@@ -136,6 +149,7 @@ KEEPS_ON_ONE_RANK = [
     ("--init_from={run}", "--init_skip_mismatched"),
     ("--optimizer=adam", "--momentum=0"),
     ("--lr_policy=constant", "--power=2 --end_lr=0.02"),
+    ("--lr_policy=plateau --eval_every=1", "--plateau_min_delta=0.5"),
     ("--virtual_ranks=3 --cpu_threads={threads}", "--deterministic --bn_sync_every=1"),
     ("--deterministic", "--bn_sync=moments --bn_sync_every=1 --lr_scaling=linear"),
     ("", "--bn_sync=none --bn_sync_every=1 --compression=bf16 --batch_per_rank=12"),
@@ -187,6 +201,9 @@ REFUSED = {
     },
     "--early_stop_evals=1 --eval_every=0": "--eval_every=0",
     "--lr_policy=step --lr_boundaries=0.9,0.1": "rising",
+    "--lr_policy=plateau --eval_every=0": "--eval_every=0",
+    "--lr_policy=plateau --plateau_min_lr=0.06": "is greater than",
+    "--plateau_factor=1": "less than 1",
     "--init_ema": "--init_from",
     "--backbone_preprocessing=caffe": "need each other",
     "--backbone_weights=some.h5 --backbone_preprocessing=tf --init_from=other": "leave one out",

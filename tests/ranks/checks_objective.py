@@ -1,6 +1,7 @@
 """Objectives and optimizers against plain Keras; a step's batch is the whole training set."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import horovod.tensorflow as hvd
 import keras
@@ -10,7 +11,7 @@ from small_runs import CLASSES, FEATURES, Small, fit, folder, same
 
 from hvdkit.data.source import Arrays
 from hvdkit.ranks.world import set_precision
-from hvdkit.stop import BUG, DONE, WRONG_USE
+from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
 from hvdkit.train import across
 from hvdkit.train.groups import Group
 
@@ -333,3 +334,76 @@ def check_a_tasks_schedule_that_changed_is_named(world):
     ended = fit(world, steady(0.2), run_dir=first.folder, num_steps=3)
     words = "the task's schedule: rate after 0 steps was 0.1, is 0.2"
     assert (words in ended.printed) == world.is_chief, ended.printed
+
+
+PLATEAU = {n: v for n, v in EXACT.items() if n != "lr_policy"}
+PLATEAU |= {"lr_policy": "plateau", "base_lr": 2.0, "num_steps": 7, "eval_every": 1}
+PLATEAU |= {"plateau_patience": 1, "plateau_factor": 0.5, "plateau_min_delta": 0.01}
+PLATEAU |= {"plateau_cooldown": 2, "warmup_steps": 2}
+
+
+PARTS = [f"plateau/{name}" for name in ("factor", "best", "waited", "resting", "judged")]
+
+
+class Follows:
+    """What Keras's callback sees of a model: an optimizer's rate."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class ByPlateau:
+    """The reference: plain Keras, its callback called with the second data's accuracy."""
+
+    def __init__(self):
+        self.rule = keras.optimizers.SGD(2.0, momentum=np.float64(0.9))
+        named = {"patience": 1, "factor": 0.5, "min_delta": 0.01, "cooldown": 2, "mode": "max"}
+        self.callback = keras.callbacks.ReduceLROnPlateau("score", **named)
+        self.callback.set_model(Follows(keras.optimizers.SGD(2.0)))
+        self.callback.on_train_begin()
+        self.rates = []
+
+    def run(self, task):
+        model, steps = task.build_model(), PLATEAU["num_steps"]
+        (x, more) = task.sources()
+        for step in range(1, steps + 1):
+            self.rates.append(float(self.callback.model.optimizer.learning_rate) * min(step / 2, 1))
+            self.rule.learning_rate.assign(self.rates[-1])
+            with tf.GradientTape() as tape:
+                means = means_of(task, model(x._arrays["x"], training=True), targets_of(x))
+                loss = tf.add_n(list(means.values()))
+            weights = model.trainable_variables
+            self.rule.apply(tape.gradient(loss, [v.value for v in weights]), weights)
+            sums = task.sums(model(more._arrays["x"]), targets_of(more))
+            score = task.metrics({name: float(value) for name, value in sums.items()})
+            self.callback.on_epoch_end(step, {"score": score["accuracy"]})
+        return model
+
+
+def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
+    """A run that goes on, one that ended after an evaluation, two that a signal stopped."""
+    folder(world)
+    set_precision("float64")
+    expected = ByPlateau()
+    model = expected.run(Terms(None))
+    assert len({*expected.rates[2:]}) > 2, expected.rates
+    weights = [v.numpy() for v in model.variables]
+    whole = fit(world, Terms, **PLATEAU)
+    same(whole.weights(), weights, 1e-9)
+    assert ("the learning rate is lowered from 2 to 1:" in whole.printed) == world.is_chief
+    rare = PLATEAU | {"eval_every": 2}
+    rarely = fit(world, Terms, **rare)
+    for ends, settings, stopped in (
+        (whole, PLATEAU | {"num_steps": 4}, False),  # evaluated, its score in the checkpoint
+        (whole, PLATEAU, True),  # at an evaluation step, which the rerun evaluates
+        (rarely, rare, True),  # between two evaluations
+        (rarely, rare | {"num_steps": 4}, False),
+    ):
+        asked = SimpleNamespace(asked=stopped)
+        code = PREEMPTED if stopped else DONE
+        first = fit(world, Terms, code=code, stop_signal=asked, **settings)
+        ended = fit(world, Terms, run_dir=first.folder, **settings | {"num_steps": 7})
+        same(ended.weights(), ends.weights(), 1e-12)
+        if world.is_chief:
+            kept, expected = ended.state(7), ends.state(7)
+            same([kept[n] for n in PARTS], [expected[n] for n in PARTS])

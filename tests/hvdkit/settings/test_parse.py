@@ -148,7 +148,7 @@ def test_help_has_every_flag_under_its_heading(capsys):
     assert len(places) == len(set(places))
     text = " ".join(shown.split())
     assert "--[no]jit compile forward" in text
-    assert "schedule (one of poly, cosine, step, constant; default poly)" in text
+    assert "schedule (one of poly, cosine, step, constant, plateau; default poly)" in text
     assert "learning rate after warm-up (greater than 0; default 0.01)" in text
     assert text.index("set these first: --task") < text.index("Task, model and loss: --dropout")
 

@@ -12,6 +12,7 @@ from refusals import refused
 from small_runs import same
 
 from hvdkit.ranks.world import raw, set_precision
+from hvdkit.run import context
 from hvdkit.settings import Settings
 from hvdkit.train import gradients, optimizer, schedule
 from hvdkit.train.gradients import is_kernel
@@ -378,3 +379,20 @@ def test_the_average_is_of_weights_after_their_constraint():
     applied(state.apply, model, slopes(model))
     with state.averaged_weights():
         assert np.linalg.norm(model.layers[-1].kernel, axis=0).max() <= 0.5
+
+
+def test_an_optimizer_that_copies_weights_begins_with_those_that_were_read():
+    """As of --init_from; others begin with constants, and are left as they are."""
+    for kind, copies in ((keras.optimizers.ScheduleFreeAdamW, True), (ADAM, False)):
+        task = SimpleNamespace(optimizer=lambda model, kind=kind: kind(0.1))
+        model = network()
+        parts = {"task": task, "model": model, "config": Settings()}
+        run = SimpleNamespace(
+            **parts, optimizer=optimizer.build(Settings(), model, task.optimizer)[0]
+        )
+        assert optimizer.begins_with_weights(run.optimizer) == copies
+        for v in model.trainable_variables:
+            v.assign(v + 1)
+        context.begin_optimizer(run)
+        slots = run.optimizer._momentums
+        same(slots, [v * copies for v in model.trainable_variables])

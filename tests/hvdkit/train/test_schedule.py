@@ -4,11 +4,14 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
-from hvdkit.train import schedule
+from hvdkit.train import plateau, schedule
 
 N, BASE, END = 200, 0.4, 0.01
 
@@ -48,6 +51,61 @@ def test_scaling_by_the_number_of_ranks(policy, rule, factor):
     for step in (0, 77, N, 10 * N):  # the last rate too
         alone = rate(step, **scaled | {"size": 1})
         assert rate(step, **scaled) == pytest.approx(factor * alone, rel=1e-12)
+
+
+class Follows:
+    """What Keras's callback sees of a model: an optimizer's rate."""
+
+    def __init__(self, rate: float) -> None:
+        self.optimizer = SimpleNamespace(learning_rate=keras.Variable(rate, dtype="float64"))
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_plateau_policy_is_kerass_callback(mode, seed):
+    draw = np.random.default_rng(seed)
+    patience, cooldown, lowest = draw.integers([1, 0, 0], [4, 4, 2])
+    numbers = {"factor": 0.5, "patience": int(patience), "cooldown": int(cooldown)}
+    numbers |= {"min_lr": 0.02 * float(lowest), "min_delta": 0.1}
+    callback = keras.callbacks.ReduceLROnPlateau("score", mode=mode, **numbers)
+    callback.set_model(Follows(BASE))
+    callback.on_train_begin()
+    flags = {f"plateau_{name}": value for name, value in numbers.items()}
+    config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau", **flags)
+    state = plateau.Plateau()
+    rate_of = schedule.make(config, 1, plateau=state)
+    for number, score in enumerate(draw.normal(size=40).cumsum() * 0.2, 1):
+        callback.on_epoch_end(number, {"score": score})
+        before = float(rate_of(tf.constant(number, tf.int64)))
+        told = state.judge(config, MainMetric("score", mode), value=score, step=number)
+        assert not state.judge(config, MainMetric("score", mode), value=score, step=number)
+        found = float(rate_of(tf.constant(number, tf.int64)))
+        assert found == pytest.approx(float(callback.model.optimizer.learning_rate), rel=1e-12)
+        assert bool(told) == (found < before) and (f"to {found:.3g}:" in told) == bool(told)
+
+
+def test_what_a_plateau_does_not_count():
+    """Scores that are no numbers are no better; warm-up; scores of another measure."""
+    numbers = {"plateau_patience": 1, "plateau_factor": 0.5, "warmup_steps": 3}
+    config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau", **numbers)
+    state, metric = plateau.Plateau(), MainMetric("score")
+    rate_of = schedule.make(config, 2, plateau=state)
+    lowered = []
+    for step, score in enumerate([math.nan, 0.5, 0.4, math.nan, math.inf, 0.6], 1):
+        lowered.append(bool(state.judge(config, metric, value=score, step=step)))
+    assert lowered == [False, False, True, True, True, False]
+    assert float(rate_of(tf.constant(0, tf.int64))) == pytest.approx(BASE * 0.125 / 3)
+    for measure, is_lowered in (("one", False), ("one", True), ("other", False), ("other", True)):
+        step += 1
+        state.measures(measure)
+        assert bool(state.judge(config, metric, value=0.1, step=step)) == is_lowered
+
+
+def test_the_lines_of_a_run_tell_the_plateau_policy():
+    task = SimpleNamespace(main_metric="mae")
+    config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau")
+    told = "plateau from 0.4, times 0.1 after 10 evaluations without a better mae"
+    assert schedule.describe(task, config, 1) == told
 
 
 def test_a_schedule_of_ones_own_may_give_python_numbers():

@@ -71,6 +71,7 @@ class Found(NamedTuple):
     asked: bool  # --resume named this very one
     own: bool  # it is in this run's own folder
     scored: bool  # it was evaluated as this run does, even if the score is NaN
+    score: float | None  # of that evaluation; None: NaN, infinite, or not evaluated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +217,7 @@ class Checkpoints:
         about = files.read_manifest(path)
         own = path.parent.resolve() == self.folder.resolve()
         scored = about.evaluated and not about.unlike(self.measure)
-        return Found(path, about.step, asked, own, scored)
+        return Found(path, about.step, asked, own, scored, about.score)
 
     def _broadcast(self, found: Found | None, name: str) -> Found | None:
         fields = found and [str(found.path), *found[1:]]
@@ -275,7 +276,8 @@ def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> 
     for field in dataclasses.fields(config):  # with a fork's own
         # A setting that is newer than the checkpoint had its default.
         old, new = before.config.get(field.name, field.default), getattr(config, field.name)
-        if old != new and field.name not in _HARMLESS:
+        counts = field.name == "eval_every" and config.lr_policy == "plateau"
+        if old != new and (counts or field.name not in _HARMLESS):
             found.append(_changed(f"--{field.name}", old, new))
     if before.ranks != ranks and not config.virtual_ranks:
         were = f"which were {before.ranks}, are {ranks}"

@@ -18,7 +18,7 @@ from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
-from hvdkit.run.context import RunContext
+from hvdkit.run.context import RunContext, judge_plateau
 from hvdkit.run.health import Ending
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
@@ -212,7 +212,9 @@ class Evaluate:
             )
             if (counts := found.confusion()) is not None:
                 self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
-            self._saver.add_score(self._compared(step))
+            score = self._compared(step)
+            self._saver.add_score(score)
+        judge_plateau(run, value=score.value, step=step)
         best, config = self.best, run.config
         best_step = max(best.since if best else 0, self._scored_since)
         if step >= config.num_steps or not stopped_improving(config, step, best_step):

@@ -1,6 +1,7 @@
 """What a run is made of, for every command and every test, and where it begins."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -108,7 +109,17 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
     return RunContext(config, world, task, *data, *parts)
 
 
-def _begin_optimizer(context: RunContext) -> None:
+def judge_plateau(context: RunContext, *, value: float, step: int) -> None:
+    """After an evaluation: with --lr_policy=plateau it may lower the learning rate."""
+    if schedule.by_plateau(context.task, context.config):
+        value = context.world.broadcast_object(value, f"plateau.{step}")
+        metric, plateau = scores.of_task(context.task), context.state.plateau
+        told = plateau.judge(context.config, metric, value=value, step=step)
+        if told:
+            say(context.world, told)
+
+
+def begin_optimizer(context: RunContext) -> None:
     """Gives an optimizer that began with copies of the weights those that were read."""
     if not optimizers.begins_with_weights(context.optimizer):
         return
@@ -298,7 +309,12 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
         with world.fail_together("reading the first weights"):
             if world.is_chief:
                 read(context.model, config)
-                _begin_optimizer(context)
+                begin_optimizer(context)
     bring_to_all(world, state)
+    if schedule.by_plateau(context.task, config):
+        state.plateau.measures(context.checkpoints.measure)
+        if found and found.scored:  # after the checkpoint was written
+            value = math.nan if found.score is None else found.score
+            judge_plateau(context, value=value, step=found.step)
     source = "new" if not found else "own" if found.own else "other"
     return Start(int(state.step), source, found)

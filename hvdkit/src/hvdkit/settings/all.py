@@ -40,6 +40,8 @@ class Settings(
         """Raises ValueError for settings that contradict each other. A fork may extend it."""
         for room in _ROOMS:
             room.check(self)
+        if self.lr_policy == "plateau" and not self.eval_every:
+            raise ValueError("--lr_policy=plateau goes by evaluations, and --eval_every=0: set it")
         if self.virtual_ranks:  # first: it brings --deterministic, which nobody may have given
             self._check_virtual()
         if self.deterministic and (self.pack_bytes or self.gradient_groups > 1):
@@ -108,6 +110,15 @@ class Settings(
 
     def notes(self) -> list[str]:
         found = [note for room in _ROOMS for note in room.notes(self)]
+        if self.lr_policy == "plateau":
+            # The first sets the score that the others must beat, the last one ends the run.
+            lowering = (self.num_steps - 1) // self.eval_every - 1
+            if lowering < self.plateau_patience:
+                found.append(
+                    f"--plateau_patience={self.plateau_patience}: the learning rate is never "
+                    f"lowered: with --eval_every={self.eval_every}, {max(lowering, 0)} evaluations "
+                    "can count"
+                )
         if self.virtual_ranks:
             found.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
         changed, unread = self.not_defaults(), self.without_effect()

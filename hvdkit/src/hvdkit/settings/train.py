@@ -2,6 +2,7 @@
 
 import math
 
+from hvdkit.settings import fields
 from hvdkit.settings.fields import Room, numbers, setting
 
 # The largest float32 below 1 is 1 - 6e-8: beyond that a decay of 1 would be computed with.
@@ -80,12 +81,21 @@ class ScheduleSettings(Room):
         steps=True,
     )
     base_lr: float = setting(0.01, "learning rate after warm-up", above=0)
-    lr_policy: str = setting("poly", "schedule", choices=("poly", "cosine", "step", "constant"))
+    lr_policy: str = setting(
+        "poly", "schedule", choices=("poly", "cosine", "step", "constant", "plateau")
+    )
     power: float = setting(0.9, "power of the poly policy", low=0)
     end_lr: float = setting(0.0, "learning rate at the last step (poly, cosine)", low=0)
     warmup_steps: int = setting(0, "steps of linear warm-up", low=0, steps=True)
     lr_boundaries: str = setting("0.5,0.75", "step policy: fractions of num_steps, comma-separated")
     lr_gamma: float = setting(0.1, "step policy: factor at each boundary", above=0)
+    plateau_factor: float = setting(
+        0.1, "plateau policy: factor where the main metric stands still", above=0, below=1
+    )
+    plateau_patience: int = setting(10, "evaluations without a better main metric, then", low=1)
+    plateau_min_delta: float = setting(1e-4, "by how much a better main metric is better", low=0)
+    plateau_cooldown: int = setting(0, "evaluations that do not count after that", low=0)
+    plateau_min_lr: float = setting(0.0, "plateau policy: lowest learning rate", low=0)
     lr_scaling: str = setting(
         "none", "multiply base_lr by the ranks, or their root", choices=("none", "linear", "sqrt")
     )
@@ -95,6 +105,10 @@ class ScheduleSettings(Room):
             raise ValueError(f"--end_lr={self.end_lr} is greater than --base_lr={self.base_lr}")
         if self.lr_policy == "step":
             _ = self.boundary_steps
+        if self.lr_policy == "plateau" and self.plateau_min_lr > self.base_lr:
+            raise ValueError(
+                f"--plateau_min_lr={self.plateau_min_lr} is greater than --base_lr={self.base_lr}"
+            )
 
     def lr_factor(self, size: int) -> float:
         """What base_lr is multiplied by on `size` ranks.
@@ -119,8 +133,10 @@ class ScheduleSettings(Room):
     def without_effect(self) -> dict[str, str]:
         read = {"poly": ["power", "end_lr"], "cosine": ["end_lr"]}
         read["step"] = ["lr_boundaries", "lr_gamma"]
-        unread = {"power", "end_lr", "lr_boundaries", "lr_gamma"} - {*read.get(self.lr_policy, [])}
-        return dict.fromkeys(sorted(unread), f"--lr_policy={self.lr_policy}")
+        read["plateau"] = [n for n in fields.of(ScheduleSettings) if n.startswith("plateau_")]
+        every = {name for names in read.values() for name in names}
+        unread = sorted(every - {*read.get(self.lr_policy, [])})
+        return dict.fromkeys(unread, f"--lr_policy={self.lr_policy}")
 
 
 class ReductionSettings(Room):

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.settings import Settings
+from hvdkit.train.plateau import Plateau
 from hvdkit.train.task import Task, line_of, optional, settings_of
 from hvdkit.train.task_checks import user_code_errors
 
@@ -17,16 +18,19 @@ LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
 _POINTS = 101
 
 
-def of_run(task: Task, config: Settings, world_size: int) -> Schedule:
+def of_run(
+    task: Task, config: Settings, world_size: int, *, plateau: Plateau | None = None
+) -> Schedule:
     """Step -> learning rate; both scalars, int64 -> float64, usable inside a tf.function.
 
-    Raises ValueError where the task's own schedule gives no learning rate.
+    `plateau`: the run's, which its evaluations change; None: as it is at first. Raises ValueError
+    where the task's own schedule gives no learning rate.
     """
     if config.find_lr:  # the same factor each step (Smith 2017)
         factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
         return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
     if not optional(task, "schedule"):
-        return make(config, world_size)
+        return make(config, world_size, plateau=plateau)
     policy, factor = _of_task(task, config), config.lr_factor(world_size)
 
     def rate_of(step: tf.Tensor) -> tf.Tensor:
@@ -86,10 +90,20 @@ def describe(task: Task, config: Settings, world_size: int) -> str:
     scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
     if optional(task, "schedule"):
         return f"the task's schedule{scaling}"
-    return f"{config.lr_policy} from {config.base_lr * config.lr_factor(world_size):g}{scaling}"
+    told = f"{config.lr_policy} from {config.base_lr * config.lr_factor(world_size):g}{scaling}"
+    if by_plateau(task, config):
+        times, count = config.plateau_factor, config.plateau_patience
+        told += f", times {times:g} after {count} evaluations without a better {task.main_metric}"
+    return told
 
 
-def make(config: Settings, world_size: int) -> Schedule:
+def by_plateau(task: Task, config: Settings) -> bool:
+    """Whether evaluations lower the rate."""
+    is_own = config.find_lr or optional(task, "schedule")
+    return config.lr_policy == "plateau" and not is_own
+
+
+def make(config: Settings, world_size: int, *, plateau: Plateau | None = None) -> Schedule:
     """The schedule of --lr_policy.
 
     With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:
@@ -97,6 +111,7 @@ def make(config: Settings, world_size: int) -> Schedule:
       cosine:   end + (base - end) * (1 + cos(pi * step / N)) / 2   (SGDR, arXiv:1608.03983)
       step:     base * gamma ** (number of boundaries at or before step)
       constant: base
+      plateau:  max(base * factor, lowest), with the factor of `plateau` (plateau.py)
     During the first warmup_steps W the result is multiplied by (step + 1) / W.
     """
     factor = config.lr_factor(world_size)
@@ -113,6 +128,8 @@ def make(config: Settings, world_size: int) -> Schedule:
         elif config.lr_policy == "step":
             passed = sum(tf.cast(step >= edge, tf.float64) for edge in edges)
             value = base * config.lr_gamma**passed
+        elif config.lr_policy == "plateau" and plateau:
+            value = tf.maximum(base * plateau.factor, config.plateau_min_lr * factor)
         else:
             value = tf.constant(base, tf.float64)
         if config.warmup_steps:

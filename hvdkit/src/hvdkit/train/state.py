@@ -19,6 +19,7 @@ from keras.src.utils.naming import to_snake_case
 from hvdkit.ranks.world import raw
 from hvdkit.train.gradients import LossScale
 from hvdkit.train.optimizer import UpdateRule
+from hvdkit.train.plateau import Plateau
 
 Variable = keras.Variable | tf.Variable
 
@@ -124,6 +125,7 @@ class State:
         self.held = Held(task, model, self.optimizer.variables)
         self._of_model = model.variables
         self.loss_scale = LossScale(precision)
+        self.plateau = Plateau()
         self.step, self.skipped, self.passed_over = (
             tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
             for name in ("step", "skipped", "passed_over")
@@ -139,6 +141,7 @@ class State:
         named = {"step": self.step, "skipped": self.skipped, "passed_over": self.passed_over}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
         named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
+        named |= self.plateau.variables
         model = self.model.variables
         names = dict(zip(map(id, model), names_of_model(self.model)))
         # The position makes it unique: two layers may have been given the same name.

@@ -105,7 +105,7 @@ class Step:
         self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
         self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
         with world.fail_together("making the schedule"):
-            self._rate = schedule.of_run(task, settings, world.size)
+            self._rate = schedule.of_run(task, settings, world.size, plateau=state.plateau)
         steps = settings.accumulation_steps
         self._micro_batches = gradients_lib.MicroBatches(steps, self._variables, jit=settings.jit)
         across.used = False
