@@ -41,18 +41,18 @@ _QUESTION = "Does a mirrored picture keep its label (letters, signs, left or rig
 _SAMPLES = 32  # of the sheet
 
 
-def _understood(root: Path, links: Path, label: str) -> Data:
+def _understood(root: Path, links: Path, own: Namespace) -> Data:
     """Reads all samples; ValueError says what is wrong with them."""
     folder, about = root, "splits as they are"
-    layout = "" if root.is_file() else check.layout_of(root)
+    layout = "" if root.is_file() or own.layout else check.layout_of(root)
     if layout in ("", "class_folders"):
-        items = _recognized(root, layout, label, links=links)
+        items = _recognized(root, layout, own, links=links)
         items, about = arrangement.with_splits(items)
         if items[0].mask or not (layout and (root / "val").is_dir()):
             arrangement.link(items, links)
             folder, layout = links, "folders" if items[0].mask else "class_folders"
     else:
-        _refuse_label(label, root)
+        _refuse_label(own.label, root)
     faults: list[str] = []
     how = {"classes": 0, "tell": faults.append, "names": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
@@ -91,22 +91,22 @@ def _refuse_label(label: str, root: Path) -> None:
         raise ValueError(f"{what}: leave it out, or give the table")
 
 
-def _recognized(root: Path, layout: str, label: str, *, links: Path) -> list[Item]:
+def _recognized(root: Path, layout: str, own: Namespace, *, links: Path) -> list[Item]:
     """The samples of a folder, or of a table of pictures."""
     if not root.is_dir():
         if root.suffix.lower() not in start_listed.TABLES:
             kinds = join(start_listed.TABLES)
             other = start_listed.refused(root) or f"{root} is no folder, and no table ({kinds})"
             raise ValueError(other)
-        return start_listed.understood(root, label, links)
+        return start_listed.understood(root, own.label, links)
     try:  # a table beside what is recognized is a note
-        found = arrangement.recognized(root)
+        found = arrangement.recognized(root, own.layout)
     except ValueError:
-        table = None if layout else start_listed.of(root)
+        table = None if layout or own.layout else start_listed.of(root)
         if not table:
             raise
-        return start_listed.understood(table, label, links)
-    _refuse_label(label, root)
+        return start_listed.understood(table, own.label, links)
+    _refuse_label(own.label, root)
     return found
 
 
@@ -127,7 +127,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
         raise ValueError(f"{there[0]} exists: give another --name, or remove it")
     with contextlib.ExitStack() as undone:
         undone.callback(shutil.rmtree, links, ignore_errors=True)
-        data = _understood(root, links, own.label)
+        data = _understood(root, links, own)
         print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
         ask = not own.yes
         print(_QUESTION * ask, end="", flush=True)
@@ -167,6 +167,7 @@ def main(argv: list[str]) -> int:
     made.add_argument("data", type=Path, help="folder of the pictures, or a table of them")
     made.add_argument("--name", help="of the new files; by default the data's")
     made.add_argument("--label", default="", help="column of a table that holds the classes")
+    made.add_argument("--layout", default="", help="roles of the folders' levels: any/split/class")
     made.add_argument("--yes", action="store_true", help="ask nothing: mirror pictures")
     made.add_argument("--quick", action="store_true", help="usual batch and rate, not measured")
     made.add_argument("--train", action="store_true", help="train, on all GPUs or two ranks")

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from hvdkit.data import arrangement, spelling
+from hvdkit.data import arrangement, layout, spelling
 from hvdkit.data.arrangement import Item
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
@@ -206,7 +206,7 @@ def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
     files = [*path.parent.glob("*"), *path.parent.glob("*/*")]
     # All below only where pictures are named: a table may lie in a home folder.
     if any(value.lower().endswith(_ENDINGS) for column in table.values() for value in column):
-        files = [file for file, _ in arrangement.files(path.parent)]
+        files = [*arrangement.files(path.parent)]
     there = defaultdict(set)
     for file in files:
         if file.suffix.lower() in IMAGE_SUFFIXES:
@@ -221,7 +221,7 @@ def _splits(path: Path, table: Table) -> list[str]:
     if not found:
         return [""] * len(next(iter(table.values()), []))
     (name, *more) = found
-    words = {value: arrangement.split_of(value) for value in {*table[name]}}
+    words = {value: layout.split_of(value) for value in {*table[name]}}
     if more or not all(words.values()):
         rule = "one column may say train, val or test in each row, and be called split"
         raise ValueError(f"{path}: the column {name} holds {join(sorted(words))}: {rule}")

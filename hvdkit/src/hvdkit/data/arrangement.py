@@ -1,32 +1,22 @@
-"""Recognizes how a folder of pictures is arranged: class folders, or pictures and their masks.
-
-Masks lie in a folder of their own (masks/, labels/, ...). Splits (train/, valid/, ...) lie above or
-below all else, or are missing.
-"""
+"""The samples of a folder of pictures, by the grammar of layout.py; splits; links for readers."""
 
 import hashlib
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdkit.data import layout, spelling
+from hvdkit.data.layout import Place
 from hvdkit.data.readers import listing
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
+from hvdkit.logs import join, printable
 
-_SPLITS = {"train": "train training", "val": "val valid validation dev", "test": "test testing"}
-_IMAGE = "image images img imgs picture pictures photo photos input inputs rgb"
-_MASK = "mask masks label labels labelids annotation annotations annot gt target targets "
-_MASK += "groundtruth seg segmentation segmentations"
-_WORDS = {**_SPLITS, "image": _IMAGE, "mask": _MASK}
-_ROLE = {word: role for role, words in _WORDS.items() for word in words.split()}
-_KINDS = "|".join(f"{_IMAGE} {_MASK}".split())
-_AFFIX = re.compile(rf"^({_KINDS})[_\-. ]|[_\-. ]({_KINDS}|l)$", re.I)
-_OF_MASK = re.compile(rf"[_\-. ]({'|'.join(_MASK.split())})$", re.I)
+_OF_MASK = re.compile(rf"[_\-. ]({'|'.join(layout.MASKS.split())})$", re.I)
 _LEAST_GROUPS = 5
-_Found = dict[tuple[str, ...], Path]  # by split, folders, name
+_Found = dict[tuple[str, ...], Path]  # by split, names of folders, name
 
 
 class Item(NamedTuple):
@@ -39,87 +29,134 @@ class Item(NamedTuple):
     mask: Path | None = None
 
 
-def recognized(root: Path) -> list[Item]:
-    """All labelled pictures; ValueError, naming a file, where the folder does not say."""
-    pictures: _Found = {}
-    masks: _Found = {}
-    others = []
-    for path, folders in files(root):
-        roles = set().union(*map(_roles, folders))
-        if not path.name.lower().endswith((".png",) if "mask" in roles else IMAGE_SUFFIXES):
-            others.append(path)
-            continue
-        split = min(roles & _SPLITS.keys(), default="")
-        key = (split, *(name for name in folders if not _roles(name)), path.stem)
-        other = (masks if "mask" in roles else pictures).setdefault(key, path)
-        if other != path:
-            raise ValueError(f"{other} and {path} would have one name: rename or remove one")
+def recognized(root: Path, levels: str = "") -> list[Item]:
+    """All labelled pictures; ValueError, naming a file, where the folder does not say.
+
+    `levels`: as --layout gives them. Prints what is not read.
+    """
+    places, left_out = layout.arranged(root, layout.levels(levels))
+    _check_others(places)
+    unread = [f"{place.folder / name}" for place in places for name in place.others]
+    unread += [f"{folder} (no picture)" for folder in left_out]
+    if unread:
+        print(printable(f"  not read: {join(unread)}"))
+    with_files = [place for place in places if len(place.files[1])]
+    if any(place.kind for place in with_files):
+        return _pairs(root, with_files)
+    return _classes(root, with_files)
+
+
+def _check_others(places: list[Place]) -> None:
+    """Raises ValueError for pictures of a format that is not read."""
     endings = IMAGE_SUFFIXES + OTHER_SUFFIXES
-    if unread := [path for path in others if path.name.lower().endswith(endings)]:
+    files = [place.folder / name for place in places for name in place.others]
+    if unread := [file for file in files if file.name.lower().endswith(endings)]:
         rule = "pictures must be PNG, JPEG or WebP, masks PNG: convert it, or move it away"
         raise ValueError(f"{unread[0]} ({len(unread)} such files) is not read: {rule}")
-    if masks and pictures:
-        return _pairs(root, pictures, masks)
-    for key, path in pictures.items():
-        of = pictures.get((*key[:-1], _OF_MASK.sub("", key[-1])), path)
-        if of != path:
-            raise ValueError(
-                f"{path} looks like the mask of {of}: put all masks into a folder masks/ beside a "
-                "folder images/, with a folder of each class in both or in none"
-            )
-    bare = {k: path for k, path in pictures.items() if k[0] == "test" and len(k) == 2}
-    if bare and not {"train", "val"} & {k[0] for k in pictures}:
-        what = "a class or pictures without one: rename the folder, or move it away"
-        raise ValueError(f"{min(bare.values()).parent} may be {what}")
-    pictures = {k: path for k, path in pictures.items() if k not in bare}
-    folders = [key[1:-1] for key in pictures]
-    above = 1 + len([*takewhile(lambda names: len({*names}) == 1, zip(*folders))])
-    if above > min(map(len, folders), default=0):
-        beside = f" ({others[0].name} is not read)" if others else ""
+
+
+def _classes(root: Path, places: list[Place]) -> list[Item]:
+    """Pictures by class; of a test split those without a class are left out."""
+    classes = sorted({place.label for place in places} - {""})
+    tests = [place for place in places if not place.label and place.split == "test"]
+    loose = [place for place in places if not place.label and place.split != "test"]
+    if loose or not classes:
+        of = [name for place in places for name in listing.unpacked(place.files)]
+        where = loose[0].folder if loose and classes else root
         raise ValueError(
-            f"{root} does not say what its {len(pictures)} pictures are{beside}: class folders, "
+            f"{where} does not say what its {len(of)} pictures are ({join(of, 2)}): class folders, "
             "pictures with masks, VOC, Cityscapes, CIFAR and packed sets are recognized"
         )
-    return [Item(k[0], "_".join(k[above + 1 :]), p, k[above]) for k, p in pictures.items()]
+    for place in tests:
+        number = len(place.files[1])
+        print(printable(f"  not read: {number:,} pictures without a class, in {place.folder}"))
+    spelling.check_classes(classes, root)
+    items = []
+    for place in places:
+        if place not in tests:
+            items += _items(place)
+    return items
 
 
-def split_of(word: str) -> str:
-    """The split that a word means, train, val or test; "" for others."""
-    return next((split for split, words in _SPLITS.items() if word.lower() in words.split()), "")
+def _items(place: Place) -> list[Item]:
+    """The pictures of a class's folder; ValueError where a mask lies beside one."""
+    files = listing.unpacked(place.files)
+    by_stem = {Path(name).stem: name for name in files}
+    items = []
+    for name in files:
+        stem = Path(name).stem
+        of = _OF_MASK.sub("", stem)
+        if of != stem and of in by_stem:
+            raise ValueError(
+                f"{place.folder / name} looks like the mask of {by_stem[of]}: put all masks into a "
+                "folder masks/ beside a folder images/"
+            )
+        full = "_".join((*place.names, stem))
+        items.append(Item(place.split, full, place.folder / name, place.label))
+    return items
 
 
-def files(
-    folder: Path, inside: tuple[str, ...] = (), above: frozenset[Path] = frozenset()
-) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """All files of a folder and of those below, each with the names of the folders it is in."""
-    if (real := folder.resolve()) in above:
-        raise ValueError(f"{folder} leads to a folder that holds it: remove this link")
+def files(folder: Path) -> Iterator[Path]:
+    """All files of a folder and of those below, without links to folders."""
     for entry in listing.contents(folder, ())[1]:
-        if entry.is_dir():
-            yield from files(folder / entry.name, (*inside, entry.name), above | {real})
-        else:
-            yield folder / entry.name, inside
+        if not entry.is_dir():
+            yield Path(entry.path)
+        elif not entry.is_symlink():
+            yield from files(Path(entry.path))
 
 
-def _roles(folder: str) -> set[str]:
-    """What a folder's name says of what is in it: {"train", "mask"} of train_masks; {} of cats."""
-    words = re.split(r"[\W\d_]+", folder.lower().replace("ground_truth", "mask"))
-    found = {_ROLE.get(word, "") for word in words if word}
-    return set() if "" in found else found
+def _pairs(root: Path, places: list[Place]) -> list[Item]:
+    """Pictures with the masks of their names, which may all have one beginning or end of their own.
 
-
-def _pairs(root: Path, pictures: _Found, masks: _Found) -> list[Item]:
-    """Pictures with the masks of their names, but for `_AFFIX` where names differ."""
-    left_out = {"test"} - {split for split, *_ in masks}
-    found = [{key: path for key, path in pictures.items() if key[0] not in left_out}, masks]
-    if found[0].keys() != masks.keys():
-        cut = [{(*k[:-1], _AFFIX.sub("", k[-1])): p for k, p in some.items()} for some in found]
-        found = cut if [*map(len, cut)] == [*map(len, found)] else found  # none became one
-    if alone := found[0].keys() ^ found[1].keys():
-        first = (found[0] | found[1])[min(alone)]
+    Pictures of a test split without any mask are left out.
+    """
+    found: dict[str, _Found] = {"image": {}, "mask": {}}
+    for place in places:
+        for name in listing.unpacked(place.files):
+            path = place.folder / name
+            if not place.kind:
+                raise ValueError(f"{path} is in no folder of images or masks: move it away")
+            stem = spelling.composed(path.stem)
+            other = found[place.kind].setdefault((place.split, *place.names, stem), path)
+            if other != path:
+                raise ValueError(f"{other} and {path} would have one name: rename or remove one")
+    pictures = found["image"]
+    masks = found["mask"]
+    if "test" not in {key[0] for key in masks}:
+        tests = [path for key, path in pictures.items() if key[0] == "test"]
+        pictures = {key: path for key, path in pictures.items() if key[0] != "test"}
+        if tests:
+            print(printable(f"  not read: {len(tests):,} pictures of test, which have no mask"))
+    if pictures.keys() != masks.keys():
+        cut_pictures, own = _without_affix(pictures)
+        cut_masks, others = _without_affix(masks)
+        if cut_pictures.keys() == cut_masks.keys() and own == others:
+            pictures = cut_pictures
+            masks = cut_masks
+    if alone := pictures.keys() ^ masks.keys():
+        key = min(alone)
+        near = spelling.near(key[-1], [other[-1] for other in alone if other != key])
         what = f"{len(alone)} files lack the mask or the picture of the same name"
-        raise ValueError(f"{root}: {what}, the first of them {first}: add it, or move them away")
-    return [Item(k[0], "/".join(filter(None, k)), p, mask=found[1][k]) for k, p in found[0].items()]
+        first = []
+        for side in (pictures, masks):
+            first += sorted(side[key] for key in alone & side.keys())[:1]
+        raise ValueError(f"{root}: {what}, first {join(first)}{near}: add it, or move them away")
+    items = []
+    for key, path in pictures.items():
+        items.append(Item(key[0], "/".join(filter(None, key)), path, mask=masks[key]))
+    return items
+
+
+def _without_affix(found: _Found) -> tuple[_Found, str]:
+    """Without the beginning and the end that all names have, and the digits in these."""
+    stems = [key[-1] for key in found]
+    start = spelling.common_start(stems)
+    end = spelling.common_start([stem[len(start) :][::-1] for stem in stems])[::-1]
+    cut = {}
+    for key, path in found.items():
+        stem = key[-1].removeprefix(start).removesuffix(end)
+        cut[(*key[:-1], stem)] = path
+    return cut, re.sub(r"\D", "", f"{start} {end}")
 
 
 def with_splits(items: list[Item]) -> tuple[list[Item], str]:
@@ -178,8 +215,12 @@ def _held_back(units: list[list[Item]]) -> list[Item]:
 
 
 def _group(item: Item) -> str:
-    """A name up to its first number where another follows, patient01 of patient01_03; or ""."""
-    found = re.match(r"([^\d]*\d[^_\-. ]*)[_\-. ].*\d", item.name.split("/")[-1])
+    """The folder, or a name up to its first number where another follows, patient01 of
+    patient01_03; or ""."""
+    folder, _, name = item.name.rpartition("/")
+    if folder:
+        return folder
+    found = re.match(r"([^\d]*\d[^_\-. ]*)[_\-. ].*\d", name)
     return found[1] if found else ""
 
 

@@ -3,7 +3,8 @@
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from hvdkit.logs import join
 
@@ -37,5 +38,13 @@ def check_classes(names: Iterable[str], where: object) -> None:
 def near(name: str, others: Iterable[str]) -> str:
     """ "; FILE is near" for the first of the others that looks like this name, or ""."""
     key = plain(name)
-    found = next((other for other in others if plain(other) == key), "")
+    found = next((other for other in others if other != name and plain(other) == key), "")
     return f"; {found!a} is spelled otherwise" if found else ""
+
+
+def common_start(texts: Sequence[str]) -> str:
+    """What all begin with."""
+    least = min(texts, default="")
+    most = max(texts, default="")
+    pairs = zip(least, most)  # the shorter ends
+    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -3,21 +3,23 @@
 ROOT/train/CLASS/*.jpg          .jpeg, .png and .webp too, in any case; splits may have other names
 ROOT/val/CLASS/*.jpg            the same classes
 
+Where ROOT/SPLIT is not there, layout.py finds what means it: training, valid, CLASS/train.
+
 Labels are the places of the classes in their sorted order. A class is a folder's name.
 """
 
 import filecmp
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import contents, shared_listing, source
+from hvdkit.data import contents, layout, shared_listing, source, spelling
+from hvdkit.data.layout import Place
 from hvdkit.data.readers import listing, pictures
-from hvdkit.data.readers.listing import Names, Packed, packed
+from hvdkit.data.readers.listing import Names, Packed
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join
 
@@ -39,10 +41,10 @@ class ClassFolders:
         self.root, self._split = Path(root), split
         key = ("class_folders", str(root), split)
         listed = shared_listing.found(key, lambda: _list(self.root, split))
-        self.class_names, counts, *names = listed
+        self.class_names, folders, counts, *names = listed
         self._files, self._starts = Names(*names), np.cumsum([0, *counts], dtype=np.int64)
         self.num_classes = len(self.class_names)
-        self._folders = [self.root / split / name for name in self.class_names]
+        self._folders = [self.root / folder for folder in folders]
         self._sizes = listing.sizes(key, self._looked_at)
         self.contents = contents.known(self.root, split)
 
@@ -70,13 +72,19 @@ class ClassFolders:
 
     def files(self) -> Iterator[bytes]:
         """Each file's path."""
-        return (os.fsencode(Path(self._split) / os.fsdecode(name)) for name in self.sample_names())
+        folders = [os.fsencode(folder.relative_to(self.root)) for folder in self._folders]
+        names = np.repeat(folders, self.class_counts()).tolist()
+        return (b"%s/%s" % pair for pair in zip(names, self._files))
 
     def shared_with(self, other: "ClassFolders") -> int:
         """How many pictures, of the first 100 of one name and class, are equal byte by byte."""
         names = sorted({*self.sample_names()}.intersection(other.sample_names()))
-        paths = [[s.root / s._split / os.fsdecode(n) for s in (self, other)] for n in names[:100]]
-        return sum(filecmp.cmp(one, two, shallow=False) for one, two in paths)
+        places = [dict(zip(source.sample_names(), source.files())) for source in (self, other)]
+        found = 0
+        for name in names[:100]:
+            files = [os.fsdecode(place[name]) for place in places]
+            found += filecmp.cmp(self.root / files[0], other.root / files[1], shallow=False)
+        return found
 
     def class_counts(self) -> np.ndarray:
         """Samples of each class, integer [classes]."""
@@ -96,37 +104,46 @@ class ClassFolders:
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
-def _list(root: Path, split: str) -> tuple[list[str], np.ndarray, *Packed]:
-    """Classes, how many pictures each has, and the pictures without their folders."""
-    if not (root / split).is_dir():
-        raise ValueError(f"{root / split} is missing; put a folder for each class there")
-    classes = listing.folder_names(root / split)
-    loose = listing.contents(root / split, IMAGE_SUFFIXES + OTHER_SUFFIXES)[0]
-    if loose or not classes:
+def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Packed]:
+    """Classes, the folder of each in `root`, how many pictures each has, and these."""
+    places, _ = layout.arranged(root, [], split=split)
+    of_class = {}
+    for place in sorted(places, key=lambda place: place.label):
+        if place.kind:
+            what = "are pictures and masks, no classes"
+            how = "hvdkit start finds out how to read them; if they are classes, rename them"
+            raise ValueError(f"{place.folder} and others beside it {what}: {how}")
+        if place.label:
+            of_class[place.label] = _fuller(of_class.get(place.label), place)
+    loose = [place for place in places if not place.label and _pictures(place)]
+    if loose or not of_class:
+        files = _pictures(loose[0]) if loose else []
+        folder = loose[0].folder if loose else root / split
         rule = "must hold a folder for each class, and no picture beside them"
         how = "sort pictures in, ImageNet's val by synsets"
-        raise ValueError(f"{root / split} {rule} ({join(loose) or 'it has no folder'}): {how}")
-    folders = [root / split / name for name in classes]
-    with ThreadPoolExecutor(listing.THREADS) as pool:
-        parts = [*pool.map(_pictures, folders)]
+        raise ValueError(f"{folder} {rule} ({join(files) or 'it has no folder'}): {how}")
+    for place in of_class.values():
+        if not len(place.files[1]):
+            what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
+            how = "add some, or remove the class from every split"
+            raise ValueError(f"{place.folder} holds {what}; {how}")
+    spelling.check_classes(of_class, places[0].folder)
+    folders = [str(place.folder.relative_to(root)) for place in of_class.values()]
+    parts = [place.files for place in of_class.values()]
     counts = np.array([len(lengths) for _, lengths in parts], np.int64)
-    return classes, counts, *map(np.concatenate, zip(*parts))
+    return list(of_class), folders, counts, *map(np.concatenate, zip(*parts))
 
 
-def _pictures(folder: Path) -> Packed:
-    """The `packed` names of a class's pictures; ValueError if something would be left out."""
+def _pictures(place: Place) -> list[str]:
+    """Its pictures, and its files of other formats."""
+    others = [name for name in place.others if name.lower().endswith(OTHER_SUFFIXES)]
+    return listing.unpacked(place.files) + others
 
-    def has_pictures(entry: os.DirEntry) -> bool:
-        if entry.is_dir():
-            return any(listing.contents(folder / entry.name, ()))
-        return not entry.name.lower().endswith(_NOTES)
 
-    found, rest = listing.contents(folder, IMAGE_SUFFIXES)
-    if others := [entry.name for entry in rest if has_pictures(entry)]:
+def _fuller(one: Place | None, other: Place) -> Place:
+    """That of a class's folders which holds the pictures; ValueError for files left out."""
+    if others := [name for name in other.others if not name.lower().endswith(_NOTES)]:
         how = f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
         what = f"{join(others)}, which would be left out: move pictures of folders up"
-        raise ValueError(f"{folder} holds {what}, {how}")
-    if not found:
-        what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
-        raise ValueError(f"{folder} holds {what}; add some, or remove the class from every split")
-    return packed(found)
+        raise ValueError(f"{other.folder} holds {what}, {how}")
+    return one if one and len(one.files[1]) else other

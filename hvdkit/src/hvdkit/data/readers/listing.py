@@ -18,9 +18,16 @@ from hvdkit.logs import join
 
 _LIST_BYTES = 2**30  # of a split, at most
 THREADS = 16  # they wait for a file server
-# What operating systems put beside pictures, in lower case; hidden names are skipped anyway.
-_SYSTEMS = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "lost+found"}
-_SYSTEMS |= {"system volume information"}
+# What operating systems and file servers put beside pictures, in lower case.
+_SYSTEMS = {"thumbs.db", "ehthumbs.db", "desktop.ini", "system volume information", "lost+found"}
+_SYSTEMS |= {"$recycle.bin", "recycler", "recycled", "__macosx", "network trash folder"}
+_SYSTEMS |= {"temporary items", "@eadir", "@tmp", "@recycle", "@recently-snapshot"}
+_SYSTEMS |= {"#recycle", "#snapshot", "~snapshot"}
+
+
+def is_of_system(name: str) -> bool:
+    """Whether a file or folder is hidden, or one that is no part of a data set."""
+    return name.startswith(".") or name.lower() in _SYSTEMS
 
 
 def read_names(path: Path) -> dict[str, int]:
@@ -90,12 +97,12 @@ def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os
     """
     files, rest = [], []
     for entry in _entries(folder):
-        if entry.name.startswith("."):
+        if is_of_system(entry.name):
             continue
         if entry.name.lower().endswith(endings):
             _check_file(entry)
             files.append(entry.name)
-        elif entry.name.lower() not in _SYSTEMS:
+        else:
             rest.append(entry)
     return files, rest
 
@@ -205,3 +212,10 @@ def packed(names: Iterable[str]) -> Packed:
     as_bytes = list(map(os.fsencode, names))
     lengths = np.fromiter(map(len, as_bytes), np.uint16, len(as_bytes))
     return np.frombuffer(b"".join(as_bytes), np.uint8), lengths
+
+
+def unpacked(names: Packed) -> list[str]:
+    """The names that are `packed`."""
+    text, lengths = names
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return [os.fsdecode(text[end - size : end].tobytes()) for end, size in zip(ends, lengths)]
