@@ -125,7 +125,6 @@ def arranged(root: Path, given: list[str], *, split: str = "") -> tuple[list[Pla
 def _listed(place: Place) -> tuple[Place, list[str]]:
     """With its files, and the names of the folders in it; of those in a class the empty ones are
     left out."""
-    real = place.folder.resolve()
     folders = []
     others = []
     endings = (".png",) if place.kind == "mask" else IMAGE_SUFFIXES
@@ -136,7 +135,8 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
                 raise ValueError(f"{entry.path} is a link that leads nowhere; fix or remove it")
             others.append(entry.name)
             continue
-        if entry.is_symlink() and real.is_relative_to(Path(entry.path).resolve()):
+        target = Path(entry.path).resolve() if entry.is_symlink() else None
+        if target and place.folder.resolve().is_relative_to(target):
             raise ValueError(f"{entry.path} leads to a folder that holds it: remove this link")
         if not place.label or any(listing.contents(Path(entry.path), ())):
             folders.append(entry.name)
