@@ -70,11 +70,11 @@ def check_losses_that_the_model_adds_count_once(world):
     model, figures = plain_sgd(start.weights(), range(4), adds=True)
     for micro_batches in (1, 3):
         ended = fit(world, AddsLosses, **PLAIN_SGD, num_steps=4, accumulation_steps=micro_batches)
-        same(ended.weights(), model, 1e-10, 1e-12)
+        same(ended.weights(), model, 1e-7, 1e-8)  # Keras makes the regularizers' numbers float32
         if world.is_chief:
             names = ("loss", "keras_loss", "grad_norm")
             logged = [[r[n] for n in names] for r in ended.records if "loss" in r]
-            np.testing.assert_allclose(logged, figures, rtol=1e-10)
+            np.testing.assert_allclose(logged, figures, rtol=1e-7)
 
 
 class Normalized(Small):

@@ -123,21 +123,20 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 
 
 @contextlib.contextmanager
-def mean_activity_losses(model: keras.Model, samples: int) -> Iterator[None]:
-    """Inside, the model's activity regularizers give means over the batch's `samples`.
+def wide_activity_losses(model: keras.Model) -> Iterator[None]:
+    """Inside, the model's activity regularizers add up in float32 at least.
 
-    So Keras documents them; Keras 3.12 adds up the whole batch.
+    A sum over activities soon leaves float16. Keras divides it by the batch size.
     """
     layers = [x for x in model._flatten_layers() if getattr(x, "activity_regularizer", None)]
     own = [layer.activity_regularizer for layer in layers]
 
-    def mean(regularizer):
-        # In float32 at least: a sum over activities soon leaves float16.
-        return lambda x: regularizer(at_least_float32(x)) / samples
+    def wide(regularizer):
+        return lambda x: regularizer(at_least_float32(x))
 
     try:
         for layer, regularizer in zip(layers, own):
-            layer.activity_regularizer = mean(regularizer)
+            layer.activity_regularizer = wide(regularizer)
         yield
     finally:
         for layer, regularizer in zip(layers, own):

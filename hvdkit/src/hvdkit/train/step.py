@@ -398,7 +398,7 @@ class Step:
         before = graph_checks.names(graph)
         rows = self._traced and self._rows._replace(turn=turn)
         with tf.GradientTape() as tape, across.training(rows):
-            with losses_lib.mean_activity_losses(model, samples):
+            with losses_lib.wide_activity_losses(model):
                 if losses:
                     found = losses(micro)
                 else:
