@@ -24,8 +24,10 @@ from hvdkit import whole_files
 from hvdkit.checkpoint import run_folder, writing
 from hvdkit.commands import predict
 from hvdkit.data import pack, remote
+from hvdkit.data.place import Place
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
+from hvdkit.data.sampler import Sampler
 from hvdkit.evaluate import metrics
 from hvdkit.observe import compare, report
 from hvdkit.observe.telemetry import Telemetry
@@ -76,7 +78,7 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
         folder.chmod(0o755)
     config = Settings(run_dir=str(run), num_steps=9, trackers="")
     run_folder.begin(run, None, config, evaluates_first=False)
-    telemetry, ones = Telemetry(config, ALONE, first_step=0, epoch=9), np.ones([1, 1], np.int64)
+    telemetry, ones = Telemetry(config, ALONE, Sampler(9, 9, 1, 0, 0, 1)), np.ones([1, 1], np.int64)
     writes = [
         lambda: run_folder.begin(run, None, config, evaluates_first=False),
         lambda: telemetry.started(1, {}),
@@ -147,7 +149,7 @@ def test_a_link_that_takes_the_place_of_the_checkpoints_harms_no_other_run(when:
                 kept.folder.symlink_to(other)
             return super().items()
 
-    copy = kept.copy(7, variables(2.0), Settings())
+    copy = kept.copy(Place(7), variables(2.0), Settings())
     copy = copy._replace(arrays=Swapping(copy.arrays))
     if when == "between saves":
         copy.arrays.items()

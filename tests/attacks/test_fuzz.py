@@ -33,11 +33,11 @@ RUN = {"config.cfg": b"--num_steps=9\n--nojit\n", "metrics.jsonl": LINE}
 RUN["bad_samples.jsonl"] = {"step": 1, "sample": 2, "by": 3, "why": "torn"}
 RUN["starts.jsonl"] = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min"}
 RUN["summary.json"] = {"step": 1, "exit_reason": "", "weights_sha256": "", "fingerprint": {}}
-RUN["summary.json"] |= {"samples_per_second": 1.0, "skipped_steps": 1, "batches_passed_over": 1}
+RUN["summary.json"] |= {"samples_per_second": 1.0, "skipped_steps": 1, "samples_passed_over": 1}
 RUN["summary.json"] |= {"best_score": 0.5, "best_step": 1}
 MANIFEST = {"step": 1, "config": {}, "ranks": 1, "tensorflow": "", "sha256": "", "dtypes": {}}
-MANIFEST |= {"score": 0.5, "evaluated": True, "fingerprint": {}, "measure": {}, "format": 3}
-MANIFEST |= {"loss": 1.0, "since": 1}
+MANIFEST |= {"score": 0.5, "evaluated": True, "fingerprint": {}, "measure": {}, "format": 4}
+MANIFEST |= {"loss": 1.0, "since": 1, "samples": 32, "passed_over": 0}
 MANIFEST["card"] = {"train": {"fingerprint": "a", "samples": 9}, "class_names": ["b"]}
 
 

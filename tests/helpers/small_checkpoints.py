@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from hvdkit.data.place import Place
 from hvdkit.ranks.world import World
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
@@ -15,7 +16,8 @@ def variables(value=1.0, shape=(2, 3), dtype=tf.float32):
 
 
 def save(kept, step, value=1.0, score=None, config=None):
-    path = kept.write(kept.copy(step, variables(value), config or Settings()))
+    place = Place(step, 32 * step)
+    path = kept.write(kept.copy(place, variables(value), config or Settings()))
     if score is not None:
         kept.add_score(of_step(step, score))
     return path
@@ -28,7 +30,7 @@ def of_step(step, value, loss=1.0, since=None):
 
 def restored(kept, resume="auto"):
     into = variables(-1.0)
-    kept.restore(kept.find(resume, 10**9), into, Settings())
+    kept.restore(kept.find(resume), into, Settings())
     return float(into["w/kernel"][0, 0])
 
 

@@ -1,5 +1,6 @@
 """Steps whose loss is no number: skipped, then once gone back before; on real ranks."""
 
+import json
 from functools import partial
 from unittest import mock
 
@@ -61,7 +62,7 @@ def check_a_bad_step_is_skipped_and_named(world):
         notes = [line for line in ended.printed.splitlines() if "is skipped" in line]
         assert len(notes) == 1 and "step 4 is skipped, its loss nan" in notes[0], notes
         assert f"(no number: loss of {named(world, 3, world.size - 1)}" in notes[0]
-        assert ended.summary["skipped_steps"] == 1 and ended.summary["batches_passed_over"] == 0
+        assert ended.summary["skipped_steps"] == 1 and ended.summary["samples_passed_over"] == 0
         one, two = ended.state(3), ended.state(4)
         same(*([s[n] for n in s if n.startswith("model/")] for s in (one, two)))
         as_plain(ended, 4, [4, 5])
@@ -105,12 +106,17 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
             assert words in ended.printed, ended.printed
         steps = [record["step"] for record in ended.records if "loss" in record]
         assert steps == list(range(1, 13)), "each step once"
-        assert ended.summary["batches_passed_over"] == 4
+        assert ended.summary["samples_passed_over"] == 4 * 12
         as_plain(ended, 6, range(10, 16))
     # An interruption later changes nothing.
     trained(world, task, num_steps=11, run_dir=f"{ended.folder}-b")
     resumed = trained(world, task, num_steps=12, run_dir=f"{ended.folder}-b")
     same(ended.weights(), resumed.weights())
+    # Nor is anything read twice, or left out, where the next steps are of another size.
+    other = trained(world, task, num_steps=14, run_dir=ended.folder, global_batch_size=6)
+    if world.is_chief:
+        about = json.loads((other.folder / "checkpoints/step-00000014/manifest.json").read_text())
+        assert (about["samples"], about["passed_over"]) == (12 * 12 + 2 * 6, 4 * 12)
 
 
 def slow_check_layers_have_their_names_again_once_it_has_gone_back(world):
@@ -130,7 +136,7 @@ def slow_check_layers_have_their_names_again_once_it_has_gone_back(world):
 
 def check_a_second_time_ends_the_run(world):
     settings = {"code": DIVERGED, "num_steps": 12, "max_bad_steps": 2}
-    words = "It went back once, and left out 2 batches"
+    words = "It went back once, and left out 24 samples"
     ended = trained(world, bad(of_batch(4, 5, 9, 10)), words, **settings)
     if world.is_chief:
         assert ended.printed.count("Going back") == 1 and ended.summary["exit_reason"] == "diverged"

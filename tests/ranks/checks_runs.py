@@ -11,7 +11,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 from small_models import Step, weight
-from small_runs import CLASSES, FEATURES, USUAL, Small, acting, classifier, fit, numbers, same
+from small_runs import (
+    CLASSES,
+    FEATURES,
+    USUAL,
+    Small,
+    acting,
+    classifier,
+    fit,
+    folder,
+    numbers,
+    same,
+)
 
 import train
 from hvdkit.data.sampler import Sampler
@@ -19,6 +30,7 @@ from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
 from hvdkit.run import loop
 from hvdkit.settings import project
+from hvdkit.settings.fields import Epochs
 from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
 
 
@@ -307,6 +319,44 @@ def usual(run, step, batch):
 
 
 usual_loop = loop_of(plain, usual)
+
+
+class Numbered(Small):
+    """Its first input is the sample's number."""
+
+    def training_example(self, sample, key):
+        number = tf.cast(sample["id"], tf.float32)[None]
+        return {"inputs": tf.concat([number, sample["x"][1:]], 0), "targets": sample["y"]}
+
+
+def check_another_global_batch_goes_on_where_the_data_were_left(world):
+    """Of 60 samples twice, each is read twice, in steps of 12, 6 and 13 a rank; --epochs=2 ends."""
+    usual = {"base_lr": 1e-3, "num_steps": Epochs(2), "run_dir": folder(world) / "run"}
+    read, parts = [], []
+
+    def trained(last, **settings):
+        def note(run, step, batch):
+            read.extend(batch["inputs"][..., 0].numpy().astype(int).ravel().tolist())
+            run.after_step(step(batch))
+            return run.step == last
+
+        parts.append(fit(world, Numbered, own_train=loop_of(plain, note), **usual | settings))
+
+    trained(2)
+    trained(5, global_batch_size=6, accumulation_steps=3)
+    trained(None, batch_per_rank=13)
+    everyone = [number for own in world.gather_objects(read, "read") for number in own]
+    assert sorted(everyone) == sorted([*range(60)] * 2)
+    last = 5 + (120 - 24 - 18) // (13 * world.size)
+    if world.is_chief:
+        said = "steps had 12 samples and have 6: the data go on after the 24 samples so far, the"
+        assert said in parts[1].printed and "at step 2 of 18" in parts[1].printed
+        assert re.search(r"step 3/18 .* epoch 0.5\n", parts[1].printed), parts[1].printed
+        assert re.search(rf"step {last}/{last} .* epoch 2.0\n", parts[2].printed)
+        assert all("(2 epochs)" in part.printed for part in parts)
+        assert parts[2].summary["step"] == last and "steps had" not in parts[0].printed
+    words = (f"is of step {last}, past --num_steps=1", "--resume=never")
+    fit(world, Numbered, *words, code=WRONG_USE, **usual | {"num_steps": 1})
 
 
 def changing(change):

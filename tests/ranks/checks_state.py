@@ -222,7 +222,7 @@ def check_state_combines_as_one_process_has_it(world):
         keras.utils.set_random_seed(1)
         model = task(None).build_model()
         x, y = arrays(1, size)
-        sampler = Sampler(size, size, 1, 1, 0, 1, 0, 0)
+        sampler = Sampler(size, size, 1, 1, 0, 1)
         steps = [sampler.local_samples(tf.constant(step, tf.int64))[0] for step in range(3)]
         plain(model, [(x[ids.numpy().ravel()], y[ids.numpy().ravel()]) for ids in steps])
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)

@@ -33,7 +33,7 @@ def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys):
         mutate = draw.choice(MUTATIONS)
         victim = mutate(kept.folder, draw)  # None: step 4
         capsys.readouterr()
-        found = kept.find("auto", 10**9)
+        found = kept.find("auto")
         said = capsys.readouterr().out
         into = variables(-1.0)
         kept.restore(found, into, Settings())
@@ -154,5 +154,5 @@ def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content
     about = replace(files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz"))
     writing._write_manifest(path, about)
     with pytest.raises(Stop) as stop:
-        kept.restore(kept.find("auto", 9), {"w": tf.Variable(np.zeros(9))}, Settings())
+        kept.restore(kept.find("auto"), {"w": tf.Variable(np.zeros(9))}, Settings())
     assert re.search(r"step-00000001/state\.npz is damaged: \w+: .", str(stop.value)), stop.value

@@ -13,6 +13,7 @@ from hvdkit import settings as settings_lib
 from hvdkit import whole_files
 from hvdkit.checkpoint import files, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
+from hvdkit.data.place import Place
 from hvdkit.settings import Settings, project
 from hvdkit.stop import NotNow
 from ranks import json_lines
@@ -24,7 +25,7 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
     """What a run writes, with weights that say whose they are: 100 * seed + step."""
     config = Settings(seed=seed, num_steps=num_steps, keep=keep, run_dir=str(run_dir))
     kept = Checkpoints(run_dir / "checkpoints", keep, ALONE)
-    found = kept.find(resume, num_steps)
+    found = kept.find(resume)
     weight = tf.Variable(100.0 * seed)
     if found:
         kept.restore(found, {"w": weight}, config)
@@ -38,7 +39,7 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
             with (run_dir / name).open("a") as file:
                 file.write(json.dumps({"step": step, "seed": seed}) + "\n")
         if step % every == 0:
-            kept.write(kept.copy(step, {"w": weight}, config))
+            kept.write(kept.copy(Place(step), {"w": weight}, config))
             kept.add_score(of_step(step, 0.9 if (seed, step) == (1, 8) else 0.1 + step / 100))
             with (run_dir / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "eval_loss": 0, "seed": seed}) + "\n")
@@ -157,7 +158,8 @@ def old_run(folder):
     """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
     for step in (2, 4, 6):
         arrays = {"w": np.float32(100 + step)}
-        about = {"config": {"seed": 1}, "ranks": 1, "tensorflow": "", "fingerprint": {}}
+        about = {"config": {"seed": 1}, "ranks": 1, "tensorflow": "", "samples": 0}
+        about |= {"passed_over": 0}
         writing.write(folder / "checkpoints", step, arrays, **about)
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
@@ -172,7 +174,7 @@ def asides(folder):
 def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
     def begin(folder):
         path = folder / "checkpoints" / f"step-0000000{back_to}"
-        found = run_folder.Found(path, back_to, True, True, True, None) if back_to else None
+        found = run_folder.Found(path, Place(back_to), True, True) if back_to else None
         run_folder.begin(folder, found, Settings(seed=2), evaluates_first=False)
 
     outcomes = Counter()

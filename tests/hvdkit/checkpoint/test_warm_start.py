@@ -15,6 +15,7 @@ from small_models import Net
 from small_runs import same
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
+from hvdkit.data.place import Place
 from hvdkit.settings import Settings
 from hvdkit.train import optimizer
 from hvdkit.train.state import State
@@ -31,7 +32,7 @@ def network(start: float = 0.0) -> keras.Model:
 def save(folder, model: keras.Model, *, step: int = 1, state=None) -> checkpoints.Checkpoints:
     kept = checkpoints.Checkpoints(folder, 9, ALONE)
     state = state or averaging(model)
-    kept.write(kept.copy(step, state.variables, Settings()))
+    kept.write(kept.copy(Place(step), state.variables, Settings()))
     return kept
 
 

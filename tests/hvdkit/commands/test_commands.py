@@ -25,6 +25,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.commands import browse, evaluate, predict, serve
 from hvdkit.commands.export import Exported, export
+from hvdkit.data.place import Place
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
@@ -143,7 +144,7 @@ def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
     model = task.build_model()
     rule = optimizer.build(config, model, task.optimizer)
     kept = Checkpoints(tmp_path / "checkpoints", 1, ALONE)
-    kept.write(kept.copy(1, State(model, rule, "float32", task=task).variables, config))
+    kept.write(kept.copy(Place(1), State(model, rule, "float32", task=task).variables, config))
     monkeypatch.setattr(load_run.tasks, "load", Keeps)
     _, found, *_ = load_run.model_of(config, "last", False)
     assert all(map(np.array_equal, found.get_weights(), model.get_weights()))

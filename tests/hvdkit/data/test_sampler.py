@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
+from hvdkit.data.place import Place
 from hvdkit.data.sampler import Sampler, Shards, shards_of, share
 from hvdkit.data.source import Synthetic
 
@@ -72,6 +73,43 @@ def test_ranks_share_a_batch_for_any_sizes(data):
     assert sizes == [r.local_micro_size for r in ranks] and max(sizes) - min(sizes) <= 1
     assert [r.weight for r in ranks] == pytest.approx([p.size / batch for p in parts], rel=1e-15)
     assert sum(r.weight for r in ranks) == pytest.approx(1, abs=1e-12)
+
+
+# Steps, global batch, micro-batches, ranks, virtual ranks of one start after the other.
+STARTS = [(3, 16, 2, 2, 0), (4, 8, 1, 1, 0), (1, 5, 1, 3, 0), (2, 21, 3, 2, 7), (5, 16, 4, 4, 4)]
+
+
+@pytest.mark.parametrize("shuffle", [None, 3], ids=["plain", "by shards"])
+def test_other_batches_from_start_to_start_repeat_and_leave_out_nothing(shuffle):
+    shards = in_shards(48, 10, shuffle) if shuffle else None
+    place, read = Place(), []  # position, id, key
+    for steps, batch, micro, size, virtual in STARTS:
+        each = (48, batch, micro, 1)
+        ranks = [Sampler(*each, rank, size, virtual, place, shards) for rank in range(size)]
+        for step in range(place.step, place.step + steps):
+            for rank in ranks:
+                at = tf.constant(step, tf.int64)
+                parts = (rank.local_positions(at), *rank.local_samples(at))
+                read += zip(*(part.numpy().tolist() for part in parts))
+        place = ranks[0].place(place.step + steps)
+    read.sort()
+    assert place == (15, 48 + 32 + 5 + 42 + 80, 0)
+    assert [position for position, _, _ in read] == [*range(place.samples)]
+    # The order within an epoch and the keys are those of one size of batch.
+    whole = Sampler(48, 48, 1, 1, 0, 1, shards=shards)
+    for epoch in range(4):
+        ids, keys = (part.numpy() for part in whole.local_samples(tf.constant(epoch, tf.int64)))
+        own = read[48 * epoch : 48 * (epoch + 1)]
+        assert [n for _, n, _ in own] == ids.tolist() and sorted(ids) == [*range(48)]
+        assert [key for _, _, key in own] == keys.tolist()
+
+
+def test_batches_that_were_left_out_stay_so_whatever_the_next_ones_size():
+    place = Place().after(6, 12).left_out(4, 12)
+    assert place == (6, 72, 48) and place.position == 120
+    order = Sampler(200, 5, 1, 1, 0, 1, start=place)
+    assert order.local_positions(tf.constant(7, tf.int64)).numpy().tolist() == [*range(125, 130)]
+    assert order.place(8) == (8, 82, 48)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from hvdkit import whole_files
+from hvdkit.data.place import Place
+from hvdkit.data.sampler import Sampler
 from hvdkit.observe import telemetry, trackers
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
@@ -21,7 +23,8 @@ FIGURES = {"loss": 1.0, "lr": 0.1}
 
 def opened(folder, first_step=0) -> telemetry.Telemetry:
     config = Settings(run_dir=str(folder), num_steps=100, global_batch_size=8, trackers="")
-    return telemetry.Telemetry(config, World(0, 1, 0, 1), first_step=first_step, epoch=50)
+    sampler = Sampler(50, 8, 1, 1, 0, 1, start=Place(first_step, 8 * first_step))
+    return telemetry.Telemetry(config, World(0, 1, 0, 1), sampler)
 
 
 def log(made: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:

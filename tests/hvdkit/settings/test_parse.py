@@ -11,7 +11,7 @@ from refusals import refused
 
 from hvdkit import logs
 from hvdkit import settings as settings_lib
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, fields
 
 pytestmark = pytest.mark.usefixtures("project")
 PACKAGE = Path(settings_lib.__file__).resolve().parents[2]
@@ -78,6 +78,23 @@ def test_epochs_become_steps():
     steps = config.for_samples(100)  # 32 a step
     assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)
     assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
+
+
+@pytest.mark.parametrize("epochs", [0.1, 0.3, 1, 2.5, 7])
+@pytest.mark.parametrize(("samples", "batch"), [(60, 12), (100, 32), (48, 32), (7, 3), (1000, 1)])
+def test_epochs_end_where_they_would_however_often_a_run_was_begun(epochs, samples, batch):
+    given = fields.Epochs(epochs)
+    steps = given.steps(samples, batch)
+    for step in range(steps + 9):
+        assert given.steps(samples, batch, step=step, used=step * batch) == steps
+
+
+def test_epochs_count_samples_where_the_batch_changed():
+    """20 steps of 8 of 64 samples, then of 16: 4 epochs take 6 more, the second was over at 16."""
+    config = parse("--epochs=4", "--warmup_steps=2epochs", "--eval_every=1epoch")
+    config = dataclasses.replace(config, global_batch_size=16)
+    steps = config.for_samples(64, step=20, used=160)
+    assert (steps.num_steps, steps.warmup_steps, steps.eval_every) == (26, 16, 4)
 
 
 def test_batch_per_rank_becomes_the_global_batch_size(project):

@@ -6,6 +6,7 @@ methods but those that write (saver.py calls them): results and errors are broad
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from hvdkit import whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.data import card as cards
+from hvdkit.data.place import Place
 from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
@@ -57,7 +59,7 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
 class Copy(NamedTuple):
     """What a checkpoint is written of."""
 
-    step: int
+    place: Place
     arrays: dict[str, np.ndarray]
     config: dict[str, Any]
     skipped: int  # steps in a row up to it that changed no weights
@@ -67,11 +69,13 @@ class Found(NamedTuple):
     """A sound checkpoint to resume from."""
 
     path: Path
-    step: int
+    place: Place
     asked: bool  # --resume named this very one
     own: bool  # it is in this run's own folder
-    scored: bool  # it was evaluated as this run does, even if the score is NaN
-    score: float | None  # of that evaluation; None: NaN, infinite, or not evaluated
+
+    @property
+    def step(self) -> int:
+        return self.place.step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +99,14 @@ class Checkpoints:
     listed: set[str] = dataclasses.field(default_factory=set, init=False)  # when `find` looked
     _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
-    def copy(self, step: int, variables: Variables, config: Settings) -> Copy:
-        """The values as they are now; rank 0 calls it, between steps.
+    def copy(self, place: Place, variables: Variables, config: Settings) -> Copy:
+        """The values as they are now, at this place of the run; rank 0 calls it, between steps.
 
         The next copy reuses its memory (new takes six times as long to fill): write it before.
         """
         arrays = {name: self._copied(name, raw(v).value()) for name, v in variables.items()}
         skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
-        return Copy(step, arrays, dataclasses.asdict(config), skipped)
+        return Copy(place, arrays, dataclasses.asdict(config), skipped)
 
     def _copied(self, name: str, tensor: tf.Tensor) -> np.ndarray:
         # A view where it lies in the host's memory. NumPy takes no scalar of ml_dtypes' types.
@@ -122,10 +126,11 @@ class Checkpoints:
         about = {"config": copy.config, "fingerprint": self.fingerprint}
         about |= {"ranks": self.world.size, "tensorflow": tf.__version__}
         about |= {"card": dict(self.card), "rules": dict(self.rules)}
+        about |= {"samples": copy.place.samples, "passed_over": copy.place.passed_over}
         try:
-            return writing.write(self.folder, copy.step, copy.arrays, **about)
+            return writing.write(self.folder, copy.place.step, copy.arrays, **about)
         finally:
-            self._prune(copy.step - copy.skipped)
+            self._prune(copy.place.step - copy.skipped)
 
     def add_score(self, score: Score, skipped: int = 0) -> None:
         """Marks the checkpoint of its step as evaluated; deletes what is no longer kept; rank 0.
@@ -166,12 +171,12 @@ class Checkpoints:
                     newest = (about.step, note)
         return tuple(self.world.broadcast_object(newest, "checkpoint.other_scores"))
 
-    def find(self, resume: str, num_steps: int) -> Found | None:
+    def find(self, resume: str) -> Found | None:
         """What to resume from, the same on every rank; None to start anew. Changes nothing on disk.
 
         `resume`: auto, never, the path of a checkpoint, or that of a run's folder (its newest sound
-        checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, the checkpoint is
-        of another format, or its step lies past `num_steps`.
+        checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, or the checkpoint
+        is of another format.
         """
         found = None
         with self.world.fail_together(f"--resume={resume}"):
@@ -179,12 +184,22 @@ class Checkpoints:
                 self.listed.clear()
                 self.listed.update(path.name for path in files.candidates(self.folder))
                 found = None if resume == "never" else self._choose(resume)
-            if found and found.step > num_steps:
-                raise ValueError(
-                    f"{found.path} is of step {found.step}, past --num_steps={num_steps}: give "
-                    "more --num_steps, another --run_dir or --resume=never"
-                )
         return self._broadcast(found, "find")
+
+    def score_of(self, found: Found) -> float | None:
+        """Of its evaluation, if it was evaluated as this run does; NaN where that gave no number.
+
+        Every rank must call it.
+        """
+        scored, value = False, None
+        with self.world.fail_together(f"reading the score of {found.path}"):
+            if self.world.is_chief:
+                about = files.read_manifest(found.path)
+                scored, value = about.evaluated and not about.unlike(self.measure), about.score
+        scored, value = self.world.broadcast_object([scored, value], "checkpoint.score_of")
+        if not scored:
+            return None
+        return math.nan if value is None else value
 
     def sound_before(self, step: int) -> Found | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
@@ -214,15 +229,16 @@ class Checkpoints:
         return newest and self._found(newest, asked=False)
 
     def _found(self, path: Path, asked: bool) -> Found:
-        about = files.read_manifest(path)
         own = path.parent.resolve() == self.folder.resolve()
-        scored = about.evaluated and not about.unlike(self.measure)
-        return Found(path, about.step, asked, own, scored, about.score)
+        return Found(path, files.read_manifest(path).place(), asked, own)
 
     def _broadcast(self, found: Found | None, name: str) -> Found | None:
-        fields = found and [str(found.path), *found[1:]]
+        fields = found and [str(found.path), found.place, found.asked, found.own]
         fields = self.world.broadcast_object(fields, f"checkpoint.{name}")
-        return fields and Found(Path(fields[0]), *fields[1:])
+        if not fields:
+            return None
+        path, place, asked, own = fields
+        return Found(Path(path), Place(*place), asked, own)
 
     def restore(self, found: Found, variables: Variables, config: Settings) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
@@ -231,7 +247,7 @@ class Checkpoints:
 
         Raises Stop: on all ranks, when names, shapes or types do not fit; names the first.
         """
-        changed = []
+        changed, batch = [], None
         with self.world.fail_together(f"restoring {found.path}"):
             if self.world.is_chief:
                 load(found.path, variables)
@@ -243,8 +259,16 @@ class Checkpoints:
                 changed += rule_changes(before.rules, self.rules)
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
+                batch = before.config.get("global_batch_size")
         if changed:
             say(self.world, f"note: another run than {found.path.name}'s: {'; '.join(changed)}")
+        if batch not in (None, config.global_batch_size):
+            say(
+                self.world,
+                f"note: steps had {batch} samples and have {config.global_batch_size}: the data go "
+                f"on after the {found.place.position:,} samples so far, the learning rate by steps:"
+                f" at step {found.step:,} of {config.num_steps:,}",
+            )
 
     def _prune(self, applied: int) -> None:
         """Keeps the newest, and the best by each measure; prints what cannot be deleted.

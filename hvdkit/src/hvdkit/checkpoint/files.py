@@ -23,10 +23,11 @@ import ml_dtypes
 import numpy as np
 
 from hvdkit import scores, whole_files
+from hvdkit.data.place import Place
 from hvdkit.logs import printable
 from hvdkit.scores import Score
 
-FORMAT = 3  # 3: samples in another order, pictures of 0 to 255; see docs/data.md
+FORMAT = 4  # 4: the place in the data counts samples, not steps
 STATE, MANIFEST = "state.npz", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|(partial\.)?deleted)")
@@ -44,6 +45,7 @@ class OtherFormat(ValueError):
 class Manifest:
     """What a checkpoint says of itself.
 
+    `step`, `samples` and `passed_over` are a hvdkit.data.place.Place.
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
     `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it is of.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
@@ -52,6 +54,8 @@ class Manifest:
     """
 
     step: int
+    samples: int
+    passed_over: int
     config: dict[str, Any]
     ranks: int
     tensorflow: str
@@ -66,6 +70,9 @@ class Manifest:
     card: dict[str, Any] = dataclasses.field(default_factory=dict)
     rules: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
+    def place(self) -> Place:
+        return Place(self.step, self.samples, self.passed_over)
+
     def as_score(self) -> Score:
         """The score that it has."""
         loss = math.inf if self.loss is None else self.loss
@@ -78,7 +85,8 @@ class Manifest:
 
 
 _TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card", "rules"), dict)
-_TYPES |= {"step": int, "ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
+_TYPES |= dict.fromkeys(("step", "samples", "passed_over"), int)
+_TYPES |= {"ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
 _TYPES |= {"score": float | int | None, "loss": float | int | None, "since": int | None}
 
 
@@ -246,8 +254,8 @@ def _parse(path: Path) -> Manifest:
         raise Damaged(f"{file} is damaged: its {odd[0]} is {getattr(manifest, odd[0])!r:.40}")
     if not _is_card(manifest.card):
         raise Damaged(f"{file} is damaged: its card is {manifest.card!r:.40}")
-    if manifest.step < 0 or step_of(path) not in (None, manifest.step):
-        raise Damaged(f"{path} is damaged: its manifest says step {manifest.step}")
+    if min(manifest.place()) < 0 or step_of(path) not in (None, manifest.step):
+        raise Damaged(f"{path} is damaged: its manifest says {manifest.place()}")
     return manifest
 
 

@@ -13,6 +13,7 @@ from typing import Self
 
 from hvdkit.checkpoint import files
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables
+from hvdkit.data.place import Place
 from hvdkit.ranks.world import say
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
@@ -50,17 +51,17 @@ class Saver:
             late = f"the checkpoint of step {self._step} was still being written when the run"
             say(self._world, f"note: {late} ended: a rerun resumes from the one before it")
 
-    def save(self, step: int, variables: Variables, config: Settings) -> None:
+    def save(self, place: Place, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
 
         It waits first for the save before it, if that is still being written.
         """
         self.wait()
-        self._step = step
+        self._step = place.step
         if not self._world.is_chief:
             return
         try:
-            copy = self._checkpoints.copy(step, variables, config)
+            copy = self._checkpoints.copy(place, variables, config)
         except MemoryError as error:
             self._fail(error)
             return
@@ -79,17 +80,18 @@ class Saver:
             why = f"was not written: {self._why(error)}"
             say(self._world, f"note: the score of step {score.step} {why}")
 
-    def last(self, step: int, variables: Variables, config: Settings) -> None:
-        """Waits for the save of `step`, the run's last; where it failed, tries again.
+    def last(self, place: Place, variables: Variables, config: Settings) -> None:
+        """Waits for the run's last save, at `place`; where it failed, tries again.
 
         Every rank must call it, with the variables as they were saved.
 
         Raises Stop: on all ranks, when it cannot be written.
         """
+        step = place.step
         for tries in range(MOST_FAILED):
             if tries:
                 time.sleep(_BETWEEN_TRIES)
-                self.save(step, variables, config)
+                self.save(place, variables, config)
             self.wait()
             error = self._world.broadcast_object(self.error, "saver.last")
             if not error:

@@ -40,9 +40,16 @@ def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, A
             prepare()
         source, _ = task.sources()
     reader = task_checks.reader(task, source, training=True)
-    micro, seed = config.accumulation_steps, config.seed
-    shares = (0, 1, config.virtual_ranks, 0, shards_of(source, config.shuffle_shards))
-    sampler = Sampler(len(source), config.global_batch_size, micro, seed, *shares)
+    sampler = Sampler(
+        num_samples=len(source),
+        global_batch_size=config.global_batch_size,
+        micro_batches=config.accumulation_steps,
+        seed=config.seed,
+        rank=0,
+        size=1,
+        virtual_ranks=config.virtual_ranks,
+        shards=shards_of(source, config.shuffle_shards),
+    )
     batches = map(sampler.local_samples, range(config.num_steps))
     drawn = ((int(index), key) for ids, keys in batches for index, key in zip(ids, keys))
     found = [read_one(reader, source, *one) for one in itertools.islice(drawn, count)]

@@ -1,6 +1,6 @@
 """From a source to batches: stateless order and augmentation, read on several threads.
 
-It keeps no state: the batches of step k depend on k alone.
+It keeps no state: the batch of step k depends on k and on where the run began with such batches.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """(seed, step) -> the global batch's samples -> this rank's share; no state, no shuffle buffer.
 
-Sample i of step k is `permutation(seed, epoch)[position]` with position counted over the whole
-run, so the global batch at a step is the same for any number of ranks, and a run that resumes
-at step k needs nothing but k.
+A sample is `permutation(seed, epoch)[position]` with its position counted over the whole run, so
+the global batch at a step is the same for any number of ranks, and a run that resumes needs nothing
+but its place: how many samples its steps had, whatever the size of their batches.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.data.place import BEGINNING, Place
 from hvdkit.data.source import Source
 
 WORDS = tf.raw_ops.StatelessRandomUniformFullIntV2  # of random bits
@@ -76,8 +77,8 @@ class Sampler:
 
     A batch is first split into `micro_batches` equal parts, then each part over the ranks, so that
     a micro-batch too holds the same samples on any number of ranks. With `virtual_ranks` it is
-    split over those, and a rank holds the samples of its virtual ranks. `seed` is in [0, 2**64). If
-    `passed_over` batches were left out, step k uses the samples of step k + passed_over. With
+    split over those, and a rank holds the samples of its virtual ranks. `seed` is in [0, 2**64).
+    `start`: from where on the steps have batches of this size; no earlier step is known. With
     `shards` an epoch goes from one window of them to the next.
     """
 
@@ -88,7 +89,7 @@ class Sampler:
     rank: int
     size: int
     virtual_ranks: int = 0
-    passed_over: int = 0
+    start: Place = BEGINNING
     shards: Shards | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +113,15 @@ class Sampler:
         """This rank's share of the global batch; the shares of all ranks sum to 1."""
         return self.local_micro_size * self.micro_batches / self.global_batch_size
 
+    def place(self, step: int) -> Place:
+        """Of the run after `step` steps."""
+        return self.start.after(step - self.start.step, self.global_batch_size)
+
+    def _first(self, step: tf.Tensor) -> tf.Tensor:
+        """The position of the first sample at `step`."""
+        steps = tf.cast(step, tf.int64) - self.start.step
+        return self.start.position + steps * self.global_batch_size
+
     def local_samples(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """This rank's samples at `step` (int64 scalar), one micro-batch after the other.
 
@@ -121,7 +131,7 @@ class Sampler:
             position in the run): 64 random bits, so that two are equal only by chance.
         """
         positions = self.local_positions(step)
-        first = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
+        first = self._first(step)
         # Drawn for the whole global batch, in one op, which takes no longer.
         keys = self._draw(_KEYS, first, self.global_batch_size, dtype=tf.int32)[:, :2]
         return self.order(positions), tf.gather(keys, positions - first)
@@ -130,8 +140,7 @@ class Sampler:
         """Positions, counted over the whole run, of this rank's samples at `step`: int64 [n]."""
         micro = self.global_batch_size // self.micro_batches
         first, last = self._part()
-        starts = (tf.cast(step, tf.int64) + self.passed_over) * self.global_batch_size
-        starts += tf.range(self.micro_batches, dtype=tf.int64) * micro
+        starts = self._first(step) + tf.range(self.micro_batches, dtype=tf.int64) * micro
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
 
     def ids_of(self, step: int, part: int) -> list[int]:
@@ -198,7 +207,7 @@ class Sampler:
         """The shards of the window at `step`, then those of the next; [] without shards: all."""
         if not self.shards:
             return []
-        epoch, offset = divmod((step + self.passed_over) * self.global_batch_size, self.num_samples)
+        epoch, offset = divmod(self.place(step).position, self.num_samples)
         order = self._shard_order(tf.constant(epoch, tf.int64), 2).numpy()
         ends = np.cumsum(np.array(self.shards.sizes)[order[0]])
         parts = [(row, part) for row in order for part in self.shards.windows]

@@ -32,7 +32,7 @@ _CURVES = {
 _BAD_SAMPLES, _MOST_BAD = "bad_samples.jsonl", 20
 _COUNTS = {
     "skipped_steps": "steps skipped because loss or gradients were not finite",
-    "batches_passed_over": "batches left out after going back",
+    "samples_passed_over": "samples left out after going back",
 }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from hvdkit import whole_files
+from hvdkit.data.sampler import Sampler
 from hvdkit.evaluate import metrics
 from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
@@ -40,13 +41,13 @@ class Telemetry:
     which closes trackers; a summary may follow.
     """
 
-    def __init__(self, config: Settings, world: World, *, first_step: int, epoch: int) -> None:
-        """`epoch`: samples of the training set."""
+    def __init__(self, config: Settings, world: World, sampler: Sampler) -> None:
+        """`sampler`: of the run's steps."""
         run_dir = Path(config.run_dir)
         self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
         self._samples = config.global_batch_size  # a step
-        self._last_step, self._last_time = first_step, time.monotonic()
-        self._epoch, self._first_loss = epoch, 0.0  # logged by this process
+        self._last_step, self._last_time = sampler.start.step, time.monotonic()
+        self._sampler, self._first_loss = sampler, 0.0  # logged by this process
         self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
         self._unwritten: dict[str, list[str]] = {}  # lines, by file
@@ -111,7 +112,8 @@ class Telemetry:
         eta = timedelta(seconds=int((self._num_steps - step) * self._samples / rate))
         line = f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}"
         line += f"  lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
-        say(self._world, f"{line}  epoch {step * self._samples / self._epoch:.1f}")
+        epoch = self._sampler.place(step).position / self._sampler.num_samples
+        say(self._world, f"{line}  epoch {epoch:.1f}")
         self._judge(figures["loss"])
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:

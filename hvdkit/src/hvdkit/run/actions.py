@@ -146,6 +146,7 @@ class Save:
     def __init__(self, run: Run) -> None:
         self._run, self._saver = run.context, run.saver
         self._sync, self._telemetry = run.sync, run.telemetry
+        self._place = run.sampler.place
         # A checkpoint of another folder is not in this one yet.
         self._saved_at = run.start.step if run.start.source == "own" else None
 
@@ -163,14 +164,14 @@ class Save:
             untrained = set(map(id, run.state.untrained))
             named = {n: v for n, v in run.state.variables.items() if id(raw(v)) in untrained}
             agreement.check_same_state(run.world, named, step)
-            self._saver.save(step, run.state.variables, run.config)
+            self._saver.save(self._place(step), run.state.variables, run.config)
         self._saved_at = step
 
     def last(self, step: int) -> None:
         """Every rank learns whether it could be written; raises Stop where not."""
         self(step)
         with self._telemetry.not_training():
-            self._saver.last(step, self._run.state.variables, self._run.config)
+            self._saver.last(self._place(step), self._run.state.variables, self._run.config)
 
 
 class Evaluate:
@@ -252,6 +253,6 @@ def evaluates_first(run: RunContext, found: Found) -> bool:
     config, best = run.config, run.checkpoints.best()
     if config.benchmark or not evaluation_due(config, found.step):
         return False
-    if found.step == config.num_steps or not found.scored:
+    if found.step == config.num_steps or run.checkpoints.score_of(found) is None:
         return True
     return found.own and stopped_improving(config, found.step, best.since if best else 0)

@@ -1,8 +1,6 @@
 """What a run is made of, for every command and every test, and where it begins."""
 
 import dataclasses
-import math
-import os
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +14,7 @@ from hvdkit.data import card as cards
 from hvdkit.data import classes, shared_listing
 from hvdkit.data.open import trained_on_too
 from hvdkit.data.pipeline import Reader
+from hvdkit.data.place import BEGINNING, Place
 from hvdkit.data.sampler import shards_of
 from hvdkit.data.source import Source
 from hvdkit.logs import join
@@ -55,13 +54,35 @@ class RunContext:
     fingerprint: dict[str, str]  # see hvdkit/ranks/fingerprint.py
 
 
-def prepare(config: Settings, world: World, start: Path | None = None) -> RunContext:
+def find_start(
+    config: Settings, world: World, back: GoBack | None = None
+) -> tuple[Found | None, set[str]]:
+    """The checkpoint that a run begins with, the same on all ranks, or None; locks the folder.
+
+    Also the names of the checkpoints that there were, on rank 0. `back`: the run goes back to an
+    earlier checkpoint of its own. Raises Stop: on all ranks, when the folder is in use, or what
+    --resume names cannot be read.
+    """
+    with world.fail_together("locking the run folder"):
+        if world.is_chief:
+            lease.take(Path(config.run_dir))
+    checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)
+    found = checkpoints.find(back.path if back else config.resume)
+    if found and back:
+        place = found.place.left_out(back.last - found.step, config.global_batch_size)
+        found = found._replace(place=place)
+    return found, checkpoints.listed
+
+
+def prepare(
+    config: Settings, world: World, checkpoint: Path | None = None, *, place: Place | None = None
+) -> RunContext:
     """Task, data, model, and optimizer with all its variables; every rank must call it.
 
     Weights are those of a new run with this seed, and may differ between ranks until `begin`.
 
-    `start`: the checkpoint whose classes the data must have; None: what --resume names, if any.
-    Raises Stop: on all ranks, when a part cannot be made, or their data or devices differ.
+    `checkpoint`: the data must have its classes. `place`: where a run that trains begins in its
+    data. Raises Stop: on all ranks, when a part cannot be made, or their data or devices differ.
     """
     world_lib.set_numbers(config)
     fingerprint = agreement.fingerprint(world, config)
@@ -72,12 +93,13 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         task = tasks.load(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
-    with classes.known(_classes(config, world, start)):
+    with classes.known(_classes(world, checkpoint)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
-        if start is None:  # of a run that trains
+        if place is not None:
             shards_of(train_source, config.shuffle_shards)  # or it is refused, before the model
-        config = tasks.counted(task, config, len(train_source))
+        config = tasks.counted(task, config, len(train_source), place=place or BEGINNING)
+        _check_not_past(config, place or BEGINNING, checkpoint)
     with world.fail_together("building the model"):
         with task_checks.user_code_errors("build_model"):
             model = task.build_model()
@@ -91,7 +113,7 @@ def prepare(config: Settings, world: World, start: Path | None = None) -> RunCon
         with task_checks.user_code_errors("optimizer"):
             rule = optimizers.build(config, model, tasks.optional(task, "optimizer"))
         own_rules = {"optimizer": _described(rule, model)}
-        if start is None:
+        if place is not None:  # of a run that trains
             own_rules["schedule"] = schedule.points(task, config)
     agreement.check_optimizer(world, own_rules["optimizer"])
     state = State(model, rule, config.precision, task=task)
@@ -160,13 +182,20 @@ def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
     return found
 
 
-def _classes(config: Settings, world: World, start: Path | None) -> list[str]:
-    """Names of the classes of the checkpoint that a run starts from, if it has any."""
-    named = {"auto": config.run_dir, "never": os.devnull}.get(config.resume, config.resume)
+def _check_not_past(config: Settings, place: Place, checkpoint: Path | None) -> None:
+    if place.step > config.num_steps:
+        raise ValueError(
+            f"{checkpoint} is of step {place.step}, past --num_steps={config.num_steps}: give more "
+            "--num_steps, another --run_dir or --resume=never"
+        )
+
+
+def _classes(world: World, checkpoint: Path | None) -> list[str]:
+    """Names of the classes of a checkpoint, if there is one and has any."""
     card = {}
     with world.fail_together("reading the data card"):
-        if world.is_chief:
-            card = files.card_of(start or Path(named))
+        if world.is_chief and checkpoint:
+            card = files.card_of(checkpoint)
     return world.broadcast_object(card.get("class_names", []), "card.classes")
 
 
@@ -198,11 +227,12 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     return train, val
 
 
-def describe(run: RunContext) -> str:
-    """What is trained, on how many samples and at which rate."""
+def describe(run: RunContext, place: Place) -> str:
+    """What is trained, on how many samples and at which rate; `place`: where the run begins."""
     config = run.config
     own = tasks.optional(run.task, "optimizer")
-    epochs = config.num_steps * config.global_batch_size / len(run.train_source)
+    end = place.after(config.num_steps - place.step, config.global_batch_size)
+    epochs = end.samples / len(run.train_source)
     rule = f"the task's {type(run.optimizer).__name__}" if own else config.optimizer
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
@@ -280,30 +310,28 @@ class Start(NamedTuple):
     of this run's "own" folder or of "other" ones.
     """
 
-    step: int
+    place: Place
     source: Literal["new", "own", "other"]
     found: Found | None = None
+
+    @property
+    def step(self) -> int:
+        return self.place.step
 
     @property
     def path(self) -> Path | None:
         return self.found.path if self.found else None
 
 
-def begin(context: RunContext, back: GoBack | None = None) -> Start:
-    """Finds the start, and gives all variables on every rank its values.
+def begin(context: RunContext, found: Found | None) -> Start:
+    """Gives all variables on every rank the values of the run's start.
 
-    `back`: the run goes back to an earlier checkpoint of its own. Raises Stop: on all ranks, when
-    the folder is in use, or what --resume, --init_from or --backbone_weights names cannot be read
-    or does not fit the model.
+    `found`: what `find_start` found. Raises Stop: on all ranks, when this checkpoint, or what
+    --init_from or --backbone_weights names, cannot be read or does not fit the model.
     """
     config, world, state = context.config, context.world, context.state
-    with world.fail_together("locking the run folder"):
-        if world.is_chief:
-            lease.take(Path(config.run_dir))
-    found = context.checkpoints.find(back.path if back else config.resume, config.num_steps)
     if found:
         context.checkpoints.restore(found, state.variables, config)
-        state.passed_over.assign_add(back.last - found.step if back else 0)
     elif config.init_from or config.backbone_weights:
         read = warm_start.start if config.init_from else warm_start.load_backbone
         with world.fail_together("reading the first weights"):
@@ -313,8 +341,8 @@ def begin(context: RunContext, back: GoBack | None = None) -> Start:
     bring_to_all(world, state)
     if schedule.by_plateau(context.task, config):
         state.plateau.measures(context.checkpoints.measure)
-        if found and found.scored:  # after the checkpoint was written
-            value = math.nan if found.score is None else found.score
+        value = context.checkpoints.score_of(found) if found else None
+        if value is not None:  # after the checkpoint was written
             judge_plateau(context, value=value, step=found.step)
     source = "new" if not found else "own" if found.own else "other"
-    return Start(int(state.step), source, found)
+    return Start(found.place if found else BEGINNING, source, found)

@@ -112,7 +112,8 @@ class DryRun:
 def describe(run: Run) -> None:
     """Settings, model, what goes over the wire and to the disk, shares, schedule; all ranks."""
     config, world = run.context.config, run.world
-    ids = run.sampler.local_samples(tf.constant(0, tf.int64))[0].numpy()
+    first = tf.constant(run.start.step, tf.int64)
+    ids = run.sampler.local_samples(first)[0].numpy()
     everyone = world.gather_objects((len(ids), ids[:_SHOWN].tolist()), "dry_run.shares")
     if not world.is_chief:
         return

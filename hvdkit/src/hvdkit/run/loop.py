@@ -16,6 +16,7 @@ from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data import card, remote
 from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
+from hvdkit.data.place import BEGINNING
 from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.observe.telemetry import Telemetry
@@ -25,7 +26,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
-from hvdkit.run.context import begin, describe, notes, prepare, train_reader
+from hvdkit.run.context import begin, describe, find_start, notes, prepare, train_reader
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
@@ -58,15 +59,18 @@ class Run:
         say(world, self.where)
         with world.fail_together("reading the settings"):
             self.settings = given.for_ranks(world.size)
-        self.context = context = prepare(self.settings, world)
+        found, self._listed = find_start(self.settings, world, back)
+        place = found.place if found else BEGINNING
+        path = found.path if found else None
+        self.context = context = prepare(self.settings, world, path, place=place)
         self.task, self.model = context.task, context.model
         self.optimizer, self.state = context.optimizer, context.state
-        self.what = describe(context)
+        self.what = describe(context, place)
         say(world, self.what)
         for note in notes(context):
             say(world, f"note: {note}")
         self.settings = task.settings_of(self.task, context.config)  # as train.py reads them
-        self.start = begin(context, back)
+        self.start = begin(context, found)
         self.step = self.start.step
         self._make_feeds()
         self.mode = modes.of(self.settings)
@@ -86,10 +90,17 @@ class Run:
         """This rank's share of the data, and the evaluation."""
         context, settings, world = self.context, self.settings, self.world
         with world.fail_together("sharing out the data"):
-            batch = settings.global_batch_size, settings.accumulation_steps, settings.seed
-            share = world.rank, world.size, settings.virtual_ranks, int(self.state.passed_over)
-            shards = shards_of(context.train_source, settings.shuffle_shards)
-            self.sampler = Sampler(len(context.train_source), *batch, *share, shards)
+            self.sampler = Sampler(
+                num_samples=len(context.train_source),
+                global_batch_size=settings.global_batch_size,
+                micro_batches=settings.accumulation_steps,
+                seed=settings.seed,
+                rank=world.rank,
+                size=world.size,
+                virtual_ranks=settings.virtual_ranks,
+                start=self.start.place,
+                shards=shards_of(context.train_source, settings.shuffle_shards),
+            )
             how = {"weight": self.sampler.weight, "virtual_ranks": settings.virtual_ranks}
             self.sync = batch_norm.make_sync(self.model, settings.bn_sync, **how)
         workers = settings.data_workers or world.threads
@@ -207,12 +218,11 @@ class Run:
         with world.fail_together("opening the run folder"):
             if world.is_chief:
                 folder, how = Path(settings.run_dir), {"evaluates_first": make_up}
-                how["listed"] = context.checkpoints.listed
+                how["listed"] = self._listed
                 if note := run_folder.begin(folder, start.found, settings, **how):
                     say(world, note)
                 card.keep_names(folder, context.checkpoints.card, context.train_source)
-            since = {"first_step": start.step, "epoch": len(context.train_source)}
-            self.telemetry = Telemetry(settings, world, **since)
+            self.telemetry = Telemetry(settings, world, self.sampler)
             metric = scores.of_task(self.task)
             about = {"what": self.what, "where": self.where}
             about |= {"score": metric.name, "score_mode": metric.mode}
@@ -260,7 +270,7 @@ class Run:
         section 5.1): from the same weights they would lead to the same steps.
         """
         found = self.context.checkpoints.sound_before(ending.bad_since)
-        if found and not int(self.state.passed_over):
+        if found and not self.start.place.passed_over:
             step, first = int(self.state.step), found.step + 1
             left_out = f"the batches of steps {first} to {step} are left out"
             back = f"Going back to step {found.step}; {left_out}. A run goes back only once"
@@ -279,7 +289,7 @@ class Run:
         self.telemetry.summary(
             {"step": int(state.step), "exit_reason": ending.reason if ending else reason}
             | {"exit_code": ending.code if ending else DONE, "skipped_steps": int(state.skipped)}
-            | {"batches_passed_over": int(state.passed_over)}
+            | {"samples_passed_over": self.start.place.passed_over}
             | {"samples_per_second": self.telemetry.median_speed()}
             | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
             | self.evaluate.best_figures()
@@ -292,8 +302,8 @@ class Run:
 
     def _prospects(self, ending: Ending) -> str:
         before = ""
-        if ending.bad_since and (count := int(self.state.passed_over)):
-            before = f" It went back once, and left out {count} batches."
+        if ending.bad_since and (count := self.start.place.passed_over):
+            before = f" It went back once, and left out {count:,} samples."
         if ending.code != PREEMPTED or not self.keeps_weights:
             return before
         how = "rerun" if self.settings.resume == "auto" else "rerun with --resume=auto"

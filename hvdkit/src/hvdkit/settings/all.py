@@ -66,13 +66,21 @@ class Settings(
         resolved.check()
         return resolved
 
-    def for_samples(self, samples: int) -> Self:
-        """The settings with steps for what was given in epochs of `samples` training samples."""
-        given = {n: v for n, v in vars(self).items() if isinstance(v, fields.Epochs)}
-        batch = self.global_batch_size
-        steps, known = {n: str(v.steps(samples, batch)) for n, v in given.items()}, fields.of(self)
-        checked = {name: fields.value(known[name], v) for name, v in steps.items()}
-        return self.changed(**checked)
+    def for_samples(self, samples: int, *, step: int = 0, used: int = 0) -> Self:
+        """The settings with steps for what was given in epochs of `samples` training samples.
+
+        `step`, `used`: where the run goes on, and the samples that it has used by then.
+        """
+        known, found = fields.of(self), {}
+        for name, given in vars(self).items():
+            if not isinstance(given, fields.Epochs):
+                continue
+            if known[name].metadata["every"]:
+                steps = given.steps(samples, self.global_batch_size)
+            else:
+                steps = given.steps(samples, self.global_batch_size, step=step, used=used)
+            found[name] = fields.value(known[name], str(steps))
+        return self.changed(**found)
 
     def implied(self) -> Self:
         """The settings with those that --virtual_ranks cannot do without."""

@@ -190,7 +190,7 @@ class EvaluationSettings(Room):
     """Evaluation"""
 
     eval_every: int = setting(
-        200, "steps, or 1epoch, between evaluations; 0: only at the end", low=0, steps=True
+        200, "steps, or 1epoch, between evaluations; 0: only at the end", low=0, every=True
     )
     eval_batch_size: int = setting(16, "samples a batch in evaluation, on each rank", low=1)
     early_stop_evals: int = setting(0, "end after so many without a better score; 0: never", low=0)

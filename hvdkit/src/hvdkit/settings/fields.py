@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import fractions
 import inspect
 import math
 import os
@@ -62,9 +63,16 @@ class Epochs(int):
     def __str__(self) -> str:
         return f"{self.count:g}epochs"
 
-    def steps(self, samples: int, batch: int) -> int:
-        """Of a training set of `samples`, with `batch` samples a step; 1 at least."""
-        return max(1, round(self.count * samples / batch))
+    def steps(self, samples: int, batch: int, *, step: int = 0, used: int = 0) -> int:
+        """The step at which these epochs of `samples` are through; 1 at least.
+
+        `batch`: samples a step from `step` on; the steps before had `used` samples.
+        """
+        wanted = fractions.Fraction(self.count) * samples
+        exact = step + (wanted - used) / batch
+        if wanted < used:  # as if these steps had all been of one size
+            exact = wanted * step / used
+        return max(1, math.floor(exact + fractions.Fraction(1, 2)))
 
 
 def setting(
@@ -78,17 +86,20 @@ def setting(
     path: bool = False,
     words: tuple = (),
     steps: bool = False,
+    every: bool = False,
 ) -> Any:
     """A field with its help and limits.
 
-    `steps`: it counts steps, and takes epochs too: 2epochs. `choices`, `low`, `above`, `below`: one
+    `steps`: a step of the run, `every`: steps from one to the next; both take epochs too: 2epochs.
+    `choices`, `low`, `above`, `below`: one
     of `choices`; low <= value, above < value < below. `path`: it names a file or folder, unless it
     is one of `words`.
     """
     if type(default) is int:
         below = min(below, INT_LIMIT)
     meta = {"help": help, "choices": choices, "path": path}
-    meta |= {"words": words, "low": low, "above": above, "below": below, "steps": steps}
+    meta |= {"words": words, "low": low, "above": above, "below": below}
+    meta |= {"steps": steps or every, "every": every}
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -129,7 +140,8 @@ def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclass
     """A field with another default: the engine's limits hold beside its own."""
     own, there = field.metadata, engines.metadata
     meta = {"help": own["help"], "below": min(own["below"], there["below"])}
-    meta |= {name: own[name] or there[name] for name in ("choices", "path", "words", "steps")}
+    names = ("choices", "path", "words", "steps", "every")
+    meta |= {name: own[name] or there[name] for name in names}
     meta |= {name: max(own[name], there[name]) for name in ("low", "above")}
     return dataclasses.field(default=field.default, metadata=meta)
 

@@ -28,7 +28,7 @@ class CheckpointSettings(Room):
     """Checkpoints, resuming, first weights"""
 
     checkpoint_every: int = setting(
-        200, "steps, or 1epoch, between checkpoints; 0: only at the end", low=0, steps=True
+        200, "steps, or 1epoch, between checkpoints; 0: only at the end", low=0, every=True
     )
     keep: int = setting(3, "newest checkpoints to keep, besides the best", low=1)
     resume: str = setting(
@@ -66,7 +66,7 @@ class CheckpointSettings(Room):
 class ObserveSettings(Room):
     """Logging"""
 
-    log_every: int = setting(20, "steps between log lines", low=1, steps=True)
+    log_every: int = setting(20, "steps between log lines", low=1, every=True)
     log_gradients: bool = setting(False, "log each layer's gradient to gradients.jsonl")
     trackers: str = setting("tensorboard", "with commas: tensorboard, MODULE:CLASS; empty: none")
 

@@ -110,7 +110,7 @@ class State:
 
     `step` is the one counter of the run: it picks the batch and the learning rate and says when
     the run ends. It counts global batches; `skipped` of them changed no weights because their
-    gradients were not finite. `passed_over` batches were left out when the run went back.
+    gradients were not finite.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class State:
         self._of_model = model.variables
         self.loss_scale = LossScale(precision)
         self.plateau = Plateau()
-        self.step, self.skipped, self.passed_over = (
+        self.step, self.skipped = (
             tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
-            for name in ("step", "skipped", "passed_over")
+            for name in ("step", "skipped")
         )
 
     @property
@@ -138,7 +138,7 @@ class State:
         model/0003/dense/kernel, its moving average ema/0/0003/dense/kernel where there is one, of
         the first group, which had ema_updates/0; optimizer/0007/adam/dense/kernel/momentum.
         """
-        named = {"step": self.step, "skipped": self.skipped, "passed_over": self.passed_over}
+        named = {"step": self.step, "skipped": self.skipped}
         named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
         named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
         named |= self.plateau.variables

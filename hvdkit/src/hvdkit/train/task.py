@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import scores
+from hvdkit.data.place import BEGINNING, Place
 from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
 from hvdkit.train.groups import Group
@@ -200,12 +201,14 @@ def settings_of(task: Task, config: Settings) -> Settings:
     return getattr(task, "_watched", config)
 
 
-def counted(task: Task, config: Settings, samples: int) -> Settings:
+def counted(task: Task, config: Settings, samples: int, *, place: Place = BEGINNING) -> Settings:
     """The settings with steps in place of epochs, also those that the task holds.
 
-    Raises ValueError where the task has read a number of steps that was not known yet.
+    `samples`: of the training set; `place`: where the run goes on in them. Raises ValueError where
+    the task has read a number of steps that was not known yet.
     """
-    found, watched = config.for_samples(samples), settings_of(task, config)
+    watched = settings_of(task, config)
+    found = config.for_samples(samples, step=place.step, used=place.samples)
     for name, value in vars(found).items():
         if value is not vars(config)[name]:
             if name in getattr(watched, "_reads", ()):
