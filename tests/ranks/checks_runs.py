@@ -22,6 +22,7 @@ from small_runs import (
     folder,
     numbers,
     same,
+    task_with,
 )
 
 import train
@@ -319,6 +320,29 @@ def usual(run, step, batch):
 
 
 usual_loop = loop_of(plain, usual)
+
+
+def check_a_lora_run_starts_a_plain_one_with_merged_kernels(world):
+    def tuned():
+        made = classifier(keras.layers.Dense(5, activation="tanh"))
+        made.layers[1].enable_lora(2, lora_alpha=6.0)
+        return made
+
+    first = fit(world, task_with(tuned), num_steps=5, base_lr=0.5)
+    kernel, bias, a, b, *head = (v.numpy() for v in first.model.weights)
+    assert abs(b).max() > 1e-3
+    still = {"num_steps": 1, "base_lr": 1e-12, "init_from": str(first.folder)}
+    plain = fit(world, Small, **still)
+    same(plain.weights(), [kernel + 3.0 * a @ b, bias, *head], 1e-6, 1e-6)
+    # And the other way: new factors change nothing.
+    again = fit(world, task_with(tuned), **still | {"init_from": str(plain.folder)})
+    kernel, bias, a, b, *head = again.weights()
+    same([kernel, bias, *head], plain.weights(), 1e-6, 1e-6)
+    assert a.any() and abs(b).max() < 1e-6
+    # What the new run has no place for, and what it lacks.
+    small = task_with(classifier)
+    refused = "of the model's 2 variables do not fit", "dense/kernel ([6, 5] there, [6, 3] here)"
+    fit(world, small, *refused, code=WRONG_USE, **still)
 
 
 class Numbered(Small):

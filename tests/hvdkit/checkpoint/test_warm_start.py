@@ -183,7 +183,9 @@ def test_a_run_of_which_nothing_fits_is_refused(run_dir):
 def test_weights_of_another_precision_are_cast(run_dir):
     x = keras.Input((4,), dtype="float64")
     model = keras.Model(x, keras.layers.Dense(5, name="body", dtype="float64")(x))
-    assert not warm_start.load(model, run_dir, False) and set(first_weights(model)) == {2.0}
+    with pytest.raises(ValueError, match=r"no place for norm/gamma, .*--init_skip_mismatched"):
+        warm_start.load(model, run_dir, False)
+    assert not warm_start.load(model, run_dir, True) and set(first_weights(model)) == {2.0}
     assert model.weights[0].dtype == "float64"
 
 
@@ -251,6 +253,83 @@ def test_no_model_of_a_keras_file_is_made(tmp_path):
     fresh = network(start=70.0)
     assert not warm_start.load(fresh, file, False)
     same(fresh.weights, model.weights)
+
+
+def layers_with_kernels(rank: int = 0, alpha: float = 0.0) -> keras.Model:
+    """Of each kind that Keras gives LoRA factors, here not zeros, if `rank`."""
+    keras.utils.set_random_seed(rank)
+    x = keras.Input((6,), dtype="int32")
+    y = keras.layers.Embedding(9, 4, name="embedding")(x)
+    y = keras.layers.Conv1D(5, 2, name="conv")(y)
+    y = keras.layers.EinsumDense("abc,cd->abd", output_shape=(None, 3), name="einsum")(y)
+    y = keras.layers.Dropout(0.5)(y) if rank else y  # its state is no weight
+    model = keras.Model(x, keras.layers.Dense(2, name="head")(y))
+    for layer in model.layers if rank else ():
+        if hasattr(layer, "enable_lora"):
+            layer.enable_lora(rank, lora_alpha=alpha)
+            second = layer.variables[-1]
+            second.assign(keras.random.normal(second.shape, seed=3))
+    return model
+
+
+def test_lora_factors_of_a_run_are_merged_where_the_model_has_others(tmp_path):
+    tuned, words = layers_with_kernels(2, alpha=6.0), np.arange(12).reshape(2, 6) % 9
+    save(tmp_path / "checkpoints", tuned)
+    plain = layers_with_kernels()
+    assert not warm_start.load(plain, tmp_path, False)
+    np.testing.assert_allclose(plain(words), tuned(words), rtol=1e-4, atol=1e-5)
+    assert not np.allclose(plain(words), layers_with_kernels()(words), atol=1e-3)
+    same_kind = layers_with_kernels(2, alpha=6.0)
+    assert not warm_start.load(same_kind, tmp_path, False)
+    same(same_kind.weights, tuned.weights)
+    # Of another rank or scale: the product is in the kernels, new factors are as made.
+    for rank, alpha in ((3, 6.0), (2, 2.0)):
+        other = layers_with_kernels(rank, alpha)
+        with pytest.raises(ValueError, match=r"lora_embeddings_a .missing there."):
+            warm_start.load(other, tmp_path, False)  # made with factors that change the outputs
+        for layer in other.layers:
+            if hasattr(layer, "enable_lora"):
+                layer.variables[-1].assign(0 * layer.variables[-1])
+        assert not warm_start.load(other, tmp_path, False)
+        np.testing.assert_allclose(other(words), tuned(words), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_with_new_lora_factors_takes_plain_weights(tmp_path):
+    plain = network(start=5.0)
+    save(tmp_path / "checkpoints", plain)
+    tuned = network(start=70.0)
+    tuned.get_layer("body").enable_lora(2)
+    first = tuned.get_layer("body").lora_kernel_a.numpy()
+    assert not warm_start.load(tuned, tmp_path, False) and first.any()
+    same(tuned(np.ones((2, 4))), plain(np.ones((2, 4))))
+    np.testing.assert_array_equal(tuned.get_layer("body").lora_kernel_a.numpy(), first)
+
+
+def test_another_lora_alpha_is_refused_on_a_resume(tmp_path):
+    kept = save(tmp_path / "checkpoints", layers_with_kernels(2, alpha=6.0))
+    for alpha, refusal in (
+        (6.0, None),
+        (2.0, r"by 1 \(lora_alpha / rank\), not by 3 as on rank 0"),
+    ):
+        state = averaging(layers_with_kernels(2, alpha))
+        kept.restore(kept.find("auto"), state.variables, Settings())
+        if refusal is None:
+            state.held.finalize()
+            continue
+        with pytest.raises(ValueError, match=refusal):
+            state.held.finalize()
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "keras"])
+def test_weights_without_a_place_in_the_model_are_refused(kind, tmp_path, capsys):
+    path = tmp_path / "model.keras" if kind == "keras" else tmp_path
+    network(start=5.0).save(path) if kind == "keras" else save(path / "checkpoints", network())
+    x = keras.Input((4,))
+    model = keras.Model(x, keras.layers.Dense(5, name="body")(x))
+    with pytest.raises(ValueError, match=r"the model has no place for .*norm/.*skip_mismatched"):
+        warm_start.load(model, path, False)
+    assert not warm_start.load(model, path, True)
+    assert "is not used: " in capsys.readouterr().out
 
 
 def test_a_keras_file_and_lora_layers(tmp_path):

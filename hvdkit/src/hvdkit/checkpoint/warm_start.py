@@ -1,5 +1,6 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ import keras
 import numpy as np
 
 from hvdkit import logs
-from hvdkit.checkpoint import files, keras_weights
+from hvdkit.checkpoint import files, keras_weights, lora
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
@@ -30,15 +31,17 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
     Random layers keep their own state. Names are those of hvdkit/train/state.py, without
-    Keras's counters.
+    Keras's counters. LoRA factors are multiplied into their kernels where the model has not the
+    same ones; new ones, whose product is 0, stay as they are.
 
     `path`: a checkpoint (a folder step-XXXXXXXX), a run's folder (its best checkpoint, or the
     newest where none has a score), or a .keras file. `skip`: leave a variable as it is
-    where there is none of its name and shape. `averages`: take the moving averages of the weights;
-    variables without one (batch norm's moving statistics) are taken as they are. Returns the
-    variables that were left as they were, by name, and why. Raises ValueError: the path holds no
-    weights, or no averages; none of them fit, or some do not and `skip` is off; the kind
-    of pictures is not known. The message names them.
+    where there is none of its name and shape, and leave out what the model lacks. `averages`:
+    take the moving averages of the weights; variables without one (batch norm's moving statistics)
+    are taken as they are. Returns the variables that were left as they were, by name, and why.
+    Raises ValueError: the path holds no weights, or no averages; none of them fit; some do not, or
+    have no place in the model, and `skip` is off; the kind of pictures is not known. The message
+    names them.
     """
     if path.suffix == ".keras" and path.is_file():
         if averages:
@@ -47,14 +50,18 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
                 "--init_ema"
             )
         return _load_keras_file(model, path, skip)
-    there = _unique(_read(path, averages))
+    there, scales = _read(path, averages)
     named = _unique(zip(names_of_model(model), model.variables))
     weights = {id(v) for v in model.weights}
     variables = {name: v for name, v in named.items() if id(v) in weights}
+    own = lora.scales_of(model, named)
+    there = lora.merged(there, scales, own, shapes={n: tuple(v.shape) for n, v in named.items()})
+    for name in lora.new_factors(variables, own, there):
+        del variables[name]
     needed = {name: (tuple(v.shape), v.dtype) for name, v in variables.items()}
     faults = _faults(there, needed)
     _check_faults(path, faults, count=len(needed), skip=skip)
-    _name_unused(path, [name for name in there if name not in named])
+    _check_unused(path, [name for name in there if name not in named], skip)
     pixels = preprocessing.find(model)
     for name, variable in variables.items():
         if name not in faults:
@@ -82,7 +89,7 @@ def _load_keras_file(model: keras.Model, path: Path, skip: bool) -> dict[str, st
         labels = {name: _label(name, entry, layers) for name, entry in here.items()}
         labelled = {labels[name]: fault for name, fault in faults.items()}
         _check_faults(path, labelled, count=len(needed), skip=skip)
-        _name_unused(path, [name for name in there if name not in here])
+        _check_unused(path, [name for name in there if name not in here], skip)
         for name, entry in here.items():
             if name not in faults:
                 keras_weights.assign(entry.values, there[name])
@@ -133,7 +140,14 @@ def _check_faults(path: Path, faults: dict[str, str], *, count: int, skip: bool)
     )
 
 
-def _name_unused(path: Path, unused: list[str]) -> None:
+def _check_unused(path: Path, names: list[str], skip: bool) -> None:
+    """Raises ValueError where weights of a file have no place here; with `skip` says so."""
+    unused = [name for name in names if not name.rpartition("/")[2].startswith("seed_generator")]
+    if unused and not skip:
+        raise ValueError(
+            f"--init_from={path}: the model has no place for {join(unused, 4)}. "
+            "--init_skip_mismatched leaves such weights out"
+        )
     if unused:
         logs.say(f"note: of {path} is not used: {join(unused, 4)}")
 
@@ -147,7 +161,7 @@ def _refuse_unknown_pictures(path: Path, name: str) -> None:
 
 def load_held(held: Held, path: Path) -> None:
     """Sets what the task holds to a checkpoint's values. Raises ValueError where there is none."""
-    there = files.read(path, ("task/", "table/"))
+    there = files.read(path, ("task/", "table/", "lora/"))
     for name, variable in held.variables.items():
         if name not in there or there[name].shape != tuple(variable.shape):
             raise ValueError(f"{path} holds no {name} of shape {list(variable.shape)}")
@@ -171,10 +185,11 @@ def _averages(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
+def _read(path: Path, averages: bool) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Weights by name, and the scales of LoRA's products by the name of their first factor."""
     folder = path if files.is_checkpoint(path) else _best(path)
     files.verify(folder)
-    state = files.read(folder, ("model/", "ema/", "ema_updates/"))
+    state = files.read(folder, ("model/", "ema/", "ema_updates/", "lora/"))
     if averages:
         found = _averages(state)
         if not found:
@@ -183,9 +198,18 @@ def _read(path: Path, averages: bool) -> Iterable[tuple[str, np.ndarray]]:
                 "--init_ema, or name a run that was trained with --ema_decay"
             )
         state |= found
-    # model/0012/conv2d/kernel: the position is of no use in another model.
-    parts = {name: name.split("/", 2) for name in state if name.startswith("model/")}
-    return [(part[2], state[name]) for name, part in parts.items() if len(part) > 2]
+    scales = {name: float(value) for name, value in _without_places(state, "lora").items()}
+    return _without_places(state, "model"), scales
+
+
+def _without_places(state: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
+    """conv2d/kernel for model/0012/conv2d/kernel: the place is of no use in another model."""
+    found = []
+    for name, value in state.items():
+        if match := re.fullmatch(rf"{kind}/(\d+)/(.+)", name):
+            found.append((int(match[1]), match[2], value))
+    found.sort(key=lambda one: one[0])
+    return _unique((name, value) for _, name, value in found)
 
 
 def _best(run_dir: Path) -> Path:

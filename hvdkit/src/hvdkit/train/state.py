@@ -30,7 +30,8 @@ class Held:
     Attributes:
       of_task: by name, what layers, optimizers, metrics, seed generators and modules hold, and
         variables themselves: task/teacher/0003/dense/kernel, task/queues/0/0000.
-      variables: these, and the fingerprint of each lookup table, table/0000.
+      variables: these, the fingerprint of each lookup table, table/0000, and by what a LoRA layer
+        multiplies its factors, lora/ and the name of the first.
       layers: all of the model and of the task, at any depth.
     """
 
@@ -46,7 +47,22 @@ class Held:
             f"table/{i:04d}": (layer, tf.Variable(_table(layer), trainable=False, dtype=tf.int64))
             for i, layer in enumerate(tables)
         }
-        self.variables = self.of_task | {n: known for n, (_, known) in self._tables.items()}
+        self._scales = self._scales_of_lora(model)
+        self.variables = dict(self.of_task)
+        for name, (_, known) in (self._tables | self._scales).items():
+            self.variables[name] = known
+
+    def _scales_of_lora(self, model: keras.Model) -> dict[str, tuple[keras.Layer, tf.Variable]]:
+        names = {id(raw(v)): name for name, v in self.of_task.items()}
+        for number, (variable, name) in enumerate(zip(model.variables, names_of_model(model))):
+            names[id(raw(variable))] = f"{number:04d}/{name}"
+        found = {}
+        for layer in self.layers:
+            if lora := lora_of(layer):
+                first, scale = lora
+                known = tf.Variable(scale, trainable=False, dtype=tf.float64)
+                found[f"lora/{names[id(raw(first))]}"] = (layer, known)
+        return found
 
     def _visit(self, value: Any, name: str, roots: list[keras.Layer]) -> None:
         if isinstance(value, (list, tuple)):
@@ -68,7 +84,8 @@ class Held:
         Layers such as Keras's Normalization compute with constants that they make of variables.
 
         Raises:
-          ValueError: a lookup table, which no variable holds, is not as on rank 0 or when saved.
+          ValueError: a lookup table or a LoRA layer's factor, which no variable of the layer holds,
+            is not as on rank 0 or when saved.
         """
         for layer in self.layers:
             if make := getattr(layer, "finalize_state", None):
@@ -80,6 +97,24 @@ class Held:
                     "on rank 0, or than when the checkpoint was written: give them to the layer, "
                     "or adapt it on the same data on every rank and at every start"
                 )
+        for layer, known in self._scales.values():
+            _, scale = lora_of(layer)
+            if float(known) != scale:
+                raise ValueError(
+                    f"{layer.path or layer.name} multiplies its LoRA factors by {scale:g} "
+                    f"(lora_alpha / rank), not by {float(known):g} as on rank 0, or than when the "
+                    "checkpoint was written"
+                )
+
+
+def lora_of(layer: keras.Layer) -> tuple[Variable, float] | None:
+    """The first of the factors that a LoRA layer adds to its kernel, and what multiplies them."""
+    if not getattr(layer, "lora_enabled", False):
+        return None
+    first = getattr(layer, "lora_kernel_a", None)
+    if first is None:
+        first = getattr(layer, "lora_embeddings_a", None)
+    return None if first is None else (first, layer.lora_alpha / layer.lora_rank)
 
 
 def _variables_of(value: Any) -> list[tuple[Variable, str]]:
