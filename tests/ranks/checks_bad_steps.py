@@ -78,12 +78,16 @@ def check_a_step_ends_on_a_gpu_as_on_a_cpu(world):
             mock.patch.object(world_lib, "gpu", lambda device=device: device),
             mock.patch.object(updating, "by_branch", branch),
         ):
-            ended.append(trained(world, task, num_steps=5))
+            ended.append(trained(world, task, num_steps=5, ema_decay=0.5))
     same(*(one.weights() for one in ended), 1e-12, 1e-15)
     assert all(np.isfinite(w).all() for w in ended[0].weights())
     if world.is_chief:
         same(*([x or 0 for x in one.losses] for one in ended), 1e-12)  # None: no number
         assert [one.summary["skipped_steps"] for one in ended] == [1, 1]
+        kept = [one.state(5) for one in ended]
+        averages = [name for name in kept[0] if name.startswith("ema")]
+        same(*([state[name] for name in averages] for state in kept), 1e-12, 1e-15)
+        assert [int(state["ema_updates/0"]) for state in kept] == [4, 4]
 
 
 def check_a_loss_of_nan_is_named_with_float16_too(world):

@@ -104,7 +104,7 @@ def test_what_a_plateau_does_not_count():
 def test_the_lines_of_a_run_tell_the_plateau_policy():
     task = SimpleNamespace(main_metric="mae")
     config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau")
-    told = "plateau from 0.4, times 0.1 after 10 evaluations without a better mae"
+    told = "plateau from 0.4, times 0.1 where mae stands still"
     assert schedule.describe(task, config, 1) == told
 
 

@@ -215,8 +215,9 @@ class Evaluate:
                 self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
             score = self._compared(step)
             self._saver.add_score(score)
-        judge_plateau(run, value=score.value, step=step)
         best, config = self.best, run.config
+        if step < config.num_steps:  # a run that goes on later judges it then
+            judge_plateau(run, value=score.value, step=step)
         best_step = max(best.since if best else 0, self._scored_since)
         if step >= config.num_steps or not stopped_improving(config, step, best_step):
             return None

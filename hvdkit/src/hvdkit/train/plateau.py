@@ -76,9 +76,9 @@ class Plateau:
         self._resting.assign(config.plateau_cooldown)
         return (
             f"step {step}: the learning rate is lowered from {rate:.3g} to "
-            f"{max(rate * config.plateau_factor, config.plateau_min_lr):.3g}: in "
-            f"{config.plateau_patience} evaluations {metric.name} was not better than "
-            f"{metric.height(best):.4f}"
+            f"{max(rate * config.plateau_factor, config.plateau_min_lr):.3g}: {metric.name} is not "
+            f"better than {metric.height(best):.4f} by {config.plateau_min_delta:g} "
+            f"(--plateau_patience={config.plateau_patience})"
         )
 
 

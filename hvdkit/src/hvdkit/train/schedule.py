@@ -92,8 +92,7 @@ def describe(task: Task, config: Settings, world_size: int) -> str:
         return f"the task's schedule{scaling}"
     told = f"{config.lr_policy} from {config.base_lr * config.lr_factor(world_size):g}{scaling}"
     if by_plateau(task, config):
-        times, count = config.plateau_factor, config.plateau_patience
-        told += f", times {times:g} after {count} evaluations without a better {task.main_metric}"
+        told += f", times {config.plateau_factor:g} where {task.main_metric} stands still"
     return told
 
 
