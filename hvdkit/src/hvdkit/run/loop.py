@@ -254,6 +254,7 @@ class Run:
                 ending = Ending(DONE, "ended by train.py", message, save=True)
             if (ending is None or ending.save) and self.keeps_weights:
                 self.save.last(int(self.state.step))
+                self.health.stop_signal.saved = True
         if ending and ending.bad_since and self.keeps_weights:
             self._go_back(ending)
         self.sync()

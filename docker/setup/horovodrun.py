@@ -1,0 +1,159 @@
+"""horovodrun of this environment: Horovod's own, with a stop that saves. Set-up puts it into bin/.
+
+Horovod's own leaves ranks one second (mpirun) or five (Gloo) to save after Ctrl-C or SIGTERM, and
+Gloo's ends with a traceback. Here ranks get SIGUSR1, as from launch/hosts.sh: they save, however
+long it takes, and end with exit code 75. A second Ctrl-C ends everything at once: 130.
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+SAVED, ENDED_BY_CTRL_C = 75, 130
+# Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
+TOO_EARLY = {128 + number for number in REQUESTS}
+ONE_PRESS = 0.5  # SIGINTs this close together, in seconds, are one: make passes the terminal's on
+STARTING = 5  # seconds in which ranks that do not listen yet may end by mpirun's own means
+PR_SET_PDEATHSIG = 1
+execve = os.execve  # Horovod calls become_mpirun by its name
+
+
+class Stop:
+    """Passes requests to stop on to the ranks of a launcher, which is a child of this process."""
+
+    def __init__(self, launcher: int) -> None:
+        self.asked = False
+        self._launcher = launcher
+        self._pressed: float | None = None  # when Ctrl-C came first
+        for number in REQUESTS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, self._hear)
+        signal.signal(signal.SIGALRM, self._end)
+
+    def _hear(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._pressed is not None and now - self._pressed > ONE_PRESS:
+                self._kill()
+            self._pressed = self._pressed or now
+        if self.asked:
+            return
+        self.asked = True
+        if number in (signal.SIGINT, signal.SIGTERM):
+            again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+            start = "\n" if os.isatty(2) else ""  # the terminal shows ^C
+            text = f"{start}stopping after this step: saving, then ending{again}\n"
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """SIGUSR1 to the ranks here; all learn of it. Else to mpirun, for ranks of other hosts."""
+        listeners = [process for process in self._processes() if listens(process)]
+        ranks = [process for process in listeners if is_rank(process)]
+        for process in ranks or listeners:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGUSR1)
+        if not listeners:
+            self._end()
+        elif not ranks:
+            signal.alarm(STARTING)
+
+    def _end(self, *_: object) -> None:
+        """Ends a launcher that has no rank to save: its process group is it and mpirun."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._launcher, signal.SIGTERM)
+
+    def _kill(self) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        os._exit(ENDED_BY_CTRL_C)
+
+    def _processes(self) -> list[psutil.Process]:
+        """The launcher first, which would print messages about the end of the others."""
+        try:
+            launcher = psutil.Process(self._launcher)
+            return [launcher, *launcher.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+
+def listens(process: psutil.Process) -> bool:
+    """Whether it has a handler for SIGUSR1."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:  # it has ended
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+    return bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def is_rank(process: psutil.Process) -> bool:
+    try:
+        names = process.environ()
+    except psutil.Error:
+        return False
+    return "HOROVOD_RANK" in names or "OMPI_COMM_WORLD_RANK" in names
+
+
+def built(verbose: bool = False) -> bool:
+    """Set-up has tried Gloo and MPI. Horovod would import TensorFlow to ask: seconds, ten lines."""
+    return True
+
+
+def signal_when_alone(number: int) -> None:
+    """This process gets the signal where its parent is killed, so that no run is left behind."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def become_mpirun(shell: str, words: list[str], env: dict[str, str]) -> None:
+    """Horovod's `sh -c mpirun ...` without the shell, which would get signals in its stead."""
+    signal_when_alone(signal.SIGUSR1)  # mpirun passes it on to the ranks
+    execve(shell, [*words[:-1], f"exec {words[-1]}"], env)
+
+
+def launch() -> None:
+    """Horovod's own program, in a process group that Ctrl-C does not reach."""
+    os.setpgid(0, 0)
+    signal_when_alone(signal.SIGTERM)
+    from horovod.runner import launch as launcher
+
+    launcher.gloo_built = built
+    launcher.mpi_built = built
+    os.execve = become_mpirun
+    try:
+        launcher.run_commandline()
+    except Exception as error:
+        # Over Gloo, the first rank that failed: Horovod has printed its number and code.
+        code = re.search(r"^Exit code: (\d+)$", str(error), re.MULTILINE)
+        sys.exit(int(code[1]) if code else f"error: horovodrun: {error}")
+
+
+def main() -> int:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts
+    # Its wait before and after SIGTERM. It ends ranks only where one has failed: no need for more.
+    os.environ.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "1")
+    launcher = os.fork()
+    if launcher == 0:
+        launch()
+        return 0
+    stop = Stop(launcher)
+    _, status = os.waitpid(launcher, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        code = 128 - code
+    return SAVED if stop.asked and code in TOO_EARLY else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
