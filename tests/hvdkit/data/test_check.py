@@ -139,6 +139,7 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, run):
     assert re.search(r"  2 +10 pixels +25.000%", printed), printed
     assert re.search(r"  ignored +8 pixels", printed), printed
     assert "1 class(es) never occur: 1" in printed and "all 4 x 6 (height x width)" in printed
+    assert not re.search(r"\b0 pixels", printed), "a line of its own is for what is there"
     flag = re.search(r"--class_weights=\S+", printed)[0]
     weights = settings_lib.parse(["", flag, "--num_classes=3"]).class_weight_list
     assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)  # n / (2 classes * count)

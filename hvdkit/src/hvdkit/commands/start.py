@@ -135,7 +135,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
         undone.callback(cfg.unlink, missing_ok=True)
 
         def write(measured: Measured) -> settings_lib.Settings:
-            lines = [f"# {root}, by hvdkit start; make -o setup train ARGS={flag}", ""]
+            lines = [f"# {root}, by hvdkit start: horovodrun -np 2 python train.py {flag}", ""]
             for why, choice in choices(name, data, measured, mirror=mirror):
                 lines[-1:] = [f"# {why}", choice, ""]
             with whole_files.written(cfg) as partial:
@@ -156,7 +156,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
             write(measured._replace(rate=start_measured.rate(flag)))
         undone.pop_all()
     print(logs.printable(f"written: {cfg}, with reasons"))
-    print(logs.printable(f"to train, in {here}: make -o setup train ARGS={flag}"))
+    print(logs.printable(f"to train, in {here}: horovodrun -np 2 python train.py {flag}"))
     return flag
 
 

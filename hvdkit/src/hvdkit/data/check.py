@@ -185,9 +185,10 @@ class Counts:
         shown = f"all {least}" if least == most else f"{least} to {most}, median {median}"
         lines, counts = [f"pictures: {shown} (height x width)"], self.of[:classes]
         names = names if len(names) == classes else [str(number) for number in range(classes)]
-        order = np.arange(classes)
-        if classes > _SHOWN:
-            order = np.argsort(counts, kind="stable")[:_SHOWN]
+        order = np.flatnonzero(counts)
+        if len(order) > _SHOWN:
+            rarest = np.argsort(counts[order], kind="stable")[:_SHOWN]
+            order = order[rarest]
             lines.append(f"the {_SHOWN} rarest of {classes} classes:")
         for number in order:
             name = names[number]
