@@ -43,6 +43,9 @@ def test_types_that_numpy_does_not_know(kept):
     assert np.all(into["v"].numpy() == value) and bool(into["w"]) and into["s"].numpy() == 1.5
     with pytest.raises(ValueError, match="t is of type object: a checkpoint holds numbers only"):
         writing.check_types({"t": tf.Variable("text")})
+    grows = tf.Variable(tf.zeros([0, 3]), shape=[None, 3])
+    with pytest.raises(ValueError, match=r"task/bank has the shape \(None, 3\): .* full size"):
+        writing.check_types({"task/bank": grows})
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,12 @@ def check_types(variables: Mapping[str, Any]) -> None:
         dtype = np.dtype(raw(variable).dtype.as_numpy_dtype)
         if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
             raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
+        shape = raw(variable).shape
+        if not shape.is_fully_defined():  # a step that is undone would broadcast to the old one
+            raise ValueError(
+                f"{name} has the shape {shape}: variables keep their shape in a run; make it of "
+                "its full size, and another that says how much of it is in use"
+            )
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
