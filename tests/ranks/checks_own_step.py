@@ -2,16 +2,18 @@
 
 from functools import partial
 from typing import ClassVar
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from small_runs import FEATURES, Small, fit, folder, numbers, same
+from small_runs import FEATURES, Small, classifier, fit, folder, numbers, same
 
+from hvdkit import logs
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks.world import set_precision
-from hvdkit.stop import DONE, WRONG_USE
+from hvdkit.stop import BUG, DONE, WRONG_USE
 from hvdkit.train import across
 
 SIZE, KEPT, WIDTH = 13, 20, 4  # shares of 7 and 6; rows of the queue; units of a key
@@ -99,7 +101,7 @@ def reference(world, step) -> Alone:
     set_precision("float64")
     alone = Alone()
     held = numbers(1, SIZE)._arrays
-    sampler = Sampler(SIZE, SIZE, 1, 1, 0, 1, 0, 0)
+    sampler = Sampler(SIZE, SIZE, 1, 1, 0, 1)
     for number in range(STEPS):
         ids = sampler.local_samples(tf.constant(number, tf.int64))[0].numpy().ravel()
         x, y = np.float64(held["x"][ids]), held["y"][ids]
@@ -271,6 +273,89 @@ def annealed(run):
         return run.update(summed(run, tape, loss))
 
     return step
+
+
+def spread(outputs):
+    """0 where outputs are alike; it compares the samples of a batch."""
+    return tf.reduce_sum(tf.math.reduce_variance(outputs, 0))
+
+
+def check_what_compares_samples_later_or_under_a_zero_head_is_refused(world):
+    """A term that grows from 0 with the step; a head that begins with zeros."""
+
+    def grows(run):
+        @run.function
+        def step(batch):
+            ramp = tf.minimum(tf.cast(run.state.step, tf.float64) / 2, 1.0)
+
+            def losses(micro):
+                outputs = run.model(micro["inputs"], training=True)
+                each, weights = run.task.loss(outputs, micro["targets"])
+                return each + ramp * spread(outputs), weights
+
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch, losses)
+            return run.update(summed(run, tape, loss))
+
+        return step
+
+    def loss(task, outputs, targets):
+        each, weights = Small.loss(task, outputs, targets)
+        return each + tf.cast(spread(outputs), each.dtype), weights
+
+    def zero_head(task):
+        return classifier(kernel_initializer="zeros")
+
+    if world.size == 1:  # any loss is right there
+        trained(world, grows)
+    else:
+        trained(world, grows, "samples together", "in two parts")
+        wrong = type("Wrong", (Small,), {"build_model": zero_head, "loss": loss})
+        fit(world, wrong, "samples together", "one by one", code=WRONG_USE)
+
+
+def check_a_step_cannot_use_the_python_number_of_the_step(world):
+    """A graph would keep it for ever."""
+
+    def make(run):
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch)
+            slopes = summed(run, tape, loss)
+            return run.update([slope * min(run.step / 2, 1.0) for slope in slopes])
+
+        return step
+
+    trained(world, make, "run.step is a number of Python", "run.state.step")
+
+
+def check_an_operation_that_fails_in_a_step_is_told_in_one_sentence(world):
+    if world.size > 1:  # the others would wait: the rank's process ends
+        return
+
+    def loss(task, outputs, targets):
+        each, weights = Small.loss(task, outputs, targets)
+        row = tf.gather(tf.zeros([3]), tf.cast(task.count, tf.int32))
+        task.count.assign_add(1)
+        return each + tf.cast(row, each.dtype), weights
+
+    def build(task):
+        task.count = tf.Variable(0, trainable=False)
+        return classifier()
+
+    wrong = type("Wrong", (Small,), {"build_model": build, "loss": loss})
+    ended = None
+    with mock.patch.object(logs, "complain") as said:
+        try:
+            fit(world, wrong, code=None, num_steps=20)
+        except SystemExit as error:
+            ended = error.code
+    (message,) = said.call_args[0]
+    assert ended == BUG and "\n" not in message
+    assert message.startswith("the step failed on rank 0, at step ") and "[0, 3)" in message, (
+        message
+    )
 
 
 def slow_check_losses_may_use_a_tensor_of_the_step(world):

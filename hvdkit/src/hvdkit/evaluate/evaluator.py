@@ -14,12 +14,12 @@ from hvdkit.data.pipeline import EvaluationFeed, read_one, reason_of
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
-from hvdkit.ranks.world import say, unoptimized
+from hvdkit.ranks.world import raw, say, unoptimized
 from hvdkit.settings import Settings
 from hvdkit.train import across, graph_checks, objective, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.state import unchanged
+from hvdkit.train.state import leave_zero, unchanged
 from hvdkit.train.task import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
@@ -48,6 +48,7 @@ class Evaluator:
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes, self._printed = tasks.optional(run.task, "notes"), set()
         self._state, self._step = run.state, make_step(run.task, run.model, feed.spec)
+        self._weights = [raw(v) for v in run.model.trainable_variables]
         self._untrained = self._moved = run.state.untrained  # moved: by a batch, `try_out` finds it
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
         self._exact = bool(run.config.virtual_ranks)
@@ -87,7 +88,8 @@ class Evaluator:
     def check_loss(self) -> None:
         """Raises Stop, on all ranks, where batches are divided and samples depend on each other."""
         if self._divided and not across.used:
-            with self._world.fail_together("trying the loss"):
+            with self._world.fail_together("trying the loss"), unchanged(self._weights):
+                leave_zero(self._weights)
                 self._check_sum()
 
     def _check_sum(self) -> None:

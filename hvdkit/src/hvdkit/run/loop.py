@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from hvdkit import logs, scores
 from hvdkit.checkpoint import run_folder
 from hvdkit.checkpoint.saver import Saver
 from hvdkit.data import card, remote
-from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed
+from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reason_of
 from hvdkit.data.place import BEGINNING
 from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.evaluate.evaluator import Evaluator
@@ -29,7 +30,7 @@ from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
 from hvdkit.run.context import begin, describe, find_start, notes, prepare, train_reader
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
-from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, GoBack, Stop
+from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task, task_checks
 from hvdkit.train.step import Result, Step, direct_call
 
@@ -44,7 +45,6 @@ class Run:
       settings: resolved for this number of ranks.
       world: rank, size and what ranks exchange outside a step.
       task, model, optimizer, state: as the task and the settings make them.
-      step: number of the step whose batch was given last, from 1.
       weights: the model's trainable variables, what a step's gradients are taken of.
       reduction: what hvd.DistributedGradientTape takes besides `op`.
     """
@@ -71,7 +71,7 @@ class Run:
             say(world, f"note: {note}")
         self.settings = task.settings_of(self.task, context.config)  # as train.py reads them
         self.start = begin(context, found)
-        self.step = self.start.step
+        self._step = self.start.step
         self._make_feeds()
         self.mode = modes.of(self.settings)
         self.keeps_weights = self.mode == "train"  # its last checkpoint, and where to go back to
@@ -85,6 +85,16 @@ class Run:
         self.actions: list[Action] = []  # once the run's folder is open
         self.seconds_in_steps = 0.0
         self.open_parts = contextlib.ExitStack()
+
+    @property
+    def step(self) -> int:
+        """Number of the step whose batch was given last, from 1; not for use in a graph."""
+        if tf.inside_function():
+            raise ValueError(
+                f"run.step is a number of Python, which a graph would keep at {self._step}: in a "
+                "step use run.state.step, a variable that counts the steps before this one"
+            )
+        return self._step
 
     def _make_feeds(self) -> None:
         """This rank's share of the data, and the evaluation."""
@@ -149,7 +159,14 @@ class Run:
             if tf.inside_function():  # this step's votes would be those of every step
                 raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
             self._stepped += 1
-            return called(batch, self.health.votes())
+            try:
+                return called(batch, self.health.votes())
+            except tf.errors.OpError as error:
+                if "Horovod" in str(error):  # another rank ended: see ranks/peers.py
+                    raise
+                where = f"on rank {self.world.rank}, at step {self._step}"
+                logs.complain(f"the step failed {where}: {reason_of(error)}")
+                sys.exit(BUG)
 
         return step
 
@@ -183,7 +200,7 @@ class Run:
         for step in range(self.start.step + 1, self.settings.num_steps + 1):
             if self._ending:
                 return
-            self.step = step
+            self._step = step
             batch = self.feed.next()
             self._waits_for_result, self._stepped = True, 0
             self._called = time.perf_counter()

@@ -254,6 +254,20 @@ def unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
+def leave_zero(weights: Sequence[tf.Variable]) -> None:
+    """Weights that are all zeros become others, the same on every rank; for trials.
+
+    A new head is often all zeros: its outputs are then alike, whatever the samples are.
+    """
+    for seed, weight in enumerate(weights):
+        if tf.reduce_all(weight == 0):
+            if weight.shape.rank > 1:
+                draw = keras.initializers.GlorotUniform(seed=seed)
+            else:
+                draw = keras.initializers.RandomUniform(0.1, 0.5, seed=seed)
+            weight.assign(tf.cast(draw(weight.shape, "float32"), weight.dtype))
+
+
 def names_of_model(model: keras.Layer) -> list[str]:
     """A name for each of `model.variables`, in their order: its layers' names, outermost first.
 

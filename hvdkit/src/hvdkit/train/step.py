@@ -51,7 +51,7 @@ from hvdkit.train import gradients as gradients_lib
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train.gradients import Reduced
-from hvdkit.train.state import State, unchanged
+from hvdkit.train.state import State, leave_zero, unchanged
 from hvdkit.train.task import Example, Task
 
 Result = Mapping[str, tf.Tensor]  # what a step returns
@@ -462,14 +462,25 @@ class Step:
             examples = [sample(place, draw=place if mixes else 0) for place in places]
             with trial.at_rest(self._state.held.layers):
                 for function, changed in self._functions:
-                    run = partial(self._tried, function, changed)
-                    for note in trial.compare(plan, examples, run, combiner=self._combiner):
-                        say(self._world, f"note: {note}")
+                    for step in self._steps_to_try(own):
+                        run = partial(self._tried, function, changed, step)
+                        for note in trial.compare(plan, examples, run, combiner=self._combiner):
+                            say(self._world, f"note: {note}")
+
+    def _steps_to_try(self, own: bool) -> list[int]:
+        """The next step; where losses or the step are a user's `own`, also the run's last.
+
+        What grows from 0 with the step has no effect at the first one.
+        """
+        first = int(self._state.step)
+        last = self._settings.num_steps - 1
+        return [first, last] if own and last > first else [first]
 
     def _tried(
         self,
         function: Callable[[Example], Result],
         changed: list[tf.Variable],
+        step: int,
         batch: Example,
         part: trial.Part,
     ) -> trial.Outcome:
@@ -495,6 +506,8 @@ class Step:
         try:
             variables = self._state.variables
             with unchanged(list(map(raw, variables.values()))), own:
+                self._state.step.assign(step)
+                leave_zero(self.weights)
                 _, traced = twin._called(function, batch, votes)
                 state = {name: raw(v).numpy() for name, v in variables.items()}
         finally:
