@@ -1,10 +1,11 @@
-"""Files on disk: whole or absent whenever a process or machine dies; hashed; locked.
+"""Files and folders: whole, or as before, whenever a process or machine dies; hashed; locked.
 
 A folder may belong to somebody hostile: no link in it is followed, unless the caller says so.
 """
 
 import contextlib
 import csv
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -14,11 +15,16 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**26  # that are read of a file, at most
+_UNFINISHED = ".unfinished"  # ending of the hidden folder in which `replaced` lets files be made
+_OLD = ".old"  # ending of what had a name before
+_LOCK = ".lock"
+_WORKING_FOLDER = -100  # AT_FDCWD
+_EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 def opened(
@@ -63,6 +69,8 @@ def written(path: Path) -> Iterator[Path]:
 
     Raises OSError: it cannot be written. After any exception the old file is unchanged.
     """
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # /dev/null
+        raise OSError(errno.EINVAL, "it is no regular file, which alone is replaced", str(path))
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -78,6 +86,105 @@ def written(path: Path) -> Iterator[Path]:
     finally:
         os.close(handle)
     flush(path.parent)
+
+
+@contextlib.contextmanager
+def replaced(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Yields a folder to write in; what has these names in it then takes its place in `folder`.
+
+    Of `names`, what was not written is removed from `folder`, so that all of them are of one call.
+    They are put there one after the other, each at once. After any exception, or a kill before
+    that, `folder` is as it was. What killed processes left is removed first.
+
+    Raises ValueError: another process writes there. OSError: something cannot be written.
+    """
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    _recover(folder)
+    made = folder / f".{secrets.token_hex(8)}{_UNFINISHED}"
+    try:
+        made.mkdir(mode=0o700)  # other users could hold the lock in it
+        # The lock is closed first: on NFS a file that is open stays.
+        with contextlib.ExitStack() as locks:
+            with contextlib.suppress(NoLocks):
+                locks.enter_context(lock(made / _LOCK))
+            yield made
+            _flush_all(made)
+            for name in names:
+                put(made / name, folder / name)
+            flush(folder)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds what was written
+                folder.rmdir()
+
+
+def put(made: Path, path: Path) -> None:
+    """Gives a file or folder the name `path`, at once; what had the name is removed."""
+    old = made.with_name(f"{made.name}{_OLD}")
+    if not os.path.lexists(made):
+        if os.path.lexists(path):
+            path.rename(old)
+    elif not os.path.lexists(path):
+        made.rename(path)
+    elif _exchanged(made, path):
+        made.rename(old)
+    else:
+        path.rename(old)
+        try:
+            made.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+    _remove(old)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swaps what has two names, at once; False where the file system, such as NFS, cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    code = libc.renameat2(_WORKING_FOLDER, names[0], _WORKING_FOLDER, names[1], _EXCHANGE)
+    number = ctypes.get_errno()
+    if code and number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        raise OSError(number, os.strerror(number), str(other))
+    return not code
+
+
+def _recover(folder: Path) -> None:
+    """Removes what killed processes left; what they had only moved aside gets its name again.
+
+    Raises ValueError: one of them is alive.
+    """
+    for left in folder.glob(f".*{_UNFINISHED}"):
+        try:
+            lock(left / _LOCK).close()
+        except BlockingIOError:
+            message = f"{folder} is being written by another process: wait, or name another folder"
+            raise ValueError(message) from None
+        except NoLocks:
+            continue
+        for old in left.glob(f"*{_OLD}"):
+            path = folder / old.name.removesuffix(_OLD)
+            if not os.path.lexists(path):
+                old.rename(path)
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file, a link or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _flush_all(folder: Path) -> None:
+    """Waits until all files in a folder are on disk."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            flush(Path(root, name))
+        flush(Path(root))
 
 
 def copy(path: Path, to: Path) -> None:

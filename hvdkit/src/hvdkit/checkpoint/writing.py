@@ -44,8 +44,7 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
                 _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
             if final.exists() and not final.is_dir():
                 raise ValueError(f"{name} is in the way: it is no folder")
-            files.delete(final)
-            partial.rename(final)
+            whole_files.put(partial, final)
             whole_files.flush(there)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw
 
-from hvdkit import logs
+from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
 from hvdkit.data import classes
 from hvdkit.data.labels import COLOURS
@@ -113,6 +113,7 @@ def main(argv: list[str]) -> int:
         made.error(f"--count={own.count}: give 1 or more")
     config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
     examples, names = samples(config.for_ranks(1), own.count)
-    Image.fromarray(sheet(examples, names)).save(own.out)
+    with whole_files.written(own.out) as partial:
+        Image.fromarray(sheet(examples, names)).save(partial, "PNG")
     print(logs.printable(f"{len(examples)} samples: {own.out}"))
     return DONE

@@ -7,12 +7,13 @@
 The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
 --data_dir if the data have moved; --eval_flip, --eval_scales and the like for other scores.
 It writes to --out: evaluation.json, classes.csv, confusion.csv, and pictures of the samples with
-the largest loss.
+the largest loss. What an earlier evaluation left there is replaced at the end.
 """
 
 import contextlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from hvdkit.settings.typed import path_argument
 from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
+
+WRITTEN = ("evaluation.json", "classes.csv", "confusion.csv", "worst")  # in --out
 
 
 class Worst:
@@ -77,29 +80,47 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
     averaged = own.ema and bool(run.state.averages)
     split = config.val_split.replace("/", "-")
     out = own.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{split}"
-    with world.fail_together(f"writing {out}"):  # known before what may take hours
-        if world.is_chief:
-            if not own.out and out.parent.is_symlink():
-                raise ValueError(f"{out.parent} is a link, which is not followed: give --out")
-            out.mkdir(parents=True, exist_ok=True)
-    with run.state.averaged_weights() if averaged else contextlib.nullcontext():
-        found = evaluator.run(lambda: stop_signal.asked)
-        if found is None:
+    with contextlib.ExitStack() as replacing:
+        made = Path()
+        with world.fail_together(f"writing {out}"):  # known before what may take hours
             if world.is_chief:
-                with contextlib.suppress(OSError):
-                    out.rmdir()
-            raise Stop(PREEMPTED, "stopped before the end: nothing was written")
-        samples = worst.of_all_ranks()
+                made = replacing.enter_context(_replaced(own.out, out))
+        weights = run.state.averaged_weights() if averaged else nullcontext()
+        with weights:
+            found = evaluator.run(lambda: stop_signal.asked)
+            if found is None:
+                raise Stop(PREEMPTED, "stopped before the end: nothing was written")
+            samples = worst.of_all_ranks()
+            with world.fail_together(f"writing {out}"):
+                if world.is_chief:
+                    about = {"checkpoint": str(path), "step": step, "averaged": averaged}
+                    about |= {"split": config.val_split, "samples": len(run.val_source)}
+                    about["measure"] = dict(run.checkpoints.measure)
+                    about["chose_checkpoint"] = own.checkpoint == "best" and chosen_by(run, path)
+                    write(run, made, about=about, found=found, worst=samples)
+                    pictures(run, evaluator, out=made / "worst", worst=samples)
         with world.fail_together(f"writing {out}"):
-            if world.is_chief:
-                about = {"checkpoint": str(path), "step": step, "averaged": averaged}
-                about |= {"split": config.val_split, "samples": len(run.val_source)}
-                about["measure"] = dict(run.checkpoints.measure)
-                about["chose_checkpoint"] = own.checkpoint == "best" and chosen_by(run, path)
-                with whole_files.held(out.resolve() if own.out else out) as held:
-                    write(run, held, about=about, found=found, worst=samples)
-                    pictures(run, evaluator, out=held / "worst", worst=samples)
+            replacing.pop_all().close()
     say(world, f"written: {out}")
+
+
+@contextlib.contextmanager
+def _replaced(asked: Path | None, out: Path) -> Iterator[Path]:
+    """Yields a folder for the files, which are then those of `out`; `asked`: --out."""
+    if not asked and out.parent.is_symlink():
+        raise ValueError(f"{out.parent} is a link, which is not followed: give --out")
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with (
+            whole_files.held(out.resolve() if asked else out) as held,
+            whole_files.replaced(held, WRITTEN) as made,
+        ):
+            yield made
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds what was written
+                out.rmdir()
 
 
 def chosen_by(run: RunContext, path: Path) -> bool:
@@ -139,20 +160,15 @@ def write(
 def pictures(run: RunContext, evaluator: Evaluator, *, out: Path, worst: Sequence[tuple]) -> None:
     """Draws each of the worst samples, with the weights that were evaluated."""
     draw = tasks.optional(run.task, "draw")
-    if out.is_symlink():
-        raise ValueError(f"{out.name} is a link, which is not followed")
-    for old in out.glob("*-sample-*.png"):  # of an earlier evaluation
-        old.unlink()
     if not draw or not worst:
         return
-    out.mkdir(exist_ok=True)
+    out.mkdir()
     for place, (loss, number) in enumerate(worst, start=1):
         batch, outputs = evaluator.one(number)
         with task_checks.user_code_errors("draw"):
             sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
-        with whole_files.written(out / name) as partial:
-            Image.fromarray(sheet).save(partial, "PNG")
+        Image.fromarray(sheet).save(out / name, "PNG")
 
 
 def main(argv: list[str]) -> int:

@@ -282,7 +282,8 @@ class Supervisor:
             time.sleep(2)
         self._used = self._hosts.capped(there)
         options.live.parent.mkdir(exist_ok=True)  # /tmp may have been cleaned since
-        options.live.write_text("".join(f"{host}:{n}\n" for host, n in self._used.items()))
+        with whole_files.written(options.live) as partial:
+            partial.write_text("".join(f"{host}:{n}\n" for host, n in self._used.items()))
 
     def _rejoin(self) -> None:
         """Where hosts answer that the run lacks, it saves, and starts again on all."""

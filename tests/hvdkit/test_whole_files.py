@@ -1,0 +1,97 @@
+"""Files and folders that are put in the place of others: whole, or as before, also after a kill."""
+
+from pathlib import Path
+
+import pytest
+from kills import killed_at_each
+from refusals import refused
+
+from hvdkit import whole_files
+
+NAMES = ("model", "card", "onnx")  # a folder, a file, a file that is not written again
+
+
+def made_anew(folder: Path, text: str, *names: str) -> None:
+    with whole_files.replaced(folder, NAMES) as made:
+        if "model" in names:
+            (made / "model").mkdir()
+            (made / "model" / "weights").write_text(text)
+        for name in {"card", "onnx"} & {*names}:
+            (made / name).write_text(text)
+
+
+@pytest.fixture(autouse=True)
+def no_flush(monkeypatch):
+    """Nobody pulls the plug, and a disk takes its time."""
+    monkeypatch.setattr(whole_files.os, "fsync", lambda file: None)
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+def old(folder: Path) -> None:
+    made_anew(folder, "old", *NAMES)
+    (folder / "mine").write_text("a person's own")
+
+
+OLD = {"card": "old", "mine": "a person's own", "model/weights": "old", "onnx": "old"}
+NEW = {"card": "new", "mine": "a person's own", "model/weights": "new"}
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_all_of_one_call_takes_the_place_of_all_of_another(swaps, tmp_path, monkeypatch):
+    """Also where the file system cannot swap two names at once, as NFS."""
+    if not swaps:
+        monkeypatch.setattr(whole_files, "_exchanged", lambda one, other: False)
+    old(tmp_path / "out")
+    assert content(tmp_path / "out") == OLD
+    made_anew(tmp_path / "out", "new", "model", "card")
+    assert content(tmp_path / "out") == NEW
+
+
+def test_what_fails_leaves_all_as_it_was(tmp_path):
+    with pytest.raises(OSError, match="no space"), whole_files.replaced(tmp_path / "out", NAMES):
+        raise OSError("no space")
+    assert not (tmp_path / "out").exists()
+    old(tmp_path / "out")
+    with (
+        pytest.raises(OSError, match="no space"),
+        whole_files.replaced(tmp_path / "out", NAMES) as made,
+    ):
+        (made / "card").write_text("half")
+        raise OSError("no space")
+    assert content(tmp_path / "out") == OLD
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_kill_leaves_each_old_or_new_and_the_next_call_clears_up(swaps, tmp_path, monkeypatch):
+    if not swaps:
+        monkeypatch.setattr(whole_files, "_exchanged", lambda one, other: False)
+
+    def work(folder: Path) -> None:
+        made_anew(folder, "new", "model", "card")
+
+    ends = set()
+    for folder in killed_at_each(tmp_path, old, work):
+        there = {n: text for n, text in content(folder).items() if not n.startswith(".")}
+        for name, text in there.items():
+            assert text in (OLD[name], NEW.get(name)), folder
+        if swaps:
+            assert there.keys() >= NEW.keys()
+        ends.add(tuple(there.items()))
+        with (
+            pytest.raises(OSError, match="no space"),
+            whole_files.replaced(folder, NAMES),
+        ):
+            raise OSError("no space")
+        assert content(folder).keys() >= NEW.keys() and not [*folder.glob(".*")]
+    assert tuple(OLD.items()) in ends and tuple(NEW.items()) in ends
+
+
+def test_two_at_once_are_refused(tmp_path):
+    with whole_files.replaced(tmp_path, NAMES) as made:
+        refused(lambda: made_anew(tmp_path, "new", "card"), "is being written by another process")
+        (made / "card").write_text("first")
+    assert content(tmp_path) == {"card": "first"}
