@@ -4,7 +4,9 @@ cp tabular.py FORK/tasks/ && cd FORK, name the columns below, then
 python train.py --task=tabular --data_dir=FOLDER --num_classes=2
 
 It reads FOLDER/train.csv and val.csv (UTF-8, commas, a line of names). Other columns are not read.
-Means, spreads, words and classes come from the training table, and are part of the model.
+Means, spreads and words come from the training table, and are part of the model, whose inputs are
+the columns; `hvdkit predict` takes {"age": 41, "hours": NaN, "job": "baker"}, a row a line. With
+--jit, look the words up in `evaluation_example`: XLA has no text.
 """
 
 import csv
@@ -61,13 +63,9 @@ class Task:
     def _source(self, table):
         if strange := {*table[LABEL]} - {*self.classes}:
             raise ValueError(f"{min(strange)!r} is no {LABEL} of the training table")
-        arrays = {"label": _codes(table[LABEL], self.classes)}
-        if NUMBERS:
-            arrays["numbers"] = np.stack([table[name] for name in NUMBERS], axis=1)
-        if WORDS:  # 0: a word that training does not have
-            codes = [1 + _codes(table[name], self.words[name]) for name in WORDS]
-            arrays["words"] = np.stack(codes, axis=1)
-        source = Arrays(**arrays)
+        columns = {name: table[name] for name in NUMBERS}
+        columns |= {name: np.array(table[name]) for name in WORDS}
+        source = Arrays(**columns, **{LABEL: _codes(table[LABEL], self.classes)})
         source.class_names = self.classes
         return source
 
@@ -75,28 +73,28 @@ class Task:
         return self.evaluation_example(sample)
 
     def evaluation_example(self, sample):
-        label = losses.require_classes(sample["label"], self.config.num_classes)
-        inputs = {name: sample[name] for name in ("numbers", "words") if name in sample}
+        label = losses.require_classes(sample[LABEL], self.config.num_classes)
+        inputs = {name: sample[name] for name in (*NUMBERS, *WORDS)}
         return {"inputs": inputs, "targets": label}
 
     def build_model(self):
         """Numbers of mean 0 and spread 1, a missing one the mean and told; words one-hot."""
         inputs = {}
         parts = []
-        if NUMBERS:
-            table = np.stack([self.fitted[name] for name in NUMBERS], axis=1)
-            differ = np.nanmax(table, axis=0) > np.nanmin(table, axis=0)
-            spread = np.where(differ, np.nanstd(table, axis=0), 1.0)
+        for name in NUMBERS:
+            column = self.fitted[name]
+            spread = np.nanstd(column) if np.nanmax(column) > np.nanmin(column) else 1.0
             # float64: dates in seconds differ where float32 has no digits left.
-            x = inputs["numbers"] = keras.Input((len(NUMBERS),), name="numbers", dtype="float64")
+            x = inputs[name] = keras.Input((), name=name, dtype="float64")
+            x = keras.ops.expand_dims(x, axis=-1)
             missing = keras.ops.isnan(x)
-            scaled = keras.ops.cast((x - np.nanmean(table, axis=0)) / spread, "float32")
+            scaled = keras.ops.cast((x - np.nanmean(column)) / spread, "float32")
             parts.append(keras.ops.where(missing, 0.0, scaled))
             parts.append(keras.ops.cast(missing, "float32"))
-        if WORDS:
-            x = inputs["words"] = keras.Input((len(WORDS),), name="words", dtype="int64")
-            for place, name in enumerate(WORDS):
-                parts.append(keras.ops.one_hot(x[:, place], 1 + len(self.words[name])))
+        for name in WORDS:
+            x = inputs[name] = keras.Input((), name=name, dtype="string")
+            words = keras.layers.StringLookup(vocabulary=self.words[name], output_mode="one_hot")
+            parts.append(words(x))
         x = keras.layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
         for _ in range(2):
             x = keras.layers.Dense(64, activation="relu")(x)

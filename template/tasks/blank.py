@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdkit.data.source import Arrays, Source
 from hvdkit.settings import Settings
 from hvdkit.train import losses
+from hvdkit.train.outputs import softmax
 from hvdkit.train.preprocessing import wide
 from hvdkit.train.task import Example
 
@@ -60,7 +61,7 @@ class Task:
 
         For dropout use SampleDropout, as models.py does: its draws do not depend on the rank.
         """
-        numbers = keras.Input((FEATURES,))
+        numbers = keras.Input((FEATURES,), name="numbers")
         x = keras.layers.Dense(32, activation="relu")(numbers)
         logits = keras.layers.Dense(self.config.num_classes, dtype=wide())(x)
         return keras.Model(numbers, logits, name="blank")
@@ -85,6 +86,10 @@ class Task:
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         """Metrics from the added counts. `loss` is added by itself."""
         return {"accuracy": float(sums["hits"] / max(int(sums["samples"]), 1))}
+
+    def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
+        """What the outputs mean, for `hvdkit predict` and `export`: probabilities and classes."""
+        return softmax(outputs)
 
     def draw(self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor) -> np.ndarray:
         """A picture for the report: a row an example, a square a class, bright: likely.

@@ -24,17 +24,18 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, Stop
 from ranks import TINY_FLAGS, json_lines
-from tasks import classification, segmentation
+from tasks import blank, classification, segmentation
 
 FOLDER = Path(os.environ.get("COMMANDS", "."))
-DIGITS, SCENES = FOLDER / "digits", FOLDER / "scenes"
+DIGITS, SCENES, NUMBERS = FOLDER / "digits", FOLDER / "scenes", FOLDER / "numbers"
 STEPS = ["--num_steps=40", "--eval_every=20", "--log_every=20", "--checkpoint_every=20"]
 WORDS = {
     DIGITS: ["--flagfile=configs/digits.cfg", *STEPS, "--global_batch_size=32"],
     SCENES: ["--flagfile=configs/demo.cfg", *TINY_FLAGS, f"--data_dir={os.environ.get('TINY')}"],
 }
+WORDS[NUMBERS] = ["--flagfile=configs/blank.cfg", *STEPS]
 WORDS[DIGITS] += ["--ema_decay=0.9", "--warmup_steps=0"]
-TASKS = {DIGITS: classification.Task, SCENES: segmentation.Task}
+TASKS = {DIGITS: classification.Task, SCENES: segmentation.Task, NUMBERS: blank.Task}
 
 
 @functools.cache
@@ -110,7 +111,7 @@ def check_each_class_and_the_worst_samples(world):
     assert not found["chose_checkpoint"] and "chose this checkpoint" not in said
     assert not found["averaged"] and found["samples"] == 1438
     assert found["figures"]["loss"] != figures["loss"]
-    assert not list((out / "worst").iterdir())
+    assert not (out / "worst").exists()
 
 
 def check_what_cannot_be_evaluated_is_refused_in_one_sentence(world):
@@ -170,6 +171,29 @@ def check_bad_files_are_named_and_the_others_predicted(world):
     assert "8 of 12 files were skipped" in said
     names = [row[0] for row in table(folder / "out" / "predictions.csv")[1]]
     assert names == ["000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
+
+
+def check_examples_are_shared_and_stay_in_order(world):
+    out, file = FOLDER / "of-numbers", FOLDER / "x.npz"
+    train(world, NUMBERS)
+    source = blank.numbers("val", 400, 3)
+    samples = [source.read(number) for number in range(45)]
+    x = np.stack([sample["numbers"] for sample in samples])
+    on_chief(world, lambda: np.savez(file, numbers=x, label=np.zeros(3)))
+    said = call(predict, world, run=NUMBERS, out=out, pictures=[file])
+    assert "has label, no input of the model: not read" in said
+    with np.load(out / "predictions.npz") as found:
+        hits = found["classes"] == [sample["label"] for sample in samples]
+        assert found["probabilities"].shape == (45, 3) and np.mean(hits) > 0.6
+    on_chief(world, lambda: lines(FOLDER / "x.jsonl", x))
+    call(predict, world, run=NUMBERS, out=out, pictures=[FOLDER / "x.jsonl"])
+    assert [path.name for path in out.iterdir()] == ["predictions.jsonl"]
+    same = [line["classes"] for line in json_lines(out / "predictions.jsonl")]
+    assert np.mean(same == np.array([sample["label"] for sample in samples])) == np.mean(hits)
+
+
+def lines(file: Path, x: np.ndarray) -> None:
+    file.write_text("".join(json.dumps({"numbers": one.tolist()}) + "\n" for one in x))
 
 
 def check_ranks_with_different_pictures_are_refused(world):

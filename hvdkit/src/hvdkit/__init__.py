@@ -10,34 +10,87 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
     from hvdkit.settings import Settings, add_reader, setting
 
-__all__ = ["Run", "Settings", "__version__", "add_reader", "check_flags", "main", "setting"]
+__all__ = ["Run", "Settings", "__version__", "add_reader", "check_flags", "load", "load_settings"]
+__all__ += ["main", "setting"]
 __version__ = "0.1.0"
 
+# What a notebook's kernel is started as: the words after it are not meant for a run.
+_KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 
-def check_flags(kind: type[Settings], argv: Sequence[str] = sys.argv) -> None:
+
+def check_flags(kind: type[Settings], argv: Sequence[str] | None = None) -> None:
     """Refuses wrong flags before TensorFlow's long import, which it then does quietly.
 
-    Until the run starts, Ctrl-C ends the process without a trace.
+    `argv`: by default sys.argv. Until the run starts, Ctrl-C ends the process without a trace.
     """
     from hvdkit import settings
 
-    settings.check(argv, kind)
+    settings.check(_words(argv), kind)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     importlib.import_module("hvdkit.ranks.quiet")
 
 
-def main(train: Any, kind: type[Settings], argv: Sequence[str] = sys.argv) -> int:
-    """Trains by `train(run)` on the ranks that were launched; returns the exit code."""
+def main(train: Any, kind: type[Settings] | Settings, argv: Sequence[str] | None = None) -> int:
+    """Trains by `train(run)` on the ranks that were launched; returns the exit code.
+
+    `kind`: the class of settings, which are read from `argv`, by default sys.argv; or settings, by
+    `load_settings`, as in a notebook.
+    """
+    importlib.import_module("hvdkit.ranks.quiet")
     from hvdkit.run import main as entry
 
-    return entry.main(train, kind, argv)
+    if not isinstance(kind, type):
+        return entry.main_with(train, kind)
+    try:
+        words = _words(argv)
+    except SystemExit as end:
+        return end.code
+    return entry.main(train, kind, words)
+
+
+def load_settings(kind: type[Settings], /, **values: Any) -> Settings:
+    """Settings without a command line: load_settings(Settings, flagfile="a.cfg", num_steps=100).
+
+    They are what the flags --flagfile=a.cfg --num_steps=100 make, and absl's FLAGS hold them then.
+    Raises ValueError for a wrong name or value.
+    """
+    from hvdkit import settings
+
+    return settings.load_values(kind, values)
+
+
+def load(run_dir: str | Path, checkpoint: str | int = "best", ema: bool = True) -> Any:
+    """The Keras model of a run, with the weights of a checkpoint: "best", "last", a step, a path.
+
+    `ema`: the averages of the weights, where the run has them (--ema_decay), as its scores do.
+    It starts no ranks and reads no command line. The task is that of the fork that the run lies in;
+    of a run that lies elsewhere, of the fork that the working folder is in.
+
+    Raises ValueError: there is no such run or checkpoint, or it does not fit the task.
+    """
+    importlib.import_module("hvdkit.ranks.quiet")
+    from hvdkit.run import load_run
+
+    return load_run.load(run_dir, str(checkpoint), ema)
+
+
+def _words(argv: Sequence[str] | None) -> list[str]:
+    """The command line; in a notebook there is none, and the process ends with exit code 2."""
+    words = [*(sys.argv if argv is None else argv)]
+    program = Path(words[0])
+    if program.name in _KERNELS or program.parent.name == "ipykernel":
+        from hvdkit.logs import refuse
+
+        refuse("a notebook has no flags: hvdkit.main(train, hvdkit.load_settings(Settings, ...))")
+    return words
 
 
 def __getattr__(name: str) -> Any:

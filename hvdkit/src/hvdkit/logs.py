@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
 from absl import flags, logging
@@ -56,6 +56,17 @@ def use() -> None:
     logger.propagate = False
     own = flags.FLAGS["verbosity"].using_default_value
     logging.set_verbosity(logging.INFO if own else logging.get_verbosity())
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Holds back what libraries say by absl's logging, but for warnings."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def say(text: str) -> None:

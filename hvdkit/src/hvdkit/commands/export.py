@@ -2,29 +2,37 @@
 
     hvdkit export --run_dir=runs/demo --out=exported [--check=photo.jpg] [--onnx]
 
-OUT/saved_model has two signatures, for any number of pictures of one size:
-    serving_default   "image": JPEG, PNG or WebP files, text [B]
-    pictures          "image": uint8 [B, height, width, 3]
-Both give what the task's `decode` returns; without it "probabilities", float32 [B, classes] or
-[B, height, width, classes], and "classes", int64, the most probable class. The SavedModel includes
-everything that evaluation does to a picture. To check it, a new process without this code loads it
-and predicts a picture; the outputs must equal those of `hvdkit predict`. OUT/model.keras is the
-model alone, for use with Keras; if it has layers that are not Keras's own, loading it needs their
-code, and a note names them. OUT/card.json and the SavedModel's assets.extra/card.json hold the
-checkpoint's data card: class names in the order of the outputs, colour order, sizes, training data.
+OUT/saved_model has the signature serving_default. Of a task with `picture_inputs` it takes "image":
+JPEG, PNG or WebP files, text [B], of pictures of one size, and there is a second one, "pictures",
+which takes "image": uint8 [B, height, width, 3]. Of any other task it takes the model's own inputs
+by name; what is no letter, digit or _ in a name becomes _.
+They give what the task's `decode` returns; without it "probabilities", float32 [B, ..., classes],
+and "classes", int64, the most probable class, where the loss is softmax cross-entropy; else the
+model's outputs by name, which of pictures is refused. The SavedModel includes everything that
+evaluation does to a picture. To check it, a new process without this code loads it and predicts
+the picture or examples of --check, or noise; the outputs must equal those of `hvdkit predict`.
+OUT/model.keras is the model alone, for use with Keras. Notes say what it needs to be loaded, or
+that Keras cannot write or load it; the SavedModel is written all the same. OUT/card.json and the
+SavedModel's assets.extra/card.json hold the checkpoint's data card: class names in the order of the
+outputs, colour order, sizes, training data. What an earlier export left in OUT is replaced at the
+end, and stays where this one fails.
 
 With --onnx, OUT/model.onnx is the network alone, by tf2onnx: it takes what the task's
 `picture_inputs` returns (which may scale a picture; tf2onnx cannot convert TensorFlow's antialiased
-resize) and gives what `decode` takes. ONNX Runtime's outputs must be near the model's.
+resize) or the model's inputs, and gives what `decode` takes. ONNX Runtime's outputs must be near
+the model's.
 """
 
+import base64
+import json
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -32,35 +40,53 @@ import tensorflow as tf
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files
+from hvdkit.commands import examples
 from hvdkit.data.readers import pictures
-from hvdkit.logs import join, printable
+from hvdkit.logs import join, printable, quiet
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import BUG, WRONG_USE, Stop
+from hvdkit.stop import BUG, WRONG_USE, Stop, passes
+from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
-CARD = "card.json"  # in --out, and in the SavedModel's assets.extra
+# In --out; the card is in the SavedModel's assets.extra too.
+SAVED_MODEL, KERAS, CARD, ONNX = "saved_model", "model.keras", "card.json", "model.onnx"
+WRITTEN = (SAVED_MODEL, KERAS, CARD, ONNX)
 _ONNX_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}  # Keras casts, ONNX not
+_LONGEST = 300  # characters of a reason
 _NEAR = 1e-3  # of an output, and of the median: other kernels add up in another order
 # Runs without the project: it has only what it loads.
 _LOADED = """
-import sys
+import base64, json, sys
 import numpy as np
 import tensorflow as tf
 tf.config.set_visible_devices([], "GPU")
-folder, file, found = sys.argv[1:]
-data = open(file, "rb").read()
-loaded = tf.saved_model.load(folder)
-outputs = loaded.signatures["serving_default"](image=tf.constant([data, data]))
-found_by_name = {name: value.numpy() for name, value in outputs.items()}
-np.savez(found, **{n: x.astype(KINDS.get(x.dtype.name, x.dtype)) for n, x in found_by_name.items()})
+folder, names, given, found, fault = sys.argv[1:]
+def text(values):
+    plain = [base64.b64decode(value) for value in values.ravel()]
+    return np.array(plain, object).reshape(values.shape)
+with np.load(given) as file:
+    arrays = [file[f"arr_{n}"] for n in range(len(file.files))]
+arrays = [text(x) if x.dtype.kind == "S" else x for x in arrays]
+loaded = tf.saved_model.load(folder + "/saved_model")
+serve = loaded.signatures["serving_default"]
+specs = serve.structured_input_signature[1]
+named = {n: tf.cast(x, specs[n].dtype) if x.dtype != object else tf.constant(x, tf.string)
+         for n, x in zip(json.loads(names), arrays)}
+outputs = serve(**named)
+values = [outputs[name].numpy() for name in sorted(outputs)]
+np.savez(found, *[x.astype(KINDS.get(x.dtype.name, x.dtype)) for x in values])
+sys.modules["hvdkit"] = None
+import keras
+try:
+    keras.saving.load_model(folder + "/model.keras", compile=False)
+except Exception as error:
+    open(fault, "w").write(str(error))
 """
-# What NumPy's files cannot hold, as what they can.
-_KINDS = {"object": "S", "bfloat16": "f4"}
 
 
 class Exported(tf.Module):
@@ -70,6 +96,12 @@ class Exported(tf.Module):
         super().__init__()
         self.model, self._task, self._decode = model, task, decode
 
+    def of_inputs(self, inputs: Any) -> dict[str, tf.Tensor]:
+        """Of what the model takes, a batch."""
+        outputs = task_checks.outputs(self._task, self.model, inputs)
+        with task_checks.user_code_errors("decode"):
+            return self._decode(outputs)
+
     def of_pictures(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """Of pictures of one size, uint8 [B, height, width, 3]."""
         example = self._task.picture_inputs(tf.zeros([8, 8, 3], tf.uint8))
@@ -77,9 +109,7 @@ class Exported(tf.Module):
             lambda part: tf.TensorSpec([None] * part.shape.rank, part.dtype), example
         )
         inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=kinds)
-        outputs = task_checks.outputs(self._task, self.model, inputs)
-        with task_checks.user_code_errors("decode"):
-            return self._decode(outputs)
+        return self.of_inputs(inputs)
 
     def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """Of JPEG, PNG or WebP files, text [B], whose pictures are of one size."""
@@ -87,49 +117,179 @@ class Exported(tf.Module):
         return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
 
 
+class Exports(NamedTuple):
+    """What is exported, and inputs to check it with."""
+
+    run: load_run.Trained
+    module: Exported
+    signatures: dict[str, Any]
+    example: Any  # what the model takes, a batch
+    arguments: dict[str, np.ndarray]  # what serving_default takes, by name
+
+
 def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
     """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
     with world.fail_together("exporting"):
-        data = _picture(own.check)
-        own.out.mkdir(parents=True, exist_ok=True)
-        (own.out / "model.onnx").unlink(missing_ok=True)  # of another checkpoint
-        task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
-        module, folder = Exported(task, model, decode), own.out / "saved_model"
-        signatures = {
-            "serving_default": _function(module.of_files, [None], tf.string),
-            "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
-        }
-        with task_checks.user_code_errors("saving the model"):
-            tf.saved_model.save(module, str(folder), signatures)
-            model.save(own.out / "model.keras")
-        card = files.read_manifest(path).card
-        (extra := folder / "assets.extra").mkdir(exist_ok=True)
-        for file in (own.out / CARD, extra / CARD):
-            whole_files.write_json(file, card)
-        # As a graph, like the loaded model: eager operations round differently.
-        wanted = signatures["serving_default"](tf.constant([data, data]))
-        example = task.picture_inputs(pictures.decode_image(tf.constant(data)))
-        inputs = tf.nest.map_structure(lambda part: part[None], example)
-        shapes_of_network = to_onnx(model, inputs, own.out / "model.onnx") if own.onnx else ""
-    print(printable(f"exported {path}: {folder}, {own.out / 'model.keras'}"))
-    kinds = {type(layer) for layer in model._flatten_layers()}
-    names = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
-    if foreign := [name for name in names if not name.startswith("keras.")]:
-        print(
-            f"note: model.keras has layers that are not Keras's own, {', '.join(foreign)}: import "
-            "their modules before you load it; the SavedModel needs no code"
-        )
-    found = loaded_elsewhere(folder, data)
+        is_picture = own.check and own.check.suffix not in examples.SUFFIXES
+        data = _picture(own.check) if is_picture else None
+        with whole_files.replaced(own.out.absolute(), WRITTEN) as folder:
+            run = load_run.trained(config, own.checkpoint, own.ema, for_pictures=is_picture)
+            if tasks.optional(run.task, "picture_inputs"):
+                exports = _of_pictures(run, config, data or _picture(None))
+            else:
+                exports = _of_examples(run, config, own.check)
+            notes = _write(exports, folder)
+            if own.onnx:
+                takes = to_onnx(run.model, exports.example, folder / ONNX)
+                notes.append(f"{own.out / ONNX}: the network alone, {takes}")
+    print(printable(f"exported {run.path}: {own.out / SAVED_MODEL}"))
+    for note in notes:
+        print(printable(note))
+
+
+def _of_pictures(run: load_run.Trained, config: Settings, data: bytes) -> Exports:
+    with task_checks.user_code_errors("picture_inputs"):
+        inputs = run.task.picture_inputs(pictures.decode_image(tf.constant(data)))
+    example = tf.nest.map_structure(lambda part: part[None], inputs)
+    module = Exported(run.task, run.model, load_run.decoder(run, config, example))
+    signatures = {
+        "serving_default": _function(module.of_files, [None], tf.string),
+        "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
+    }
+    return Exports(run, module, signatures, example, {"image": np.array([data, data], object)})
+
+
+def _of_examples(run: load_run.Trained, config: Settings, check: Path | None) -> Exports:
+    """The SavedModel takes the model's own inputs."""
+    arrays = examples.some(check, run.inputs)
+    example = run.inputs.nested(arrays)
+    try:
+        decode = load_run.decoder(run, config, example)
+    except ValueError as error:
+        way_out = "" if check else " (with noise: --check=FILE gives it examples, .npz or .jsonl)"
+        raise ValueError(f"{error}{way_out}") from error
+    module = Exported(run.task, run.model, decode)
+    specs = run.inputs.arguments()
+
+    def serve(*tensors: tf.Tensor) -> dict[str, tf.Tensor]:
+        return module.of_inputs(run.inputs.nested(dict(zip(specs, tensors))))
+
+    signatures = {
+        "serving_default": tf.function(serve, input_signature=[*specs.values()], autograph=False)
+    }
+    arguments = {specs[name].name: array for name, array in arrays.items()}
+    return Exports(run, module, signatures, example, arguments)
+
+
+def _write(exports: Exports, folder: Path) -> list[str]:
+    """Writes all but ONNX's file into a folder, and checks it; what is to be said of it.
+
+    Raises Stop: the SavedModel cannot be loaded in a new process, or gives other outputs there.
+    """
+    card = files.read_manifest(exports.run.path).card
+    saved = folder / SAVED_MODEL
+    with quiet(), task_checks.user_code_errors("saving the model"):
+        tf.saved_model.save(exports.module, str(saved), exports.signatures)
+    (saved / "assets.extra").mkdir(exist_ok=True)
+    for file in (folder / CARD, saved / "assets.extra" / CARD):
+        whole_files.write_json(file, card)
+    note = _write_keras(exports, folder / KERAS)
+    # As a graph, like the loaded model: eager operations round differently.
+    tensors = {name: tf.constant(array) for name, array in exports.arguments.items()}
+    wanted = exports.signatures["serving_default"].get_concrete_function()(**tensors)
+    found, fault = loaded_elsewhere(folder, exports.arguments, [*wanted])
     for name, value in wanted.items():
-        own_value = (x := value.numpy()).astype(_KINDS.get(x.dtype.name, x.dtype))
-        if not np.array_equal(own_value, found[name], equal_nan=own_value.dtype.kind == "f"):
-            raise Stop(BUG, f"loaded in a new process {name} differ: do not use it")
+        own_value = examples.kept(value.numpy())
+        is_float = own_value.dtype.kind == "f"
+        if not np.array_equal(own_value, found[name], equal_nan=is_float):
+            raise Stop(BUG, f"loaded in a new process {name} differ: nothing is exported")
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
-    print(f"loaded in a new process without this code: equal outputs ({shapes})")
-    if own.onnx:
-        print(printable(f"{own.out / 'model.onnx'}: the network alone, {shapes_of_network}"))
+    checked = f"loaded in a new process without this code: equal outputs ({shapes})"
+    if not note and fault:
+        note = f"note: {KERAS} {_needs(exports.run.model, fault)}; the SavedModel needs no code"
+    return [note, checked] if note else [checked]
+
+
+def _write_keras(exports: Exports, file: Path) -> str:
+    """Writes the model as .keras where Keras can, and reads it back; a note on what it cannot do.
+
+    Raises OSError: the disk is full.
+    """
+    run = exports.run
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Keras cannot load is tried
+            run.model.save(file)
+    except Exception as error:  # of any kind: layers' own code
+        if passes(error):
+            raise OSError(str(error)) from error
+        file.unlink(missing_ok=True)
+        return f"note: there is no {KERAS}: Keras cannot write it: {_sentence(error)}"
+    loaded, note = _loaded_again(run.model, file)
+    if not loaded:
+        return note
+    wanted = task_checks.outputs(run.task, run.model, exports.example)
+    found = task_checks.outputs(run.task, loaded, exports.example)
+    if all(map(_near, tf.nest.flatten(wanted), tf.nest.flatten(found))):
+        return note
+    file.unlink()
+    why = "loaded again it gives other outputs (does a layer's get_config leave something out?)"
+    return f"note: there is no {KERAS}: {why}"
+
+
+def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, str]:
+    """The model in a .keras file, if anybody can load it; a note on what load_model must be given.
+
+    Keras finds classes that are registered, and refuses functions of Python in its safe mode.
+    """
+    own = {type(layer).__name__: type(layer) for layer in _foreign(model)}
+    with_own = f"custom_objects of {', '.join(own)}"
+    ways = [("", {}), (with_own, {"custom_objects": own})]
+    ways.append((f"safe_mode=False, and {with_own}", {"custom_objects": own, "safe_mode": False}))
+    if not own:
+        ways = [("", {}), ("safe_mode=False", {"safe_mode": False})]
+    reasons = []
+    for words, arguments in ways:
+        try:
+            loaded = keras.saving.load_model(file, compile=False, **arguments)
+        except Exception as error:  # of any kind: layers' own code
+            reasons.append(_sentence(error))
+            continue
+        if not reasons:
+            return loaded, ""
+        return loaded, f"note: load_model takes {KERAS} with {words} only: {reasons[0]}"
+    return None, f"note: nobody can load {KERAS}: {reasons[-1]}"
+
+
+def _foreign(model: keras.Model) -> list[keras.layers.Layer]:
+    """Layers that are not Keras's own."""
+    return [x for x in model._flatten_layers() if not type(x).__module__.startswith("keras.")]
+
+
+def _near(one: tf.Tensor, other: tf.Tensor) -> bool:
+    if one.dtype == tf.string or one.shape != other.shape:
+        return np.array_equal(one, other)
+    numbers = (tf.cast(value, tf.float64).numpy() for value in (one, other))
+    return np.allclose(*numbers, rtol=_NEAR, atol=1e-6, equal_nan=True)
+
+
+def _needs(model: keras.Model, fault: str) -> str:
+    """What whoever loads model.keras needs; `fault`: what Keras says without."""
+    kinds = {type(layer) for layer in _foreign(model)}
+    names = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+    if names:
+        layers = f"layers that are not Keras's own, {', '.join(names)}"
+        return f"has {layers}: import their modules before you load it"
+    return f"cannot be loaded without this code: {_sentence(fault)}"
+
+
+def _sentence(error: object) -> str:
+    """The first sentence of what Keras says."""
+    text = re.split(r"Exception encountered(?: when calling \S+\s|:)", str(error))[-1]
+    text = " ".join(text.split()).split(". ")[0]
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
 def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
@@ -145,21 +305,20 @@ def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
         how = "pip install tf2onnx onnx onnxruntime"
         raise ValueError(f"--onnx: there is no {error.name}: {how}") from None
     wanted = [np.asarray(x) for x in tf.nest.flatten(model(inputs, training=False))]
-    with whole_files.written(file) as partial:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # tf2onnx's, of NumPy
-                model.export(str(partial), format="onnx", verbose=False)
-            session = onnxruntime.InferenceSession(partial.read_bytes())
-            takes = session.get_inputs()
-            found = session.run(None, _fed(takes, inputs))
-        except Exception as error:  # whatever a converter raises
-            raise ValueError(f"--onnx: {model.name} cannot be converted: {error!s:.300}") from None
-        for ours, theirs in zip(wanted, found, strict=True):
-            usual = np.abs(ours[np.isfinite(ours) & (ours != 0)], dtype=np.float64)
-            near = _NEAR * np.median(usual) if usual.size else 0.0
-            if ours.shape != theirs.shape or not np.allclose(ours, theirs, _NEAR, near, True):
-                raise Stop(BUG, f"{file} would have other outputs in ONNX Runtime: not written")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # tf2onnx's, of NumPy
+            model.export(str(file), format="onnx", verbose=False)
+        session = onnxruntime.InferenceSession(file.read_bytes())
+        takes = session.get_inputs()
+        found = session.run(None, _fed(takes, inputs))
+    except Exception as error:  # whatever a converter raises
+        raise ValueError(f"--onnx: {model.name} cannot be converted: {error!s:.300}") from None
+    for ours, theirs in zip(wanted, found, strict=True):
+        usual = np.abs(ours[np.isfinite(ours) & (ours != 0)], dtype=np.float64)
+        near = _NEAR * np.median(usual) if usual.size else 0.0
+        if ours.shape != theirs.shape or not np.allclose(ours, theirs, _NEAR, near, True):
+            raise Stop(BUG, f"{file.name} has other outputs in ONNX Runtime: nothing is exported")
     ends = (*takes, *session.get_outputs())
     shapes = ([n if isinstance(n, int) else "any" for n in x.shape] for x in ends)
     return ", ".join(f"{x.name} {x.type} {shape}" for x, shape in zip(ends, shapes))
@@ -175,19 +334,33 @@ def _fed(takes: Sequence[Any], inputs: Any) -> dict[str, np.ndarray]:
     return {x.name: np.asarray(named[x.name], _ONNX_TYPES.get(x.type)) for x in takes}
 
 
-def loaded_elsewhere(folder: Path, data: bytes) -> dict[str, np.ndarray]:
-    """The SavedModel's outputs for a batch of the picture twice, in a new process."""
+def loaded_elsewhere(
+    folder: Path, arguments: dict[str, np.ndarray], names: Sequence[str]
+) -> tuple[dict[str, np.ndarray], str]:
+    """In a new process: the SavedModel's outputs by `names`; why Keras cannot load model.keras.
+
+    Raises Stop: the SavedModel cannot be loaded, or called.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        picture, found = Path(scratch) / "picture", Path(scratch) / "found.npz"
-        picture.write_bytes(data)
-        words = [sys.executable, "-I", "-c", f"KINDS = {_KINDS}{_LOADED}"]
-        words += [str(folder.absolute()), picture, found]
+        given, found, fault = (Path(scratch) / name for name in ("given.npz", "found.npz", "fault"))
+        np.savez(given, *map(_sent, arguments.values()))
+        words = [sys.executable, "-I", "-c", f"KINDS = {examples.KINDS}{_LOADED}"]
+        words += [str(folder), json.dumps([*arguments]), given, found, fault]
         ended = subprocess.run(words, cwd=scratch, capture_output=True, text=True, check=False)
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Stop(BUG, f"{folder} cannot be loaded in a new process: {last}")
+            raise Stop(BUG, f"the SavedModel cannot be loaded in a new process: {last}")
         with np.load(found) as file:
-            return {name: file[name] for name in file.files}
+            values = [file[f"arr_{number}"] for number in range(len(names))]
+        return dict(zip(sorted(names), values)), fault.read_text() if fault.exists() else ""
+
+
+def _sent(array: np.ndarray) -> np.ndarray:
+    """An array as NumPy's files hold it: they would cut zeros off the end of a text."""
+    if array.dtype != object:
+        return examples.kept(array)
+    texts = [base64.b64encode(value) for value in array.ravel()]
+    return np.array(texts, "S").reshape(array.shape)
 
 
 def _function(call: Any, shape: list[int | None], dtype: tf.DType) -> Any:
@@ -212,7 +385,9 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
     made = load_run.parser(__doc__)
     made.add_argument("--out", type=path_argument, required=True, help="output folder")
-    made.add_argument("--check", type=path_argument, help="a picture for the check; default: noise")
+    made.add_argument(
+        "--check", type=path_argument, help="picture, or examples, for the check; default: noise"
+    )
     made.add_argument("--onnx", action="store_true", help="the network alone as OUT/model.onnx too")
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])

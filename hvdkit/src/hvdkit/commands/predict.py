@@ -1,16 +1,27 @@
-"""Predicts on pictures with the model of a trained run.
+"""Predicts on pictures, or on a file of examples, with the model of a trained run.
 
     hvdkit predict --run_dir=runs/demo --out=predicted photo.jpg folder_of_photos
+    hvdkit predict --run_dir=runs/table --out=predicted people.jsonl
 
 Segmentation: for each picture, OUT/labels has a PNG of its classes, at the picture's own size, and
 OUT/overlays the picture with the classes drawn over it. Classification: OUT/predictions.csv has the
 five most probable classes of each picture, by name where the checkpoint's data card has names. What
 else a task's `decode` returns is in OUT/predictions.jsonl, a line a picture.
 Pictures can be PNG, JPEG, BMP, GIF, JPEG 2000, PPM, TGA, TIFF or WebP. Files that cannot be read
-are listed and skipped, and the exit code is 1. With horovodrun, the ranks share the pictures. Flags
+are listed and skipped, and the exit code is 1.
+
+Examples are what the model takes, by the names of its inputs: a JSON object a line (.jsonl), or
+arrays of numpy.savez (.npz), an entry an example. OUT/predictions.jsonl or .npz has what the task's
+`decode` returns for each, in their order; without it "probabilities" and "classes" where the loss
+is softmax cross-entropy ("class_name" too, in .jsonl, where classes have names), else the model's
+outputs. A file with a wrong line or array is refused.
+
+With horovodrun, the ranks share the work, and OUT must be a folder that all of them see. What an
+earlier call left in OUT is replaced at the end, and stays where this one fails or is stopped. Flags
 of train.py may follow (--eval_flip, ...).
 """
 
+import contextlib
 import io
 import json
 import os
@@ -24,7 +35,7 @@ import tensorflow as tf
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvdkit import logs, whole_files
-from hvdkit.checkpoint import files
+from hvdkit.commands import examples, predict_examples
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
@@ -34,12 +45,13 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import BUG, PREEMPTED, Stop
+from hvdkit.stop import BUG, Stop, passes
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
 _OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
-WRITTEN = ("labels", "overlays", "predictions.csv", "predictions.jsonl")  # in --out
+CSV = "predictions.csv"
+WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # in --out
 # Of predictions.csv: file, then classes and probabilities in turn; of predictions.jsonl: file, dict
 Row = list[Any]
 Drawn = tuple[Image.Image, Image.Image]  # classes, overlay
@@ -47,47 +59,80 @@ OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # of a picture
 
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
-    """Every rank must call it. Raises Stop, on all ranks, where not all pictures were predicted."""
-    with world.fail_together("making the model"):
-        task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
-        found = listed(own.pictures, own.out)
-        own.out.mkdir(parents=True, exist_ok=True)
-    world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
-    world.check_same(repr(list(found)), "the names of the pictures")
-
-    outputs_of = of_picture(task, model, decode)
-    say(world, f"{len(found)} pictures, by {path}")
-    found_rows: list[Row] = []
-    faults: list[str] = []
-    stopped = False
-    mine = list(found.items())[world.rank :: world.size]
-    for done, (name, file) in enumerate(mine, start=1):
-        if stopped := stop_signal.asked:
-            break
-        try:  # an error ends no rank here: the others wait for it below
-            image = load(file)
-            found_rows += write(own.out, name, image=image, outputs=outputs_of(image))
-        except tf.errors.ResourceExhaustedError:
-            faults.append(f"{file} does not fit into memory; for segmentation try --eval_window")
-        except tf.errors.OpError as error:
-            faults.append(f"{file}: {reason_of(error)}")
-        except (ValueError, OSError) as error:
-            faults.append(str(error))
-        if world.is_chief:
-            logs.progress("pictures", done, len(mine))
-    everyone = world.gather_objects((found_rows, faults, stopped), "predict.rows")
-    found_rows = sorted((x for theirs, _, _ in everyone for x in theirs), key=lambda row: row[0])
-    faults = [fault for _, theirs, _ in everyone for fault in theirs]
-    with world.fail_together(f"writing {own.out}"):
-        if world.is_chief:
-            record(own.out, found_rows, files.read_manifest(path).card.get("class_names", []))
+    """Every rank must call it. Raises Stop, on all ranks, where not all was predicted."""
+    of_examples = any(path.suffix in examples.SUFFIXES for path in own.pictures)
+    kind = predict_examples.Work if of_examples else Pictures
+    work = kind(config, world, own)
+    with contextlib.ExitStack() as replacing:
+        made = ""
+        with world.fail_together(f"writing {own.out}"):
+            if world.is_chief:
+                made = replacing.enter_context(whole_files.replaced(own.out, WRITTEN))
+        folder = Path(world.broadcast_object(os.path.abspath(made), "predict.folder"))
+        with world.fail_together(f"writing {own.out}"):
+            if not folder.is_dir():
+                raise ValueError("it is not the folder of rank 0: give one that all ranks see")
+        faults = work.predict_into(folder, stop_signal)
+        with world.fail_together(f"writing {own.out}"):
+            replacing.pop_all().close()
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {own.out}")
-    if any(stopped for _, _, stopped in everyone):
-        raise Stop(PREEMPTED, "stopped before the end")
     if faults:
-        raise Stop(BUG, f"{len(faults)} of {len(found)} files were skipped, see above")
+        raise Stop(BUG, f"{len(faults)} of {work.count} files were skipped, see above")
+
+
+class Pictures:
+    """Predicts on pictures; every rank must make it, and call its methods."""
+
+    def __init__(self, config: Settings, world: World, own: Any) -> None:
+        self._world = world
+        with world.fail_together("looking for pictures"):
+            self._found = listed(own.pictures, own.out)
+            self.count = len(self._found)
+        with world.fail_together("making the model"):
+            task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
+            self._class_names = examples.class_names(path)
+        world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
+        world.check_same(repr(list(self._found)), "the names of the pictures")
+        self._outputs_of = of_picture(task, model, decode)
+        say(world, f"{self.count} pictures, by {path}")
+
+    def predict_into(self, folder: Path, stop_signal: StopSignal) -> list[str]:
+        """Returns a sentence for each file that cannot be predicted on."""
+        world = self._world
+        found_rows: list[Row] = []
+        faults: list[str] = []
+        failure = None
+        mine = list(self._found.items())[world.rank :: world.size]
+        for done, (name, file) in enumerate(mine, start=1):
+            if stop_signal.asked or failure:
+                break
+            try:  # an error ends no rank here: the others wait for it below
+                image = load(file)
+                found_rows += write(folder, name, image=image, outputs=self._outputs_of(image))
+            except tf.errors.ResourceExhaustedError:
+                faults.append(
+                    f"{file} does not fit into memory; for segmentation try --eval_window"
+                )
+            except tf.errors.OpError as error:
+                faults.append(f"{file}: {reason_of(error)}")
+            except (ValueError, OSError) as error:
+                if passes(error):  # a full disk, not a bad file
+                    failure = error
+                faults.append(str(error))
+            if world.is_chief:
+                logs.progress("pictures", done, len(mine))
+        with world.fail_together("predicting"):
+            if failure:
+                raise failure
+        examples.check_stopped(world, stop_signal)
+        everyone = world.gather_objects((found_rows, faults), "predict.rows")
+        rows = sorted((row for theirs, _ in everyone for row in theirs), key=lambda row: row[0])
+        with world.fail_together(f"writing {folder.parent}"):
+            if world.is_chief:
+                record(folder, rows, self._class_names)
+        return [fault for _, theirs in everyone for fault in theirs]
 
 
 def of_picture(task: Task, model: keras.Model, decode: load_run.Decode) -> OutputsOf:
@@ -172,8 +217,7 @@ def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -
     for folder, picture in zip(("labels", "overlays"), pictures_of or ()):
         file = out / folder / f"{name}.png"
         file.parent.mkdir(parents=True, exist_ok=True)
-        with whole_files.written(file) as partial:
-            picture.save(partial, "PNG")
+        picture.save(file, "PNG")
     return rows(name, outputs, drawn=bool(pictures_of))
 
 
@@ -199,25 +243,16 @@ def rows(name: str, outputs: dict[str, Any], *, drawn: bool) -> list[Row]:
         first = np.argsort(-chances, kind="stable")[:5]
         found = [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
     told = ("classes", "probabilities") if drawn or found else ()
-    others = {part: _plain(value) for part, value in outputs.items() if part not in told}
+    others = {part: examples.plain(value) for part, value in outputs.items() if part not in told}
     return found + [[name, others]] * bool(others)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and texts, in lists; NaN and infinity become null, as in the run's records."""
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    if isinstance(value, np.ndarray) and value.ndim:
-        return [_plain(part) for part in value]
-    return whole_files.without_nan(value.item() if hasattr(value, "item") else value)
 
 
 def record(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
     """Writes and prints the rows; `names` of the classes, if any."""
     if listed := [row for row in rows if not isinstance(row[1], dict)]:
-        table(out / "predictions.csv", listed, names)
+        table(out / CSV, listed, names)
     if others := [row for row in rows if isinstance(row[1], dict)]:
-        with whole_files.written(out / "predictions.jsonl") as partial:
+        with whole_files.written(out / examples.LINES) as partial:
             partial.write_text("".join(json.dumps({"file": n} | x) + "\n" for n, x in others))
     for name, found in others:
         print(logs.printable(f"{name}: {json.dumps(found):.200}"))
@@ -238,7 +273,13 @@ def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 files were skipped, 2 wrong use, 75 stopped."""
     made = load_run.parser(__doc__)
     made.add_argument("--out", type=path_argument, required=True, help="output folder")
-    made.add_argument("pictures", nargs="+", type=Path, metavar="FILE_OR_FOLDER")
+    made.add_argument(
+        "pictures",
+        nargs="+",
+        type=Path,
+        metavar="FILE_OR_FOLDER",
+        help="pictures and folders of them; or one file of examples, .npz or .jsonl",
+    )
     own, flags = made.parse_known_args(argv[1:])
     config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
     return load_run.on_ranks(config, own, predict)

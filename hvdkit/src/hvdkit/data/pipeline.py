@@ -33,6 +33,7 @@ _FETCHED, _FETCHED_BYTES, _FETCHES = 32, 2**25, 2
 # Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
     r"\s*$|Graph execution error|Detected at node|<stack traces|\s+File \"|\d+ root error"
+    r"|Exception encountered when calling"  # Keras's
 )
 
 # AutoGraph is off: converting every function, so that `if` and `for` accept tensors, would take

@@ -14,8 +14,25 @@ def gpus(device: str) -> list[placement.Gpu]:
     return placement.gpus_of_driver(len(seen))
 
 
-def choose(device: str, gpu: int, threads: int) -> None:
-    """Gives this process one GPU, by its number, or so many threads of CPUs (--device)."""
+def choose(device: str, gpu: int, threads: int, *, must: bool = False) -> None:
+    """Gives this process one GPU, by its number, or so many threads of CPUs (--device).
+
+    Raises ValueError where TensorFlow has started already, as in a notebook, with other GPUs; with
+    other threads where it `must` have these.
+    """
+    try:
+        _choose(device, gpu, threads)
+    except RuntimeError:
+        used = len(tf.config.get_visible_devices("GPU"))
+        why = "start it in a new process (restart the notebook's kernel), before TensorFlow"
+        if used != (gpu >= 0):
+            raise ValueError(f"TensorFlow has started with {used} GPUs: {why}") from None
+        if must:
+            what = f"--cpu_threads={threads} (--virtual_ranks sets it)"
+            raise ValueError(f"{what}: TensorFlow has started without it: {why}") from None
+
+
+def _choose(device: str, gpu: int, threads: int) -> None:
     if device == "cpu":
         tf.config.set_visible_devices([], "GPU")
     elif gpu >= 0:

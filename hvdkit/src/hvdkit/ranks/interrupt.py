@@ -34,8 +34,11 @@ class StopSignal:
     SIGTERM, the line has the seconds that are left, and another one says if they were too few.
     """
 
-    def __init__(self, rank: int) -> None:
-        """Listens from here on. To be called in the main thread."""
+    def __init__(self, rank: int, *, in_notebook: bool = False) -> None:
+        """Listens from here on. To be called in the main thread.
+
+        `in_notebook`: a second Ctrl-C interrupts the cell, and does not end the process.
+        """
         self.asked = False
         self.number: int | None = None  # the first signal that asked
         self.words = "stopping after this step: saving, then ending"
@@ -43,20 +46,23 @@ class StopSignal:
         self._speaks = rank == 0
         self._continued: float | None = None  # when SIGCONT came last
         self._pressed: float | None = None  # when the first SIGINT came
+        self._in_notebook = in_notebook
         if any(name in os.environ for name in LAUNCHED):
             threading.Thread(target=self._follow, args=(os.getppid(),), daemon=True).start()
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
         threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
         # The C part of a handler writes the signal's number there without waiting for Python.
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._handlers = {number: signal.getsignal(number) for number in _REQUESTS}
         if _UNDER_MPIRUN in os.environ:
             signal.signal(signal.SIGCONT, _left_to_the_thread)
         for number in _REQUESTS:
             by_terminal = number in (signal.SIGINT, signal.SIGHUP)
             if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # started by `nohup` or a script's `&`: not meant for it
-            signal.signal(number, _left_to_the_thread)
+            interrupts = in_notebook and number == signal.SIGINT
+            signal.signal(number, self._interrupt if interrupts else _left_to_the_thread)
         # A forked child (multiprocessing) would answer a signal of its own into this pipe.
         hold = signal.pthread_sigmask
         os.register_at_fork(
@@ -65,13 +71,29 @@ class StopSignal:
             after_in_child=_forget,
         )
 
+    def end(self) -> None:
+        """Gives signals back to whoever had them, as a notebook's kernel."""
+        for number, handler in self._handlers.items():
+            if handler is not None:  # of C code
+                signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._writer)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        if number == signal.SIGINT and self._is_second_press(time.monotonic()):
+            raise KeyboardInterrupt
+
+    def _is_second_press(self, now: float) -> bool:
+        return self._pressed is not None and now - self._pressed > _ONE_PRESS
+
     def _listen(self, reader: int) -> None:
-        while True:
-            for number in os.read(reader, 64):
+        while numbers := os.read(reader, 64):
+            for number in numbers:
                 if number in _REQUESTS:
                     self._hear(number)
                 if number == signal.SIGCONT:
                     self._continued = time.monotonic()
+        os.close(reader)
 
     def _follow(self, launcher: int) -> None:
         """Saves if it can, and ends, once the launcher is gone: nobody else would end it."""
@@ -84,7 +106,7 @@ class StopSignal:
     def _hear(self, number: int) -> None:
         if number == signal.SIGINT:
             now = time.monotonic()
-            if self._pressed is not None and now - self._pressed > _ONE_PRESS:
+            if self._is_second_press(now) and not self._in_notebook:
                 os._exit(_ENDED_BY_CTRL_C)
             self._pressed = self._pressed or now
         first, self.number = not self.asked, self.number or number

@@ -10,6 +10,7 @@ import dataclasses
 import faulthandler
 import hashlib
 import os
+import random
 import resource
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -223,7 +224,7 @@ def set_up(world: World, config: Settings) -> World:
             placement.bind(place)
         # Once chosen, TensorFlow's number of threads stays as it is.
         threads = config.cpu_threads or devices.threads() or place.threads
-        devices.choose(config.device, place.gpu, threads)
+        devices.choose(config.device, place.gpu, threads, must=config.cpu_threads > 0)
     if config.device == "auto":
         _check_devices_alike(world)
     secret = os.environ.pop("LAUNCH_SECRET", "").encode()  # programs that ranks start do not get it
@@ -262,6 +263,20 @@ def set_numbers(config: Settings) -> None:
     set_precision(config.precision)
 
 
+@contextlib.contextmanager
+def kept_numbers() -> Iterator[None]:
+    """After the block Keras's types, and the seeds of Python and NumPy, are what they were."""
+    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
+    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the user's)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(floatx)
+        keras.config.set_dtype_policy(policy)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+
+
 def finish(world: World) -> None:
     """Waits for every rank, so that no launcher kills a slower one that is still writing."""
     world.barrier_max("finish")
@@ -272,7 +287,8 @@ def describe(world: World) -> str:
     """One line for a person: ranks, hosts, devices and what carries the gradients."""
     hosts = sorted(set(world.gather_objects(hostname(), "hosts")))
     on_gpus = bool(tf.config.get_visible_devices("GPU"))
-    device = "one GPU each" if on_gpus else f"{devices.threads()} CPU thread(s) each"
+    threads = devices.threads() or os.cpu_count()  # where TensorFlow started before
+    device = "one GPU each" if on_gpus else f"{threads} CPU thread(s) each"
     carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
     if on_gpus and hvd.nccl_built():
         carrier = f"NCCL, set up over {carrier}"

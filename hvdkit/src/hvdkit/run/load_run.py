@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,12 +20,14 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.run.context import RunContext, bring_to_all, prepare
 from hvdkit.run.main import with_ranks
-from hvdkit.settings import Settings, runs, typed
+from hvdkit.settings import Settings, project, runs, typed
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import launch_rank
+from hvdkit.train import inputs as inputs_lib
 from hvdkit.train import optimizer as optimizers
 from hvdkit.train import outputs, task_checks
 from hvdkit.train import task as tasks
+from hvdkit.train.inputs import Inputs
 from hvdkit.train.state import Held
 from hvdkit.train.task import Task
 
@@ -48,18 +50,23 @@ def parser(about: str) -> argparse.ArgumentParser:
 
 
 def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
-    """The run's settings, then `flags`; what is wrong with them ends all ranks with code 2."""
+    """As `settings_of`; what is wrong with them ends all ranks with code 2."""
+    try:
+        return settings_of(run_dir, flags)
+    except ValueError as error:
+        refuse(str(error))
+
+
+def settings_of(run_dir: Path, flags: Sequence[str] = ()) -> Settings:
+    """The run's settings, then `flags`. Raises ValueError: it is no run's folder, or a flag."""
     file = run_dir / runs.CONFIG
     flagfile = typed.written(file.absolute(), is_path=True)
     folder = typed.written(run_dir.absolute(), is_path=True)
     own = [f"--flagfile={flagfile}", f"--run_dir={folder}", "--resume=auto"]
-    try:
-        if not file.is_file() or file.is_symlink():
-            raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
-        words, past = ["", *own, *_NEW, *flags], file.absolute()
-        return settings_lib.load(words, settings_lib.of_project(), past)
-    except ValueError as error:
-        refuse(str(error))
+    if not file.is_file() or file.is_symlink():
+        raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
+    words, past = ["", *own, *_NEW, *flags], file.absolute()
+    return settings_lib.load(words, settings_lib.of_project(), past)
 
 
 def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
@@ -99,38 +106,76 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     return run, path
 
 
-def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model, Path, Decode]:
-    """Task, model with a checkpoint's weights, that checkpoint, what outputs mean; on this rank.
+class Trained(NamedTuple):
+    """A task and its model with the weights of a checkpoint, on this rank."""
 
-    `ema`: of the weights' averages, where the run has them. Raises ValueError: there is no
-    such checkpoint, it is damaged or does not fit; nothing says what the model's outputs mean.
+    task: Task
+    model: keras.Model
+    path: Path  # of the checkpoint
+    inputs: Inputs
+
+
+def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = False) -> Trained:
+    """The model with a checkpoint's weights; `ema`: their averages, where the run has them.
+
+    Raises ValueError: there is no such checkpoint, it is damaged or does not fit; what the model is
+    called with is not known; it is no picture, `for_pictures`.
     """
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)
     with task_checks.user_code_errors("making the task"):
         task = tasks.load(config)
-    with task_checks.user_code_errors("build_model"):
-        model = task.build_model()
-    path = chosen(Path(config.run_dir) / "checkpoints", which)
-    inputs_of = tasks.optional(task, "picture_inputs")
-    if inputs_of is None:
+    if for_pictures and not tasks.optional(task, "picture_inputs"):
         raise ValueError(
             f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
             "model is called with for a picture (hvdkit/train/task.py)"
         )
-    with task_checks.user_code_errors("picture_inputs"):
-        example = inputs_of(tf.zeros([config.image_size, config.image_size, 3], tf.uint8))
-        example = tf.nest.map_structure(lambda part: part[None], example)
-    # A model that makes its variables at the first call has them then.
-    decode = outputs.decoder(task, task_checks.outputs(task, model, example))
-    tasks.check_read(task, config, tasks.EVALUATION[:-1])
+    path = chosen(Path(config.run_dir) / "checkpoints", which)
+    with task_checks.user_code_errors("build_model"):
+        model = task.build_model()
+    inputs = inputs_lib.of(task, model, config.image_size)
     warm_start.load(model, path, skip=False, averages=ema and warm_start.has_averages(path))
     with task_checks.user_code_errors("optimizer"):
         own = tasks.optional(task, "optimizer")
         # The task may hold it; in the checkpoint it is the run's.
         others = optimizers.build(config, model, own).optimizer.variables if own else []
     warm_start.load_held(Held(task, model, others), path)
-    return task, model, path, decode
+    return Trained(task, model, path, inputs)
+
+
+def decoder(run: Trained, config: Settings, example: Any) -> Decode:
+    """What the model's outputs mean; `example`: inputs of a batch, to try the model with.
+
+    Raises ValueError: they mean nothing that is known.
+    """
+    found = task_checks.outputs(run.task, run.model, example)
+    of_pictures = tasks.optional(run.task, "picture_inputs") is not None
+    decode = outputs.decoder(run.task, found, of_pictures=of_pictures)
+    tasks.check_read(run.task, config, tasks.EVALUATION[:-1])
+    return decode
+
+
+def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model, Path, Decode]:
+    """As `trained`, of a task with pictures, and what outputs mean."""
+    run = trained(config, which, ema, for_pictures=True)
+    with task_checks.user_code_errors("picture_inputs"):
+        size = config.image_size
+        example = run.task.picture_inputs(tf.zeros([size, size, 3], tf.uint8))
+    batch = tf.nest.map_structure(lambda part: part[None], example)
+    return run.task, run.model, run.path, decoder(run, config, batch)
+
+
+def load(run_dir: str | Path, checkpoint: str, ema: bool) -> keras.Model:
+    """See hvdkit.load."""
+    folder = Path(typed.path(run_dir) if isinstance(run_dir, str) else run_dir).absolute()
+    fork = project.above(folder) or project.above(Path.cwd())
+    if not fork:
+        where = "it lies in no fork, the folder of train.py and tasks/, nor does the working folder"
+        raise ValueError(f"{run_dir}: {where}: change to yours")
+    project.use(fork)
+    project.importable()
+    with world_lib.kept_numbers():
+        return trained(settings_of(folder), checkpoint, ema).model
 
 
 def chosen(folder: Path, which: str) -> Path:

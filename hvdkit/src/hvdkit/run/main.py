@@ -16,9 +16,11 @@ from hvdkit.ranks.peers import Peers
 from hvdkit.ranks.world import World
 from hvdkit.run import modes
 from hvdkit.run.loop import Run
-from hvdkit.settings import Settings, absl_flags
+from hvdkit.settings import Settings, absl_flags, project
 from hvdkit.stop import DONE, GoBack, Stop, launch_rank
 from hvdkit.train import reduction
+
+Work = Callable[[World, StopSignal], None]
 
 
 def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]) -> int:
@@ -29,16 +31,31 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
     """
 
     def whole(settings: Settings) -> int:
-        def work(world: World, stop_signal: StopSignal) -> None:
-            run_on(world, settings, train, stop_signal=stop_signal)
-
-        return with_ranks(settings, work)
+        return with_ranks(settings, _training(settings, train))
 
     try:
         parser = functools.partial(settings_lib.from_command_line, kind=kind)
         app.run(whole, list(argv), flags_parser=parser)
     except SystemExit as end:
         return end.code or DONE
+
+
+def main_with(train: Callable[[Run], None], settings: Settings) -> int:
+    """As `main`, in a process that goes on, as a notebook's: signals and types are as before."""
+    project.importable()
+    stop_signal = StopSignal(launch_rank(), in_notebook=True)
+    try:
+        with world_lib.kept_numbers():
+            return with_ranks(settings, _training(settings, train), stop_signal)
+    finally:
+        stop_signal.end()
+
+
+def _training(settings: Settings, train: Callable[[Run], None]) -> Work:
+    def work(world: World, stop_signal: StopSignal) -> None:
+        run_on(world, settings, train, stop_signal=stop_signal)
+
+    return work
 
 
 def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal) -> None:
@@ -59,10 +76,10 @@ def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: St
                 keras.utils.clear_session()
 
 
-def with_ranks(config: Settings, work: Callable[[World, StopSignal], None]) -> int:
+def with_ranks(config: Settings, work: Work, stop_signal: StopSignal | None = None) -> int:
     """Does the work on every launched rank; returns DONE, or the code of the Stop it raised."""
     # Signals count from here on, also while a run starts.
-    stop_signal = StopSignal(launch_rank())
+    stop_signal = stop_signal or StopSignal(launch_rank())
     logs.use()
     try:
         world = world_lib.connect(config.start_limit_s)

@@ -5,6 +5,7 @@ setting             a field of it, with its help and limits
 add_reader          a value of --data_format
 parse               settings from a command line
 load                the same, and absl's FLAGS hold them
+load_values         the same, of values by name, for notebooks
 from_command_line   the same, for a program's start: a mistake ends it with exit code 2
 check               refuses a wrong command line, before anything slow is imported
 write               settings as a flagfile that reads back to the same
@@ -19,11 +20,12 @@ from hvdkit.settings.parse import (
     check,
     from_command_line,
     load,
+    load_values,
     of_command,
     of_project,
     parse,
     write,
 )
 
-__all__ = ["Settings", "add_reader", "check", "from_command_line", "load", "of_project"]
-__all__ += ["of_command", "parse", "setting", "write"]
+__all__ = ["Settings", "add_reader", "check", "from_command_line", "load", "load_values"]
+__all__ += ["of_command", "of_project", "parse", "setting", "write"]

@@ -5,8 +5,9 @@ folder the run is started in; paths on the command line are relative to the work
 """
 
 import importlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdkit.logs import join, refuse, say
@@ -78,6 +79,23 @@ def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) ->
         absl_flags.check(flag)
     absl_flags.take(argv[0], settings, others)
     return settings
+
+
+def load_values(kind: type[Settings], values: Mapping[str, object]) -> Settings:
+    """As `load`, of values by name instead of a command line; those of a flagfile come first."""
+    names = sorted(values, key=lambda name: name != "flagfile")
+    return load(
+        ["load_settings", *(f"--{name}={_text(name, values[name])}" for name in names)], kind
+    )
+
+
+def _text(name: str, value: object) -> str:
+    """A value as a flag has it. Raises ValueError for what is none."""
+    if hasattr(value, "item"):  # NumPy's numbers
+        value = value.item()
+    if not isinstance(value, bool | int | float | str | os.PathLike):
+        raise ValueError(f"{name}={value!r:.99}: give a number, a text, a path, True or False")
+    return typed.written(value, is_path=True) if isinstance(value, os.PathLike) else str(value)
 
 
 def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:

@@ -23,6 +23,22 @@ def folder() -> Path:
     return _folder[0]
 
 
+def find() -> None:
+    """Looks for the fork again where no script says where it is: in a notebook one may chdir."""
+    if not getattr(sys.modules["__main__"], "__file__", None):
+        _folder.clear()
+
+
+def importable() -> None:
+    """Lets the fork's modules be imported. Raises ValueError where another fork's tasks are."""
+    own = folder()
+    tasks = getattr(sys.modules.get("tasks"), "__path__", [own / "tasks"])
+    if not any(Path(path).resolve() == (own / "tasks").resolve() for path in tasks):
+        raise ValueError(f"this process has the tasks of {tasks[0]}: for {own} start another one")
+    if str(own) not in sys.path:
+        sys.path.insert(0, str(own))
+
+
 def above(start: Path) -> Path | None:
     """The nearest fork, from a folder upward."""
     return next(filter(is_fork, (start, *start.parents)), None)

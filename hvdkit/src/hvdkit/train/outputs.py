@@ -7,10 +7,13 @@ logits of classes if the graph of the loss proves it.
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from hvdkit.data import open as open_lib
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
+from hvdkit.train.inputs import name_of
 from hvdkit.train.losses import at_least_float32, origin
 from hvdkit.train.task import Task
 
@@ -41,15 +44,19 @@ def sigmoid(logits: tf.Tensor) -> Decoded:
     return {"probabilities": found, "labels": logits > 0}
 
 
-def decoder(task: Task, outputs: Any) -> Callable[[Any], Decoded]:
+def decoder(task: Task, outputs: Any, *, of_pictures: bool = True) -> Callable[[Any], Decoded]:
     """The function of outputs that says what they mean; `outputs`: those of a batch, as a sample.
 
-    Raises ValueError where nothing says it, or `decode` returns something else.
+    Raises ValueError where `decode` returns something else; where nothing says what they mean, for
+    pictures; where that cannot be known because the data, which the loss is tried with, are away.
+    Outputs for other examples stay as they are where nothing says it.
     """
     decode = tasks.optional(task, "decode")
     if decode is None or not _made_for_its_loss(type(task)):
-        _require_softmax(task, outputs)
-        decode = softmax
+        fault = _no_softmax(task, outputs)
+        if fault and of_pictures:
+            raise ValueError(f"{type(task).__module__}: {fault}: {_DEFINE}")
+        decode = named if fault else softmax
     with task_checks.user_code_errors("decode"):
         found = decode(outputs)
     good = isinstance(found, dict) and found and all(map(tf.is_tensor, found.values()))
@@ -60,6 +67,12 @@ def decoder(task: Task, outputs: Any) -> Callable[[Any], Decoded]:
     return decode
 
 
+def named(outputs: Any) -> Decoded:
+    """A model's outputs as they are, by their keys; "outputs" ("outputs_0", ...) without keys."""
+    found = keras.tree.flatten_with_path(outputs)
+    return {name_of(path, "outputs"): tf.convert_to_tensor(value) for path, value in found}
+
+
 def _made_for_its_loss(kind: type) -> bool:
     """Whether no subclass of the class that has `decode` replaced the loss it was written for."""
     names = ("decode", "loss")
@@ -67,14 +80,17 @@ def _made_for_its_loss(kind: type) -> bool:
     return issubclass(*owners)
 
 
-def _require_softmax(task: Task, outputs: Any) -> None:
-    """Raises ValueError unless the loss is softmax cross-entropy of all outputs; opens the data."""
-    where = f"{type(task).__module__}: "
-    if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 4) or outputs.shape[-1] == 1:
+def _no_softmax(task: Task, outputs: Any) -> str:
+    """Why the loss is no softmax cross-entropy of all outputs, "" where it is; opens the data.
+
+    Raises ValueError where they cannot be opened.
+    """
+    if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 3, 4) or outputs.shape[-1] == 1:
         there = f"{outputs.shape}" if tf.is_tensor(outputs) else f"a {type(outputs).__name__}"
-        raise ValueError(f"{where}a picture's outputs are {there}, no logits of classes: {_DEFINE}")
+        return f"a picture's outputs are {there}, no logits of classes"
     try:
-        _, source = task.sources()
+        with open_lib.one_split():
+            _, source = task.sources()
         example = task_checks.reader(task, source, training=False).read.structured_outputs
         batch = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape], x.dtype), example)
         spec = tf.TensorSpec([None, *outputs.shape[1:]], outputs.dtype, name="logits")
@@ -82,10 +98,12 @@ def _require_softmax(task: Task, outputs: Any) -> None:
         graph = traced.get_concrete_function(spec, batch["targets"]).graph
     except Exception as error:
         why = " ".join(str(error).split())[:200]
-        raise ValueError(f"{where}its loss could not be looked at ({why}): {_DEFINE}") from error
+        where = type(task).__module__
+        raise ValueError(f"{where}: its loss could not be looked at ({why}): {_DEFINE}") from error
     logits = [part for part in softmax_logits(graph) if part.shape[-1] == outputs.shape[-1]]
-    if not any(origin(part) is graph.inputs[0] for part in logits):
-        raise ValueError(f"{where}its loss is no softmax cross-entropy of all outputs: {_DEFINE}")
+    if any(origin(part) is graph.inputs[0] for part in logits):
+        return ""
+    return "its loss is no softmax cross-entropy of all outputs"
 
 
 def softmax_logits(graph: tf.Graph) -> list[tf.Tensor]:

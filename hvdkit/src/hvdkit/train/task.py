@@ -98,13 +98,15 @@ class Task(Protocol):
     def picture_inputs(self, image: tf.Tensor) -> Any:
         """The "inputs" of `evaluation_example` for a picture, uint8 [H, W, 3]. Optional.
 
-        `hvdkit predict` and `hvdkit export` need it; TensorFlow ops only.
+        With it `hvdkit predict`, `export` and `serve` take pictures, without it `predict` and
+        `export` the model's own inputs by name; TensorFlow ops only.
         """
 
     def decode(self, outputs: Any) -> dict[str, tf.Tensor]:
         """What outputs mean, for `hvdkit predict` and `export`: names -> tensors [batch, ...].
 
-        Optional where the loss is softmax cross-entropy of all outputs. hvdkit.train.outputs has
+        Optional where the loss is softmax cross-entropy of all outputs, and where there are no
+        pictures: else predictions are the model's outputs as they are. hvdkit.train.outputs has
         softmax, one_logit and sigmoid. "classes" [batch] with "probabilities" [batch, classes] are
         listed by probability, "classes" [batch, height, width] drawn; anything else (labels,
         numbers, boxes, text) is written by name. TensorFlow ops only.

@@ -1,0 +1,282 @@
+"""Files of examples, for models that do not take pictures, and of predictions on them.
+
+.npz: an array [examples, ...] for each input, by its name. .jsonl: a JSON object a line, with a
+number, a text or nested lists for each input. Predictions are in a file of the same kind, in the
+same order.
+"""
+
+import contextlib
+import json
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit import whole_files
+from hvdkit.checkpoint import files
+from hvdkit.logs import join, say
+from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.world import World
+from hvdkit.stop import PREEMPTED, Stop, launch_rank
+from hvdkit.train.inputs import Inputs, describe
+
+KINDS = {"object": "S", "bfloat16": "f4"}  # what NumPy's files cannot hold, as what they can
+SUFFIXES = (".npz", ".jsonl")
+LINES, ARRAYS = "predictions.jsonl", "predictions.npz"
+_UNKNOWN_SIZE = 16  # of noise, where an input may have any size
+_TRIED = 2  # examples that a model is tried with
+
+# Of each input, an array [...] an example; an array [examples, ...] is one too.
+Columns = dict[str, Sequence[np.ndarray]]
+Batch = dict[str, np.ndarray]  # arrays [batch, ...] by name
+
+
+def read(file: Path, inputs: Inputs) -> Columns:
+    """The examples of a file, checked, in the types of the inputs.
+
+    Raises ValueError or OSError, naming the line or array, and what the input takes.
+    """
+    columns = _of_arrays(file, inputs) if file.suffix == ".npz" else _of_lines(file, inputs)
+    if not count(columns):
+        raise ValueError(f"{file} holds no example")
+    return columns
+
+
+def count(columns: Columns) -> int:
+    return len(next(iter(columns.values())))
+
+
+def _of_arrays(file: Path, inputs: Inputs) -> Columns:
+    try:
+        with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except OSError:
+        raise
+    except Exception as error:  # whatever zipfile and NumPy raise at bytes that they did not write
+        raise ValueError(f"{file} is no file of arrays by np.savez: {error}") from None
+    _check_names(arrays, str(file), inputs)
+    columns = {}
+    for name, spec in inputs.specs.items():
+        array = arrays[name]
+        where = f"{file}: {name}"
+        if not array.ndim:
+            raise ValueError(f"{where} is one value, not an array with an entry an example")
+        shape = _shape(array.shape[1:], where, spec)
+        columns[name] = _converted(array.reshape([len(array), *shape]), where, spec)
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{file}: arrays must be of one length, an entry an example: {lengths}")
+    return columns
+
+
+def _of_lines(file: Path, inputs: Inputs) -> Columns:
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in inputs.names}
+    unread: set[str] = set()
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file}, line {number}"
+            try:
+                example = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{where} is no JSON: {error}") from None
+            if not isinstance(example, dict):
+                raise ValueError(f"{where} is no JSON object: write {{...}} with {inputs}")
+            unread |= _check_names(example, where, inputs, told=unread)
+            for name, spec in inputs.specs.items():
+                array = _array(example[name], f"{where}: {name}")
+                shape = _shape(array.shape, f"{where}: {name}", spec)
+                value = _converted(array.reshape(shape), f"{where}: {name}", spec)
+                columns[name].append(value)
+    return columns
+
+
+def _check_names(
+    given: Mapping[str, Any], where: str, inputs: Inputs, *, told: Set[str] = frozenset()
+) -> set[str]:
+    """Names that are no inputs, which a note says once; ValueError where an input is lacking."""
+    missing = [name for name in inputs.names if name not in given]
+    if missing:
+        raise ValueError(f"{where} has no {missing[0]}; the model takes {inputs}")
+    unread = set(given) - set(inputs.names)
+    new = sorted(unread - told)
+    if new and launch_rank() == 0:
+        say(f"note: {where} has {join(new)}, no input of the model: not read")
+    return unread
+
+
+def _array(value: Any, where: str) -> np.ndarray:
+    """A value of JSON as an array of numbers, of bools or of texts."""
+    try:
+        array = np.array(value)
+    except ValueError:
+        raise ValueError(f"{where} holds lists of different lengths") from None
+    if array.dtype == object or (array.dtype.kind == "U" and not _is_text(value)):
+        shown = json.dumps(value)
+        raise ValueError(
+            f"{where} is {shown:.60}: write numbers (NaN for a missing one) or texts alone"
+        )
+    return array
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value, or all in nested lists, is text: NumPy makes text of numbers beside one."""
+    if isinstance(value, list):
+        return all(map(_is_text, value))
+    return isinstance(value, str)
+
+
+def _shape(shape: Sequence[int], where: str, spec: tf.TensorSpec) -> list[int]:
+    """The shape of an example, checked; a number may stand for a list of one."""
+    sizes = list(spec.shape[1:])
+    found = list(shape)
+    if sizes and sizes[-1] == 1 and len(found) == len(sizes) - 1:
+        found.append(1)
+    fits = len(found) == len(sizes)
+    if not fits or any(size not in (None, own) for size, own in zip(sizes, found)):
+        takes = f"the model takes {describe(spec)}"
+        raise ValueError(f"{where} has examples of shape {list(shape)}; {takes}")
+    return found
+
+
+def _converted(array: np.ndarray, where: str, spec: tf.TensorSpec) -> np.ndarray:
+    """The array in the input's type; ValueError where that would change a value."""
+    takes = f"the model takes {describe(spec)}"
+    if spec.dtype == tf.string:
+        if array.size and array.dtype.kind not in "US":
+            raise ValueError(f"{where} holds {array.dtype}, not texts; {takes}")
+        texts = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
+        return texts.astype(object)
+    if array.size and array.dtype.kind not in "biuf":
+        raise ValueError(f"{where} holds {array.dtype}, not numbers; {takes}")
+    with np.errstate(all="ignore"):
+        converted = array.astype(spec.dtype.as_numpy_dtype)
+    if spec.dtype.is_floating:  # which may round
+        is_kept = np.array_equal(np.isinf(converted), np.isinf(array))
+    else:
+        is_kept = np.array_equal(converted, array)
+    if not is_kept:
+        raise ValueError(f"{where} holds a value that {spec.dtype.name} cannot; {takes}")
+    return converted
+
+
+def some(file: Path | None, inputs: Inputs) -> Batch:
+    """A batch to try the model with: the first example of a file twice, or noise."""
+    if file:
+        return batch(read(file, inputs), [0] * _TRIED)
+    draws = np.random.default_rng(0)
+    found = {}
+    for name, spec in inputs.specs.items():
+        sizes = [_UNKNOWN_SIZE if size is None else size for size in spec.shape[1:]]
+        shape = [spec.shape[0] or _TRIED, *sizes]
+        if spec.dtype == tf.string:
+            found[name] = np.full(shape, b"", object)
+        elif spec.dtype.is_floating:
+            found[name] = draws.normal(size=shape).astype(spec.dtype.as_numpy_dtype)
+        else:
+            found[name] = np.zeros(shape, spec.dtype.as_numpy_dtype)  # 0 is a number of each kind
+    return found
+
+
+def batches(columns: Columns, indices: range, most: int) -> Iterator[range]:
+    """Of neighbours whose inputs are of one shape, at most so many."""
+    start = indices.start
+    for index in indices:
+        is_last = index + 1 == indices.stop
+        if (
+            is_last
+            or index + 1 - start == most
+            or _shapes(columns, index + 1) != _shapes(columns, index)
+        ):
+            yield range(start, index + 1)
+            start = index + 1
+
+
+def _shapes(columns: Columns, index: int) -> list[tuple[int, ...]]:
+    return [np.shape(column[index]) for column in columns.values()]
+
+
+def batch(columns: Columns, indices: Iterable[int]) -> Batch:
+    """Of these examples."""
+    return {
+        name: np.stack([column[index] for index in indices]) for name, column in columns.items()
+    }
+
+
+def kept(array: np.ndarray) -> np.ndarray:
+    """In a type that NumPy's files hold."""
+    return array.astype(KINDS.get(array.dtype.name, array.dtype))
+
+
+def class_names(checkpoint: Path) -> list[str]:
+    """Of the checkpoint's data card; [] where classes have no names."""
+    return files.read_manifest(checkpoint).card.get("class_names", [])
+
+
+def check_stopped(world: World, stop_signal: StopSignal) -> None:
+    """Raises Stop, on all ranks, where one was asked to stop."""
+    if any(world.gather_objects(bool(stop_signal.asked), "predict.stopped")):
+        raise Stop(PREEMPTED, "stopped before the end: nothing was written")
+
+
+def plain(value: Any) -> Any:
+    """Numbers and texts, in lists; NaN and infinity become null, as in the run's records."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, np.ndarray) and value.ndim:
+        return [plain(part) for part in value]
+    return whole_files.without_nan(value.item() if hasattr(value, "item") else value)
+
+
+def write_lines(file: Path, batches: Sequence[Batch], class_names: Sequence[str]) -> None:
+    """Predictions as JSON, an object a line; with the class's name where it has one."""
+    with open(file, "w", encoding="utf-8") as lines:
+        for values in batches:
+            for place in range(count(values)):
+                record = {name: plain(value[place]) for name, value in values.items()}
+                number = record.get("classes")
+                if isinstance(number, int) and 0 <= number < len(class_names):
+                    record.setdefault("class_name", class_names[number])
+                lines.write(json.dumps(record) + "\n")
+
+
+def write_arrays(file: Path, batches: Sequence[Batch]) -> None:
+    """Predictions as .npz, an array [examples, ...] by name.
+
+    Raises ValueError where they are of different shapes.
+    """
+    names = [*batches[0]]
+    _save(file, {name: _joined(name, [values[name] for values in batches]) for name in names})
+
+
+def _joined(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise ValueError(f"{name} has other shapes from example to example: give them as .jsonl")
+    return np.concatenate(parts)
+
+
+def _save(file: Path, arrays: Batch) -> None:
+    """As np.savez, which would take an array named "file" for its own argument."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, kept(array), allow_pickle=False)
+
+
+def join_parts(file: Path, parts: Sequence[Path]) -> None:
+    """Puts the predictions of all ranks, in their order, into one file; removes the parts."""
+    if file.suffix == ".jsonl":
+        with open(file, "wb") as joined:
+            for part in parts:
+                with open(part, "rb") as lines:
+                    shutil.copyfileobj(lines, joined)
+    else:
+        with contextlib.ExitStack() as opened:
+            archives = [opened.enter_context(np.load(part)) for part in parts]
+            names = archives[0].files
+            _save(file, {name: _joined(name, [x[name] for x in archives]) for name in names})
+    for part in parts:
+        part.unlink()
