@@ -137,7 +137,8 @@ def progress(what: str, done: int, count: int) -> None:
             bar = f"[{'#' * full}{'-' * (_BAR - full)}]"
             print(f"\r{what:>8} {bar} {done}/{count}", end=end, file=sys.stderr, flush=True)
     elif 10 * done // count > 10 * (done - 1) // count:
-        print(f"{what}: {done}/{count}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{what}: {done}/{count}\n")  # one write: launchers put tags between
+        sys.stderr.flush()
 
 
 def _give_up_stdout(error: OSError) -> None:

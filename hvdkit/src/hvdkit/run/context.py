@@ -275,10 +275,10 @@ def notes(run: RunContext) -> list[str]:
             "them, or quantize the model once it is trained"
         )
     by_rank = run.world.size > 1 and not config.virtual_ranks
-    if by_rank and (own := batch_norm.normalizing(run.model)):
+    if by_rank and batch_norm.normalizing(run.model):
         found.append(
-            f"{join(own)} normalize with each rank's own batch, so weights depend on the number of "
-            "ranks (with --bn_sync=full they do not)"
+            "batch norms normalize with each rank's own batch, so weights depend on the number of "
+            "ranks; with --bn_sync=full they do not"
         )
     if by_rank and (random := dropout.drawing_layers(run.model)):
         found.append(
