@@ -224,6 +224,23 @@ def test_actions_and_a_schedule_of_ones_own(forks):
     assert shell("git status --porcelain", fork).split() == ["??", "tasks/more.py"]
 
 
+def test_a_script_with_fit_becomes_a_task(forks):
+    """The code of docs/from-keras-fit.md, as written, for an epoch; its action and its notebook."""
+    fork, page = forks["blank"], (ROOT / "docs" / "from-keras-fit.md").read_text()
+    _, task, action, notebook = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    made = ["tasks/scanned.py", "configs/scanned.cfg", "notebook.py"]
+    added = "\n    def actions(self, run):\n        return [EachEpoch(run)]\n"
+    (fork / made[0]).write_text(f"{task}{added}\n\n{action}")
+    (fork / made[2]).write_text(notebook.replace("5epochs", "2epochs"))
+    (write,) = re.findall(r"^cat > configs/scanned.cfg .*?^EOF\n", page, re.M | re.S)
+    shell(write, fork)
+    output = shell(f"{sys.executable} notebook.py", fork)
+    assert re.search(r"^epoch 2: loss \d", output, re.M), output
+    assert float(re.findall(r"accuracy ([\d.]+)", output)[-1]) > 0.6, output
+    for name in made:
+        (fork / name).unlink()
+
+
 def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text, path
