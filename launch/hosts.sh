@@ -147,7 +147,7 @@ mpi_words() {
         guarded=(env "LD_PRELOAD=$guard${LD_PRELOAD:+:$LD_PRELOAD}" "LAUNCH_ALONE=$alone")
     else
         echo "hosts.sh: note: other users of this host can stop this run or take it over: make setup" \
-            "where there is a compiler (docs/ports.md)" >&2
+            "where there is a compiler" >&2
     fi
     words=("${guarded[@]}" mpirun -np "$np" -H "${hosts:-localhost:$np}" --tag-output --bind-to none --map-by slot)
     words+=(-mca pml ob1 -mca btl "^openib${alone:+,tcp}" -mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]}")

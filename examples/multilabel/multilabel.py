@@ -1,7 +1,7 @@
 """Several labels at once: of a scanned digit, whether it is even, above four, and prime.
 
-cp multilabel.py FORK/tasks/ && cd FORK
-horovodrun -np 2 python train.py --task=multilabel --optimizer=adam --num_steps=300
+cp examples/multilabel/multilabel.py tasks/
+horovodrun -np 2 python train.py --task=multilabel --run_dir=runs/multilabel --optimizer=adam
 """
 
 import keras

@@ -1,7 +1,7 @@
 """Numbers instead of classes: where in a scanned digit the centre of its ink is, in pixels.
 
-cp regression.py FORK/tasks/ && cd FORK
-horovodrun -np 2 python train.py --task=regression --optimizer=adam --num_steps=300
+cp examples/regression/regression.py tasks/
+horovodrun -np 2 python train.py --task=regression --run_dir=runs/regression --optimizer=adam
 """
 
 import keras

@@ -1,6 +1,6 @@
 """Rows of a table: numbers and words in columns that are named here, and one column of classes.
 
-cp tabular.py FORK/tasks/ && cd FORK, name the columns below, then
+cp examples/tabular/tabular.py tasks/, name the columns below, then
 python train.py --task=tabular --data_dir=FOLDER --num_classes=2
 
 It reads FOLDER/train.csv and val.csv (UTF-8, commas, a line of names). Other columns are not read.

@@ -5,7 +5,7 @@ from functools import partial
 import keras
 import numpy as np
 import tensorflow as tf
-from hvdkit.data import augment, image_ops, mixing, rand_augment
+from hvdkit.data import augment, classes, image_ops, mixing, rand_augment
 from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
@@ -51,6 +51,7 @@ class Task:
         train, val = open_sources(self.config, default="digits")
         if getattr(train, "is_demo", False) and self.config.mirror == "auto":  # packed digits
             self.mirror = False
+        self.class_names = classes.of(train)
         return train, val
 
     def augmentation(self) -> dict[str, object]:
@@ -118,10 +119,10 @@ class Task:
         sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
         if self.config.num_classes <= MOST_CONFUSED:
             # Among equal scores the last class, as in in_top.
-            classes = outputs.shape[-1]
-            predicted = classes - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
+            count = outputs.shape[-1]
+            predicted = count - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
             sums["confusion"] = metrics.confusion_matrix(
-                targets, predicted, tf.ones_like(targets, tf.bool), num_classes=classes
+                targets, predicted, tf.ones_like(targets, tf.bool), num_classes=count
             )
         if self.config.num_classes > 5:
             sums["hits_of_5"] = tf.math.count_nonzero(metrics.in_top(targets, outputs, k=5))
@@ -140,18 +141,24 @@ class Task:
         """One sheet: each image above its class, and the prediction if it is wrong."""
         images = np.array(inputs["image"][:PICTURES])
         predictions = np.argmax(outputs[:PICTURES], axis=-1)
-        tiles = [_tile(*shown) for shown in zip(images, np.array(targets), predictions)]
+        tiles = []
+        for image, label, prediction in zip(images, np.array(targets), predictions):
+            tiles.append(_tile(image, self._name(label), self._name(prediction)))
         tiles += [np.zeros_like(tiles[0])] * (-len(tiles) % COLUMNS)
         rows = [np.concatenate(tiles[i : i + COLUMNS], 1) for i in range(0, len(tiles), COLUMNS)]
         return np.concatenate(rows)[None]
 
+    def _name(self, number: int) -> str:
+        """Of a class, as the data name it; its number where they do not."""
+        return self.class_names[number] if number < len(self.class_names) else str(number)
 
-def _tile(image: np.ndarray, label: int, prediction: int) -> np.ndarray:
-    """uint8 [TILE + 18, TILE, 3]: image and text, green if right and red if wrong."""
-    tile, picture = Image.new("RGB", (TILE, TILE + 18)), Image.fromarray(image)
+
+def _tile(image: np.ndarray, label: str, prediction: str) -> np.ndarray:
+    """uint8 [TILE + 34, TILE, 3]: image and text, green if right and red if wrong."""
+    tile, picture = Image.new("RGB", (TILE, TILE + 34)), Image.fromarray(image)
     tile.paste(picture.resize((TILE - 2, TILE - 2), Image.Resampling.NEAREST), (1, 1))
     right = label == prediction
-    words = f"{label}" if right else f"{prediction}, is {label}"
+    words = label if right else f"{prediction}\nis {label}"
     colour = (90, 220, 90) if right else (255, 110, 90)
-    ImageDraw.Draw(tile).text((4, TILE), words, fill=colour, font_size=14)
+    ImageDraw.Draw(tile).text((4, TILE), words, fill=colour, font_size=13)
     return np.asarray(tile)

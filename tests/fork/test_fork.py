@@ -20,7 +20,7 @@ ONLY["classification"] = {"tasks/classification.py"}
 ONLY["classification"] |= {f"configs/{name}.cfg" for name in ("digits", "cifar10", "imagenet")}
 # What is made for the project, besides what is copied.
 MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
-LINKS = ("launch", "docker", "requirements.txt", "requirements-dev.txt")
+LINKS = ("launch", "docker", "examples", "requirements.txt", "requirements-dev.txt")
 ENGINE = "vendor/hvdkit"
 # With the demo's usual size it would take longer.
 DEMO = f"{sys.executable} -c 'from pathlib import Path; from hvdkit.data import scenes; "
@@ -105,6 +105,27 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
     # What it copies from there: test_image.py.
     places = dict(re.findall(r"^ARG (PROJECT|ENGINE)=(.*)$", dockerfile, re.MULTILINE))
     assert places == {"PROJECT": ".", "ENGINE": ENGINE}
+
+
+# Files, where messages, docstrings and pages say that they are.
+NAMED = r"(?<![\w/.])((?:examples|docs|benchmarks|hvdkit|launch|docker)/[\w/.-]*\w)(?![\w*/{}-])"
+ELSEWHERE = ("of the engine's repository", "` of the engine's repository")
+
+
+def test_what_messages_and_docstrings_name_is_there(forks):
+    fork = forks["blank"]
+    texts = [fork / name for name in files(fork) if name.endswith((".py", ".sh", ".md", ".yaml"))]
+    missing = []
+    for path in texts:
+        text = path.read_text()
+        for found in re.finditer(NAMED, text):
+            places = [fork / found[1], fork / ENGINE / "src" / found[1], path.parent / found[1]]
+            elsewhere = (
+                re.sub(r'[\s"]+', " ", text[found.end() :][:100]).strip().startswith(ELSEWHERE)
+            )
+            if not elsewhere and not any(place.exists() for place in places):
+                missing.append(f"{path.relative_to(fork)}: {found[1]}")
+    assert not missing, missing
 
 
 def test_the_repository_trains_by_default_what_a_fork_does(forks):

@@ -50,13 +50,14 @@ def check_what_is_seen_before_the_first_step_is_said(world):
     said = (
         "inputs are ",
         "samples from all over the data have the same targets",
+        "3 classes apart, and the highest label of 60 samples from all over the data is 1: give --num",
         "the last layer has 3 units and the data have 2 classes",
         "classes Cat, cat differ by case",
         "the last layer gives bfloat16",
     )
     x = numbers(1, 60)._arrays["x"]
     all_wrong = {
-        "change": {"x": x * 200, "y": np.zeros(60, np.int32)},
+        "change": {"x": x * 200, "y": np.ones(60, np.int32)},
         "names": ("Cat", "cat"),
     }
     found = dict.fromkeys(

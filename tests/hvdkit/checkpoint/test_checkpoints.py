@@ -25,7 +25,7 @@ from hvdkit.data.place import Place
 from hvdkit.ranks.world import raw
 from hvdkit.run import load_run
 from hvdkit.scores import MainMetric
-from hvdkit.settings import Settings, setting
+from hvdkit.settings import Settings, project, setting
 from hvdkit.stop import Stop
 from hvdkit.train import optimizer
 from hvdkit.train.state import State
@@ -149,7 +149,7 @@ def test_auto_never_a_checkpoint_and_a_run(kept, tmp_path):
     renamed = paths[0].rename(tmp_path / "my favourite")
     assert kept.find(str(renamed)) == (renamed, Place(1, 32), True, False)
     for nothing in (tmp_path / "nothing", tmp_path / "checkpoints", tmp_path / "step-00000001"):
-        with pytest.raises(Stop, match=f"--resume={nothing}: .*checkpoint"):
+        with pytest.raises(Stop, match=f"--resume={nothing}: .*(checkpoint|does not exist)"):
             kept.find(str(nothing))
     (paths[1] / "state.npz").write_bytes(b"damaged")
     refused(lambda: kept.find(str(paths[1])), "step-00000002/state.npz is damaged", kind=Stop)
@@ -232,6 +232,14 @@ def test_another_number_of_ranks_is_named_where_it_changes_numbers(config, norme
     found = changes(before, config, ranks=4, normed=normed)
     assert len(found) == len(words) and changes(before, config, ranks=1, normed=normed) == []
     assert all(w in x and "were 1, are 4" in x for w, x in zip(words, found))
+
+
+def test_the_same_path_from_another_folder_is_no_change(kept):
+    before = files.read_manifest(save(kept, 7))
+    elsewhere = Settings(data_dir=str(project.folder() / before.config["data_dir"]))
+    assert changes(before, elsewhere, ranks=1, normed=True) == []
+    found = changes(before, Settings(data_dir="other"), ranks=1, normed=True)
+    assert found == ["--data_dir was datasets/demo, is other"]
 
 
 def test_a_setting_that_came_later_had_its_default(kept):

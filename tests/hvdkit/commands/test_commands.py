@@ -80,7 +80,8 @@ def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_
     [
         (["--nonsense=1"], "no flag --nonsense"),
         (["--worst=few"], "invalid int value: 'few'"),
-        (["--run_dir=/no/such"], "is no run's folder: it holds no config.cfg"),
+        (["--run_dir=/no/such"], "--run_dir=/no/such does not exist"),
+        (["--run_dir=/etc"], "is no run's folder: it holds no config.cfg"),
         ([], "required: --run_dir"),
     ],
 )

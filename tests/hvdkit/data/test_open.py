@@ -58,6 +58,12 @@ def test_data_have_the_number_and_kind_of_classes_that_flags_say(
     refused(lambda: open_one(config, "train", default), "--num_classes=1", "give")
 
 
+@pytest.mark.parametrize("name", sorted({*READERS} - {"digits"}))
+def test_a_folder_that_is_not_there_does_not_exist(tmp_path: Path, name: str):
+    config = settings(tmp_path / "none", name, 3)
+    refused(lambda: open_one(config, "train", name), f"--data_dir={tmp_path}/none does not exist")
+
+
 def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
     config = settings(tiny_data, "folders", 256)
     words = ("--num_classes=256", "255", "means ignored", "at most 255 classes")

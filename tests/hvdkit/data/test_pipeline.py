@@ -9,6 +9,7 @@ from collections.abc import Container
 import numpy as np
 import pytest
 import tensorflow as tf
+from refusals import refused
 from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit.data import pipeline
@@ -199,6 +200,30 @@ def test_the_reason_is_found_in_what_tensorflow_says_twice():
     )
     error = tf.errors.InvalidArgumentError(None, None, message)
     assert pipeline.reason_of(error) == "indices = 7 is not in [0, 1)"
+
+    message = "Exception encountered when calling A.call().\n\n\x1b[1m{{a}} no [2] [Op:B]\x1b[0m"
+    error = tf.errors.InvalidArgumentError(None, None, message)
+    assert pipeline.reason_of(error) == "no [2]"
+
+
+def of_wrong_shape(sample):
+    made = tf.numpy_function(lambda x: np.ones(3 + (x > 1), np.int64), [sample["x"]], tf.int64)
+    return tf.ensure_shape(made, [3])
+
+
+def of_a_false_shape(sample):
+    made = tf.numpy_function(lambda x: np.ones(3 + (x > 1), np.int64), [sample["x"]], tf.int64)
+    made.set_shape([3])
+    return made
+
+
+@pytest.mark.parametrize(("transform", "inside"), [(of_wrong_shape, 2), (of_a_false_shape, 0)])
+def test_an_example_of_another_shape_is_told_with_its_line(transform, inside):
+    """The line of the operation that fails, or else that of the function."""
+    source = Arrays(x=np.arange(4))
+    feed = EvaluationFeed(source, reader(source, transform, keyed=False), 4)
+    line = transform.__code__.co_firstlineno + inside
+    refused(lambda: [*feed], "sample 0", f"test_pipeline.py, line {line}: ")
 
 
 class Other:

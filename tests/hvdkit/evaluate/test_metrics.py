@@ -1,5 +1,7 @@
 """Scores against counts made by hand and scikit-learn's."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -32,6 +34,13 @@ def test_figures_of_each_class():
     assert found["recall"][:2] == [0.8, 0.2] and np.isnan(found["recall"][2])
     np.testing.assert_allclose(found["precision"][:2], [8 / 12, 1 / 3])
     np.testing.assert_allclose(found["iou"][:2], [8 / 14, 1 / 7])
+
+
+def test_classes_are_named_as_either_split_names_them():
+    named, unnamed = (types.SimpleNamespace(class_names=names) for names in (["a", "b"], None))
+    assert metrics.class_names(2, unnamed, named) == ["a", "b"]
+    assert metrics.class_names(3, named, unnamed) == ["a", "b", "2"]
+    assert metrics.class_names(2, unnamed, unnamed) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,20 @@ def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value,
     base.check_read(task, config)
 
 
+@pytest.mark.parametrize("names", [["dropout"], ["dropout", "eval_flip"]])
+def test_what_only_the_default_flagfile_gives_is_passed_over_with_a_note(names, load):
+    values = {"dropout": 0.5, "eval_flip": True}
+    config = Settings(task="mine", **values)
+    object.__setattr__(config, "unasked", dict.fromkeys(names, "configs/default.cfg"))
+    task = load(COMPLETE, **values)
+    if "eval_flip" not in names:
+        refused(lambda: base.check_read(task, config), "--eval_flip=True: --task=mine does not")
+        return
+    (note,) = base.check_read(task, config)
+    words = "all of configs/default.cfg; passed over: --dropout=0.5, --eval_flip=True"
+    assert note == f"--task=mine does not read {words}"
+
+
 def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():
     given = settings_lib.parse(["", "--epochs=2", "--task=mine"])
     task = types.SimpleNamespace(_watched=given.watched())

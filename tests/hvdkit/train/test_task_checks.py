@@ -1,5 +1,7 @@
 """A task's mistakes, each told in one sentence by what tries it; on ranks: checks_tasks.py."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
@@ -165,6 +167,13 @@ MISTAKES = [
         *("return 'loss'", "another name"),
     ),
 ]
+
+
+def test_a_model_of_other_inputs_is_told_with_the_line_that_builds_it():
+    task = types.SimpleNamespace(build_model=frozen)
+    line = frozen.__code__.co_firstlineno
+    with pytest.raises(ValueError, match=rf"test_task_checks.py, line {line}: ValueError: Input 0"):
+        task_checks.outputs(task, classifier(), tf.zeros([2, FEATURES + 1]))
 
 
 def test_sums_are_of_types_that_hold_totals():

@@ -24,7 +24,7 @@ from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, project
 from hvdkit.stop import NotNow, passes
 
 Variables = Mapping[str, keras.Variable | tf.Variable]
@@ -222,6 +222,8 @@ class Checkpoints:
         if not newest and (away := [*filter(passes, passed_over)]):
             raise NotNow(f"{away[0]}: to begin anew although it is there, give --resume=never")
         if not newest and resume != "auto":
+            if not Path(resume).exists():
+                raise Damaged("does not exist")
             raise Damaged(
                 "is no checkpoint (step-XXXXXXXX), and no folder of a run with a sound checkpoint "
                 "in checkpoints/"
@@ -301,7 +303,11 @@ def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> 
         # A setting that is newer than the checkpoint had its default.
         old, new = before.config.get(field.name, field.default), getattr(config, field.name)
         counts = field.name == "eval_every" and config.lr_policy == "plateau"
-        if old != new and (counts or field.name not in _HARMLESS):
+        if field.metadata["path"]:  # relative ones are the project's
+            differs = project.folder() / str(old) != project.folder() / str(new)
+        else:
+            differs = old != new
+        if differs and (counts or field.name not in _HARMLESS):
             found.append(_changed(f"--{field.name}", old, new))
     if before.ranks != ranks and not config.virtual_ranks:
         were = f"which were {before.ranks}, are {ranks}"

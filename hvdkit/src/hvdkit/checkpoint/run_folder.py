@@ -148,7 +148,7 @@ def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
 def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
     """Lines of steps after `step`; with `evaluates_first` its evaluation's too.
 
-    TensorBoard's events stay: of steps that are there twice it shows the newer (docs/trackers.md).
+    TensorBoard's events stay: of steps that are there twice it shows the newer.
     """
     if not path.exists():
         return

@@ -217,6 +217,8 @@ def _best(run_dir: Path) -> Path:
     folder = run_dir / "checkpoints"
     best = files.best(files.scored(files.candidates(folder))) or files.newest_sound(folder)[0]
     if not best:
+        if not run_dir.exists():
+            raise ValueError(f"--init_from={run_dir} does not exist")
         raise ValueError(
             f"--init_from={run_dir} is no .keras file, no checkpoint (step-XXXXXXXX), and no "
             "folder of a run with a sound checkpoint in checkpoints/"

@@ -146,7 +146,7 @@ def write(
             print(f"{name:>16}  {value:.6g}")
     if confusion is None:
         return
-    names = metrics.class_names(run.val_source, len(confusion))
+    names = metrics.class_names(len(confusion), run.val_source, run.train_source)
     metrics.write_confusion(out / "confusion.csv", names, confusion)
     columns = metrics.class_figures(confusion)
     rows = list(zip(names, *columns.values()))

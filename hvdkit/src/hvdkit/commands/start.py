@@ -120,7 +120,7 @@ def start(root: Path, name: str, own: Namespace) -> str:
     links = links.with_name(f"{name}-links") if links == root else links
     if not root.exists():
         what = "the folder with the pictures, or a table of them"
-        raise ValueError(f"{root} is not there: give {what}")
+        raise ValueError(f"{root} does not exist: give {what}")
     if links.is_relative_to(root):
         raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
     if there := [path for path in (cfg, links) if path.exists()]:

@@ -25,7 +25,7 @@ TABLES = (".csv", ".tsv", ".parquet")
 ARRAYS = (".npy", ".npz")
 _NO_PICTURES = (
     "names no picture, and start is for pictures: copy tasks/blank.py to a task of your own, whose "
-    "`sources` read the columns by name (examples/tabular of the template's repository does)"
+    "`sources` read the columns by name (examples/tabular does)"
 )
 _ARRAYS = (
     "holds arrays, and start is for pictures in files: copy tasks/blank.py to a task of your own, "

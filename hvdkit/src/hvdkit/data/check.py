@@ -247,6 +247,8 @@ def main(argv: list[str]) -> int:
 
     if url := remote.url_of(args.data_dir):
         parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
+    if not args.data_dir.exists():
+        parser.error(f"--data_dir={args.data_dir} does not exist")
     if not (layout := args.data_format or layout_of(args.data_dir)):
         asks = f"is that the folder? Then give --data_format ({', '.join(READERS)})"
         parser.error(f"--data_dir={args.data_dir} does not show its layout: {asks}")

@@ -119,7 +119,13 @@ def _opened(config: Settings, split: str, default: str) -> Source:
     values = config.label_values
     # Values that are mapped need not be classes.
     number = 0 if values else config.num_classes
-    source = reader_of(name)(root or Path(config.data_dir), split, number)
+    folder = root or Path(config.data_dir)
+    try:
+        source = reader_of(name)(folder, split, number)
+    except (ValueError, OSError):
+        if not root and not folder.exists():  # some readers need none
+            raise ValueError(f"--data_dir={folder} does not exist") from None
+        raise
     if kind_of(source) != kind:
         has, takes = (_KINDS.get(found, found) for found in (kind_of(source), kind))
         both = f"{config.data_dir} has {has}, --task={config.task} takes {takes}"

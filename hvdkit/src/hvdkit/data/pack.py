@@ -324,6 +324,8 @@ def main(argv: list[str]) -> int:
         parser.error("--quality is that of pictures which --short_side scales: give both, or none")
     if url := remote.url_of(args.out):
         parser.error(f"--out={url} is a URL: pack into a folder, then copy that to the server")
+    if not args.root.exists():
+        parser.error(f"--root={args.root} does not exist")
     name = args.split if args.name is None else args.name
     try:
         source = reader_of(args.layout)(args.root, args.split, 0)

@@ -15,8 +15,9 @@ from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit.data.sampler import Sampler, partner
 from hvdkit.data.source import Parts, Source, fetched
-from hvdkit.logs import say
+from hvdkit.logs import join, say
 from hvdkit.ranks.messages import heartbeat
+from hvdkit.settings import project
 from hvdkit.stop import passes
 
 Example = dict[str, Any]
@@ -50,6 +51,7 @@ class Reader(NamedTuple):
     ahead: Callable[[tf.Tensor], Parts] | None  # the source's, if it is a ReadAhead
     at_once: int  # samples that it fetches then
     paired: int = 0  # of so many samples, another one is read beside each
+    line: str = ""  # where the function begins that makes the example
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
         """An example by itself; raises what TensorFlow does where it cannot be read."""
@@ -117,7 +119,8 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
     traced = tf.function(read, input_signature=signature, autograph=False)
     at_once = max(1, min(_FETCHED, int(_FETCHED_BYTES / owner.bytes_each))) if ahead else 0
     pairs = len(source) if paired else 0
-    return Reader(traced.get_concrete_function(), frozenset(parts), ahead, at_once, pairs)
+    made, line = traced.get_concrete_function(), project.line_of(transform)
+    return Reader(made, frozenset(parts), ahead, at_once, pairs, line)
 
 
 class BadSample(ValueError):
@@ -135,7 +138,7 @@ def read_one(made: Reader, source: Source, index: int, *key: tf.Tensor) -> Examp
         except _READ_ERRORS as error:
             if not pause(error, pauses):
                 ids = made.reads(index, *key)
-                fault = BadSample(explain(source, ids, error))
+                fault = BadSample(explain(source, ids, error, made=made))
                 fault.sample = next(filter(source.explain, ids), index)
                 raise fault from None
 
@@ -255,7 +258,8 @@ class TrainingFeed:
                 # Which of the samples it is, is found below. Once all are good by themselves, it is
                 # the disk, which failed again, or no sample causes it alone.
                 if good is not None and not pause(error, pauses):
-                    raise ValueError(explain(self._source, good, error)) from None
+                    why = explain(self._source, good, error, made=self._reader)
+                    raise ValueError(why) from None
             if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
                 good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
@@ -355,7 +359,8 @@ class EvaluationFeed:
             except _READ_ERRORS as error:
                 if not pause(error, pauses):
                     # Looks only at the batch that failed: the other ranks wait.
-                    raise ValueError(explain(self._source, self.ids(done), error)) from None
+                    why = explain(self._source, self.ids(done), error, made=self.reader)
+                    raise ValueError(why) from None
 
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
@@ -390,17 +395,36 @@ def pause(error: Exception, pauses: Iterator[float]) -> bool:
     return True
 
 
-def explain(source: Source, ids: list[int], error: Exception) -> str:
-    """A message about the first bad sample among `ids`."""
-    return next(filter(None, map(source.explain, ids)), reason_of(error))
+def explain(source: Source, ids: list[int], error: Exception, made: Reader | None = None) -> str:
+    """A message about the first bad sample among `ids`, of examples that `made` makes."""
+    faults = map(source.explain, ids)
+    if fault := next(filter(None, faults), None):
+        return fault
+    if made is None:
+        return reason_of(error)
+    where = f"sample {join(ids)} (counted from 0)"
+    if line := line_of(error, made.read.graph) or made.line:
+        where = f"{where}: {line}"
+    return f"{where}: {reason_of(error)}"
+
+
+def line_of(error: Exception, graph: tf.Graph) -> str:
+    """The user's line that made the operation of a graph that failed; "" where it is not known."""
+    for name in re.findall(r"\{\{node ([^}]+)\}\}", str(error)):
+        # Where functions are inlined, names of the calls stand before it.
+        made = [op for op in graph.get_operations() if f"/{name}".endswith(f"/{op.name}")]
+        if made:
+            return project.line_in_fork(max(made, key=lambda op: len(op.name)).traceback)
+    return ""
 
 
 def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
-    message = getattr(error, "message", str(error))
+    message = re.sub(r"\x1b\[[0-9;]*m", "", getattr(error, "message", str(error)))
     if failed := re.search(r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE):
         unescaped = re.sub(r"\\(['\"])", r"\1", failed[1])
         return unescaped.replace("] [", " ")
     lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
     reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])
+    reason = re.sub(r" \[Op:\w+\].*", "", reason)
     return re.sub(r"^\(0\) [A-Z_]+: +", "", reason.strip())

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import EvaluationFeed, read_one, reason_of
+from hvdkit.data.pipeline import EvaluationFeed, line_of, read_one, reason_of
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
@@ -69,7 +69,10 @@ class Evaluator:
                 handles = set(map(id, graph_checks.assigned_handles(graph)))
                 self._moved = [v for v in self._moved if id(v.handle) in handles]
                 graph_checks.check_state(graph, self._state, "the evaluation")
-                outputs, _, sums, rows = self._step(batch)
+                try:
+                    outputs, _, sums, rows = self._step(batch)
+                except tf.errors.OpError as error:
+                    raise ValueError(self._reason(error)) from None
             self._check_size(rows)
             try:
                 self._figures({name: value.numpy() for name, value in (sums | rows).items()})
@@ -192,9 +195,14 @@ class Evaluator:
                 raise ValueError(f"{what} does not fit into memory: {how}") from None
             raise ValueError(
                 f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape {shape}): "
-                f"{reason_of(error)}: the task's model, loss and sums must take every sample "
+                f"{self._reason(error)}: the task's model, loss and sums must take every sample "
                 "(pictures of any size: see `stride` of segmentation, and --eval_crop)"
             ) from None
+
+    def _reason(self, error: Exception) -> str:
+        """Why the graph of a batch failed, and at which line of the user's, where it is known."""
+        line = line_of(error, self.graph)
+        return f"{line}: {reason_of(error)}" if line else reason_of(error)
 
     def _check_size(self, rows: dict[str, tf.Tensor]) -> None:
         """Tells the memory that `per_sample` takes; ValueError where it is too much."""

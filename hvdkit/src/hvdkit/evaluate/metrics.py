@@ -207,10 +207,10 @@ def accuracy(confusion: np.ndarray) -> float:
     return float(np.trace(confusion) / max(confusion.sum(), 1))
 
 
-def class_names(source: Any, count: int) -> list[str]:
-    """The data's class names, or the numbers of the classes if their count does not match."""
-    names = classes.of(source)
-    return names if len(names) == count else [str(number) for number in range(count)]
+def class_names(count: int, *sources: Any) -> list[str]:
+    """As the first of the sources names its classes that names any; numbers for classes beyond."""
+    names = next(filter(None, map(classes.of, sources)), [])
+    return names[:count] + [str(number) for number in range(len(names), count)]
 
 
 def write_confusion(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:

@@ -74,8 +74,11 @@ class Records(NamedTuple):
 
 def read(folder: Path) -> Records:
     """Raises ValueError if the folder is not a run's."""
-    if not (folder / "config.cfg").is_file():
-        raise ValueError(f"{folder} is no run's folder: it holds no config.cfg")
+    config = folder / runs.CONFIG
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist")
+    if not config.is_file():
+        raise ValueError(f"{folder} is no run's folder: it holds no {runs.CONFIG}")
     steps, starts = lines(folder / "metrics.jsonl"), lines(folder / "starts.jsonl")
     steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
     needed = ("time", "score", "score_mode")
@@ -85,7 +88,7 @@ def read(folder: Path) -> Records:
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
     except (FileNotFoundError, ValueError, RecursionError, AttributeError):
         summary = {}
-    return Records(folder, _settings(folder / "config.cfg"), steps, starts, summary)
+    return Records(folder, _settings(config), steps, starts, summary)
 
 
 def text(name: object) -> str:

@@ -16,7 +16,10 @@ BUILT_IN = "tensorboard"
 
 
 class Tracker(Protocol):
-    """The methods of a class for --trackers=MODULE:CLASS; docs/trackers.md shows two."""
+    """The methods of a class for --trackers=MODULE:CLASS.
+
+    docs/trackers.md of the engine's repository shows two.
+    """
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """A run starts, or resumes in the same `run_dir`; `settings` are those of config.cfg."""

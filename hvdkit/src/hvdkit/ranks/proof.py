@@ -15,7 +15,7 @@ from hvdkit.stop import BUG
 
 OPEN = (
     "note: horovodrun over Gloo shows the environment in ps, and any user of this host can join "
-    "the run as a rank: on a shared host use launch/hosts.sh -np N instead (docs/ports.md)"
+    "the run as a rank: on a shared host use launch/hosts.sh -np N instead"
 )
 
 

@@ -212,7 +212,8 @@ class Evaluate:
                 step, self.figures, main_metric=main, pictures=found.pictures
             )
             if (counts := found.confusion()) is not None:
-                self._telemetry.confusion(metrics.class_names(run.val_source, len(counts)), counts)
+                names = metrics.class_names(len(counts), run.val_source, run.train_source)
+                self._telemetry.confusion(names, counts)
             score = self._compared(step)
             self._saver.add_score(score)
         best, config = self.best, run.config

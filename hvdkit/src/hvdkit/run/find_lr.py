@@ -3,9 +3,9 @@
 The range test of Smith 2017 (arXiv:1506.01186, section 3.3): from schedule.LOWEST the rate grows by
 the same factor each step, until the loss blows up. Lines through windows of the curve say where the
 loss falls most steeply over the rate's logarithm (fastai's "steep"). That is a little low: the best
-rate of sweeps was 0.9 to 4.4 times as high (benchmarks/learning_rate.py). So it suggests the middle
-between there and where the fall is half as steep, but at most twice the steepest, if the fall is
-clear of the noise. It keeps a page beside --run_dir.
+rate of sweeps was 0.9 to 4.4 times as high (benchmarks/learning_rate.py of the engine's
+repository). So it suggests the middle between there and where the fall is half as steep, but at
+most twice the steepest, if the fall is clear of the noise. It keeps a page beside --run_dir.
 """
 
 import math

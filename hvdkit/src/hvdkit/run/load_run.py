@@ -63,6 +63,8 @@ def settings_of(run_dir: Path, flags: Sequence[str] = ()) -> Settings:
     flagfile = typed.written(file.absolute(), is_path=True)
     folder = typed.written(run_dir.absolute(), is_path=True)
     own = [f"--flagfile={flagfile}", f"--run_dir={folder}", "--resume=auto"]
+    if not run_dir.exists():
+        raise ValueError(f"--run_dir={run_dir} does not exist")
     if not file.is_file() or file.is_symlink():
         raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
     words, past = ["", *own, *_NEW, *flags], file.absolute()

@@ -55,7 +55,7 @@ def notes(run: Run) -> list[str]:
     alike = Counter(" ".join(name.casefold().split()) for name in names)
     if twice := [name for name in names if alike[" ".join(name.casefold().split())] > 1]:
         found.append(f"classes {join(twice)} differ by case or blanks alone: are they one class?")
-    return found + _of_samples(run, bool(logits))
+    return found + _of_samples(run, logits)
 
 
 def _logits(run: Run) -> list[tf.Tensor]:
@@ -63,33 +63,54 @@ def _logits(run: Run) -> list[tf.Tensor]:
     return outputs.softmax_logits(run.evaluator.graph)
 
 
-def _of_samples(run: Run, has_classes: bool) -> list[str]:
+def _of_samples(run: Run, logits: Sequence[tf.Tensor]) -> list[str]:
     """Notes on the inputs and targets of samples from all over the training data."""
     places = np.random.default_rng(0).permutation(min(len(run.context.train_source), 2**24))
-    sizes, count, same, first = 0.0, 0, True, None
-    end = time.monotonic() + _SECONDS
+    sizes, count, same, first, highest = 0.0, 0, True, None, -1
+    end = math.inf
+    width = (logits[0].shape[-1] or run.settings.num_classes) if len(logits) == 1 else 0
     with contextlib.suppress(ValueError):  # one that cannot be read is told when it is its turn
         for place in places[:_SAMPLES].tolist():
             sample = run.feed.sample(place)
             floats = [x for x in tf.nest.flatten(sample["inputs"]) if x.dtype.is_floating]
             sizes += max((float(tf.reduce_mean(tf.abs(x))) for x in floats), default=0.0)
             targets = tf.nest.flatten(sample["targets"])
+            highest = max([highest, *(_highest_label(target, width) for target in targets)])
             first = first or targets
             same, count = same and all(map(np.array_equal, first, targets)), count + 1
             if time.monotonic() > end:
                 break
+            if count == 1:  # which makes what reads
+                end = time.monotonic() + _SECONDS
     found, size = [], sizes / max(count, 1)
     if size > _LARGE_INPUTS and _weighs_inputs(run.model):
         found.append(
             f"inputs are {size:.3g} in size on average and no layer scales them: begin the model "
             "with keras.layers.Normalization or Rescaling, or scale them in the task"
         )
-    if has_classes and count > _SAMPLES // 4 and same and first:
+    # By chance alone, classes that are as frequent as others would be missed once in a thousand.
+    if 1 <= highest < width - 1 and ((highest + 1) / width) ** count < 1e-3:
+        found.append(
+            f"the model tells {width} classes apart, and the highest label of {count} samples from "
+            f"all over the data is {highest}: give --num_classes={highest + 1}, unless the others "
+            "are rare"
+        )
+    if logits and count > _SAMPLES // 4 and same and first:
         found.append(
             f"{count} samples from all over the data have the same targets: are labels read as "
             "they should be, or are other classes that rare?"
         )
     return found
+
+
+def _highest_label(target: tf.Tensor, width: int) -> int:
+    """The highest class below `width` in a sample's target; -1 where it may hold anything else."""
+    is_one_hot = target.shape.rank and target.shape[-1] == width
+    if not target.dtype.is_integer or is_one_hot:
+        return -1
+    labels = target.numpy()
+    labels = labels[labels < width]  # higher ones are ignored
+    return int(labels.max()) if labels.size else -1
 
 
 def _weighs_inputs(model: keras.Model) -> bool:

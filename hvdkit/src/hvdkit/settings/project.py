@@ -2,6 +2,8 @@
 
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 ENGINE = Path(__file__).resolve().parents[1]  # this package
@@ -56,6 +58,23 @@ def is_own(file: str | Path) -> bool:
     of_python = any(path.is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platlib"))
     generated = path.name.startswith("__autograph_generated")  # TensorFlow's, in /tmp
     return path.is_file() and not (of_python or generated or "site-packages" in path.parts)
+
+
+def line_in_fork(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The innermost of the user's own lines among frames, as "FILE, line N"; "" for none."""
+    found = ""
+    for frame in frames:
+        if is_own(frame.filename) and not Path(frame.filename).is_relative_to(ENGINE):
+            found = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return found
+
+
+def line_of(function: object) -> str:
+    """Where a function of the user's begins, as "FILE, line N"; "" for what has no such line."""
+    code = getattr(function, "__code__", None)
+    if code is None or Path(code.co_filename).is_relative_to(ENGINE):
+        return ""
+    return f"{Path(code.co_filename).name}, line {code.co_firstlineno}"
 
 
 def name_of(file: str | Path) -> str:

@@ -112,7 +112,7 @@ def fuse(model: keras.Model) -> None:
     """For a GPU: Keras's batch norms of pictures in training as one kernel of cuDNN each, in place.
 
     Keras's formula is a dozen operations, each of which reads and writes the whole layer in
-    float32: most of a step of ResNet-50 (docs/speed.md). Same formula, statistics in float32 too.
+    float32: most of a step of ResNet-50. Same formula, statistics in float32 too.
     Layers keep their class, so that saved models are Keras's.
     """
     for layer in _batch_norms(model):

@@ -1,7 +1,7 @@
 """Sums that do not depend on their order: floats as int64 multiples of a power of two.
 
 Integer addition is exact, so neither the number of ranks nor fusion, ring, tree or backend changes
-a bit of a sum. docs/same-weights.md has the analysis of the grids.
+a bit of a sum. docs/same-weights.md of the engine's repository has the grids' analysis.
 
 XLA compiles what is done to each gradient into one loop over memory, instead of a dozen.
 """

@@ -1,6 +1,6 @@
 """How gradients travel: backend, grouping and packing.
 
-docs/gradients.md compares the flags with the options of tf_cnn_benchmarks' all-reduce.
+docs/gradients.md of the engine's repository compares the flags with tf_cnn_benchmarks' options.
 """
 
 import ast

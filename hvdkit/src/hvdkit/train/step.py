@@ -402,7 +402,8 @@ class Step:
                 if losses:
                     found = losses(micro)
                 else:
-                    with task_checks.user_code_errors("the model, called in training,"):
+                    what = "the model, called in training,"
+                    with task_checks.user_code_errors(what, self._task.build_model):
                         outputs = model(micro["inputs"], training=True)
             added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
             if losses:

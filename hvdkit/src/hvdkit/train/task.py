@@ -156,11 +156,11 @@ class Task(Protocol):
     def actions(self, run: Any) -> list[Any]:
         """More to do after a step, in this order, before it is saved and evaluated. Optional.
 
-        Each is an Action (hvdkit/run/actions.py; docs/change-it.md has an example): `due(step)`
-        says when, `settles = True` that it reads weights, and action(step, result) does it. `run`
-        holds model, world, config. What an action changes is in the checkpoint of its step; one
-        that raises ends the run, and the step is not saved. Every rank calls them; check
-        `run.world.is_chief` before writing a file.
+        Each is an Action (hvdkit/run/actions.py): `due(step)` says when, `settles = True` that it
+        reads weights, and action(step, result) does it. `run` holds model, world, config. What an
+        action changes is in the checkpoint of its step; one that raises ends the run, and the step
+        is not saved. Every rank calls them; check `run.world.is_chief` before writing a file.
+        examples/byol has one.
         """
 
     def schedule(self, config: Settings) -> Callable[[tf.Tensor], tf.Tensor]:

@@ -3,7 +3,7 @@
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,17 @@ _RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
 _OF_REMAT_SCOPE = "custom_gradient decorator currently supports keywords"
 _REMAT_SCOPE = (
     "keras.RematScope does not work in a graph of TensorFlow: leave it out, and call "
-    "tf.recompute_grad in a layer around those to compute again (docs/speed.md has one)"
+    "tf.recompute_grad in a layer around those to compute again (docs/speed.md of the engine's "
+    "repository has one)"
 )
 
 
 @contextlib.contextmanager
-def user_code_errors(what: str) -> Iterator[None]:
+def user_code_errors(what: str, function: Callable | None = None) -> Iterator[None]:
     """Re-raises errors of user code as one-line ValueErrors: what failed, where and why.
 
-    A ValueError or OSError that the project's own code raised itself stays as it is.
+    A ValueError or OSError that the project's own code raised itself stays as it is. Where no line
+    of the user's is in the traceback, it is the first one of `function`.
     """
     try:
         yield
@@ -51,7 +53,8 @@ def user_code_errors(what: str) -> Iterator[None]:
         if _OF_REMAT_SCOPE in reason:
             reason = f"{_REMAT_SCOPE}: {reason}"
         if not (is_op and Path(own[-1].filename) in _RUNS_GRAPHS):  # a graph's ops have no line
-            place = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+            last = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
+            place = project.line_in_fork(own) or project.line_of(function) or last
             reason = f"{place}: {type(error).__name__}: {reason}"
         raise ValueError(f"{what} failed: {reason}") from error
 
@@ -110,7 +113,8 @@ def read_example(made: pipeline.Reader, source: Source, training: bool, *, bad: 
                 break
             except tf.errors.OpError as error:
                 if number == last:
-                    raise ValueError(source.explain(number) or pipeline.reason_of(error)) from None
+                    why = pipeline.explain(source, [number], error, made=made)
+                    raise ValueError(why) from None
     return tf.nest.map_structure(lambda t: t[None], example)
 
 
@@ -188,7 +192,8 @@ def _check_input_names(model: keras.Model, inputs: Any) -> None:
 def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
     """The outputs for a batch that is not trained on: the task's `predict`, or the model's."""
     predict = optional(task, "predict")
-    with user_code_errors("predict" if predict else "the model, called in evaluation,"):
+    what = "predict" if predict else "the model, called in evaluation,"
+    with user_code_errors(what, predict or task.build_model):
         return predict(model, inputs) if predict else model(inputs, training=False)
 
 
