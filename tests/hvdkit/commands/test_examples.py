@@ -129,6 +129,23 @@ def test_arrays_are_predicted_to_arrays(run, tmp_path):
         assert file["word"].shape == (20, 3) and file["word"].dtype.kind == "S"
 
 
+def test_a_table_that_the_task_holds_is_exported(run, tmp_path, capsys):
+    class Named(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            names = tf.lookup.KeyValueTensorInitializer(
+                tf.range(3, dtype=tf.int64), ["low", "middle", "high"]
+            )
+            self.names = tf.lookup.StaticHashTable(names, "none")
+
+        def decode(self, outputs):
+            return {"word": self.names.lookup(tf.argmax(outputs, -1))}
+
+    config, _ = run(Named)
+    export.export(config, ALONE, NEVER, own=own(tmp_path / "out"))
+    assert "equal outputs (word [" in capsys.readouterr().out
+
+
 def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
     class Subclassed(Small):
         def evaluation_example(self, sample):

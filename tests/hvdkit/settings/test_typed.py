@@ -64,6 +64,8 @@ REFUSED = {
     "\u201cruns/x\u201d": "quotes go around the whole path",
     "runs/my\\ run": "nothing needs a backslash",
     "\\$HOME": "nothing needs a backslash",
+    "runs/bs \\": "nothing needs a backslash",
+    "runs/`date`": "nothing needs a backslash",
     "~nobody_of_this_name/x": "there is no user nobody_of_this_name",
 }
 

@@ -95,6 +95,10 @@ class Exported(tf.Module):
     def __init__(self, task: Task, model: keras.Model, decode: load_run.Decode) -> None:
         super().__init__()
         self.model, self._task, self._decode = model, task, decode
+        # Tables and variables of the task that its own functions use: what is not held here by an
+        # attribute is not saved.
+        kinds = (tf.saved_model.experimental.TrackableResource, tf.Variable)
+        self.of_task = [value for value in vars(task).values() if isinstance(value, kinds)]
 
     def of_inputs(self, inputs: Any) -> dict[str, tf.Tensor]:
         """Of what the model takes, a batch."""

@@ -13,8 +13,9 @@ from pathlib import Path
 _QUOTED = re.compile(r"""(["'])(?P<inside>(?:(?!\1).|\1\1)*)\1""")
 _COMMENT = re.compile(r"\s+(?:#|//).*", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|(\{)?(?P<name>[A-Za-z_]\w*)(?(2)\}))?", re.ASCII)
-# A shell would make something else of these: quotes inside a value, a backslash that protects.
-_OF_A_SHELL = re.compile(r"""["'\u201c\u2018].*["'\u201d\u2019]|\\[\s$~"'#]""")
+# A shell would make something else of these: quotes inside a value, a backslash that protects or
+# ends a line, a command in backquotes.
+_OF_A_SHELL = re.compile(r"""["'\u201c\u2018].*["'\u201d\u2019]|\\([\s$~"'#]|\Z)|`.*`""")
 
 
 def without_comment(text: str) -> str:
@@ -64,7 +65,9 @@ def path(text: str, *, is_quoted: bool = False) -> str:
     inside = None if is_quoted else unquoted(text)
     text = text if inside is None else inside
     if not is_quoted and inside is None and _OF_A_SHELL.search(text):
-        raise ValueError("quotes go around the whole path, and nothing needs a backslash")
+        raise ValueError(
+            "quotes go around the whole path, and nothing needs a backslash or backquotes"
+        )
     found = _VARIABLE.sub(_value_of, text)
     expanded = os.path.expanduser(found)
     if expanded == found and found.startswith("~"):
