@@ -87,3 +87,13 @@ def test_settings_that_nobody_asked_for_are_known(project, run):
     found = parse("--flagfile=runs/a/config.cfg", "--dropout=0.1").unasked
     assert found["num_classes"] == "config.cfg" and "dropout" not in found
     assert os.path.exists(run)
+
+
+def test_another_task_than_that_of_default_cfg_has_a_folder_of_its_own(project):
+    """Else it would go on with the weights of that task's run."""
+    default = project / "configs/default.cfg"
+    default.write_text("--task=one\n--run_dir=runs/demo\n")
+    assert parse().run_dir.endswith("runs/demo")
+    assert parse("--task=one").run_dir.endswith("runs/demo")
+    assert parse("--task=two").run_dir.endswith("runs/two")
+    assert parse("--task=two", "--run_dir=runs/mine").run_dir.endswith("runs/mine")

@@ -17,6 +17,7 @@ from hvdkit.settings.flagfiles import Given
 from hvdkit.stop import launch_rank
 
 _BATCH = ("global_batch_size", "batch_per_rank")
+_DEFAULTS = "configs/default.cfg"  # of the project
 
 
 def of_project() -> type[Settings]:
@@ -140,9 +141,13 @@ def _read(
         values["run_dir"] = fields.placed(
             own["run_dir"], fields.value(own["run_dir"], found), folder
         )
+    unasked = _unasked(given, own["task"].default)
+    if unasked.get("run_dir") == _DEFAULTS:
+        # The folder of default.cfg is that of another task's runs.
+        values["run_dir"] = fields.placed(own["run_dir"], f"runs/{values['task']}", folder)
     unused = _unused_batch(given, values["batch_per_rank"])
     settings = kind(**(values | {unused: 0}))
-    object.__setattr__(settings, "unasked", _unasked(given, own["task"].default))
+    object.__setattr__(settings, "unasked", unasked)
     settings = settings.implied()
     settings.check()
     return settings, others
@@ -175,7 +180,7 @@ def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
     found = {}
     for name, flag in last.items():
         if is_other and flag.is_default:
-            found[name] = "configs/default.cfg"
+            found[name] = _DEFAULTS
         elif flag.file in of_runs:
             found[name] = runs.CONFIG
     return found
