@@ -14,6 +14,8 @@ from refusals import refused
 from hvdkit.data import source
 from hvdkit.data.open import trained_on_too
 from hvdkit.data.readers.class_folders import ClassFolders
+from hvdkit.settings import Settings
+from tasks import classification
 
 
 @pytest.fixture
@@ -22,6 +24,18 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "train" / "n01" / ".DS_Store").write_bytes(b"x")
     (tmp_path / "train" / "n01" / "notes.txt").write_bytes(b"x")
     return tmp_path
+
+
+def test_the_pictures_of_an_evaluation_have_the_names_of_classes(root, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(classification, "_tile", lambda *shown: drawn.append(shown[1:]) or tile)
+    tile = np.zeros([4, 4, 3], np.uint8)
+    config = Settings(data_dir=str(root), data_format="class_folders", num_classes=3)
+    task = classification.Task(config)
+    task.sources()
+    inputs = {"image": tf.zeros([2, 8, 8, 3])}
+    task.draw(inputs, tf.constant([0, 2]), tf.one_hot([1, 2], 3))
+    assert drawn == [("n01", "n02"), ("n10", "n10")]
 
 
 def fails(root: Path, *parts: object):
