@@ -116,7 +116,7 @@ def test_nobody_locks_what_a_run_waits_for(tmp_path: Path, monkeypatch: pytest.M
     run, packed = tmp_path / "run", tmp_path / "packed"
     for folder in (run, packed):
         folder.mkdir()
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     (run / "summary.json").write_text("{}")
     (packed / "shard").write_bytes(b"five!")

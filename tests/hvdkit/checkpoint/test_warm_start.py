@@ -164,7 +164,7 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
         (keras_file, True, r"a .keras file holds no average"),
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),
         (lambda at: averaged_run(at, 0, decay=0.5)[0], True, NO_AVERAGE),  # yet zeros
-        (lambda at: at / "nothing", False, "nothing is no .keras file"),
+        (lambda at: at / "nothing", False, "nothing does not exist"),
     ],
 )
 def test_what_holds_no_such_weights_is_named_in_one_line(write, averages, match, tmp_path):

@@ -317,7 +317,10 @@ def test_probabilities_of_an_export_are_of_the_tasks_inputs():
     """A model that gives back its input as logits; the task divides pictures by 255."""
     x = keras.Input((3,))
     model = keras.Model(x, keras.layers.Activation("linear")(x))
-    task = SimpleNamespace(picture_inputs=lambda image: tf.cast(image[0, 0], tf.float32) / 255.0)
+    task = SimpleNamespace(
+        picture_inputs=lambda image: tf.cast(image[0, 0], tf.float32) / 255.0,
+        build_model=lambda: model,
+    )
     pictures = tf.constant([[[[255, 0, 0]]], [[[0, 0, 255]]]], tf.uint8)
     found = Exported(task, model, outputs.softmax).of_pictures(pictures)
     high, low = np.e / (np.e + 2), 1 / (np.e + 2)

@@ -114,4 +114,4 @@ def test_values_are_what_flags_would_make_of_them(tmp_path):
 
 
 def test_a_run_that_is_none_is_refused(tmp_path):
-    refused(lambda: hvdkit.load(PROJECT / "runs" / "away"), "is no run's folder")
+    refused(lambda: hvdkit.load(PROJECT / "runs" / "away"), "does not exist")
