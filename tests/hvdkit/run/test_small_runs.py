@@ -38,12 +38,12 @@ def outcomes(request):
         names = [params["name"] for params in of if params["launch"] == (backend, ranks)]
         files = [file for file in files if {*names} & {*names_of_checks(file)}]
         if names:
-            found[backend, ranks] = run_checks(files, ranks, backend, names=names, timeout=1000)
+            found[backend, ranks] = run_checks(files, ranks, backend, names=names, timeout=1800)
     return found
 
 
 # The first waits for all launches: a minute each, and several on a busy machine.
-@pytest.mark.timeout(3200)
+@pytest.mark.timeout(4000)
 @pytest.mark.parametrize(
     ("launch", "name"),
     [
