@@ -59,7 +59,7 @@ MISTAKES = [
     # It is traced without a fault.
     (
         {"sums": lambda task, outputs, targets: {"one": tf.gather([0], tf.shape(outputs)[0])}},
-        "evaluating one sample failed: indices = 1 is not in [0, 1)",
+        "line 61: indices = 1 is not in [0, 1)",
     ),
     ({"sources": _bytes_for_text}, "fingerprint() must return text", "b'bytes'"),
     (  # of one rank alone

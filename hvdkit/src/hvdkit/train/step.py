@@ -403,7 +403,9 @@ class Step:
                     found = losses(micro)
                 else:
                     what = "the model, called in training,"
-                    with task_checks.user_code_errors(what, self._task.build_model):
+                    with task_checks.user_code_errors(
+                        what, getattr(self._task, "build_model", None)
+                    ):
                         outputs = model(micro["inputs"], training=True)
             added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
             if losses:
