@@ -84,7 +84,7 @@ KINDS = {
     "losses added by the model": micro(
         lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2))
     ),
-    "state equal on all ranks": micro(lambda: between(dense(), Step(models.anneal, CALLS))),
+    "state equal on all ranks": Kind(lambda: between(dense(), Step(models.anneal, CALLS))),
     "batch norm in functions": micro(models.InFunctions, (6, 3)),
     "batch norm unrolled both ways": Kind(
         lambda: Net(layers.Bidirectional(layers.RNN(models.Cell(), unroll=True)), dense()), (4, 3)
