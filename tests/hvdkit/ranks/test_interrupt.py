@@ -133,7 +133,7 @@ def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
 LAUNCHERS = ("--mpi", "--gloo")
 WAYS = ("Ctrl-C", "timeout")
 CASES = [*itertools.product((2, 8), LAUNCHERS, WAYS)]
-ENDLESS = ["--num_steps=100000", "--log_every=20"]
+ENDLESS = ["--global_batch_size=8", "--num_steps=100000", "--log_every=20"]
 
 
 def stop(folder: Path, flags: list[str], case: tuple[int, str, str]) -> float:
