@@ -268,44 +268,111 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
-@pytest.fixture
-def newer(source, tmp_path) -> Path:
-    """The repository with a version v1.1.0 after the one that projects were made from."""
-    repository = tmp_path / "repository"
-    shell(f"git clone -q {source} {repository}", tmp_path)
+# Of what is at the top of a project, an update replaces these. All else is the owner's.
+REPLACED = {".copier-answers.yml", "Dockerfile", "pyproject.toml", "uv.lock", "vendor", *LINKS}
+REWRITTEN = ("launch/stop.sh", "launch/README.md", "examples/gan/train.py", "Dockerfile")
+# Added by the newer version: the first three at places that are the owner's.
+ADDED = ("notebook.py", "tests/test_more.py", "tasks/more.py", "launch/more.sh")
+
+
+@pytest.fixture(scope="session")
+def newer(source, tmp_path_factory) -> Path:
+    """The repository with a version v1.1.0, and v0.9.0, whose updates brought back what was gone."""
+    repository = tmp_path_factory.mktemp("newer") / "repository"
+    shell(f"git clone -q {source} {repository}", source)
     engine, template = repository / "hvdkit/src/hvdkit", repository / "template"
+    copied = repository / "copier.yml"
+    rules = copied.read_text()
+    older = yaml.safe_load(rules)
+    assert "'update'" in older["_exclude"].pop(0)
+    older["_skip_if_exists"] = [".dockerignore", ".github/*", "README.md", "configs/*", "train.py"]
+    older["_skip_if_exists"] += ["models.py", "settings.py", "tasks/*", "tests/*", "Makefile"]
+    copied.write_text(yaml.safe_dump(older, sort_keys=False))
+    shell("git commit -qam 'An older version' && git tag v0.9.0", repository)
+    copied.write_text(rules)
     edit(engine / "ranks/world.py", "import os", "NEWER = True\nimport os")
     (engine / "newer.py").write_text("NEWER = True\n")
     (engine / "testing.py").unlink()
-    for name in ("train.py", "settings.py", "tasks/blank.py", "configs/blank.cfg", "Makefile"):
+    owned = ("train.py", "settings.py", "models.py", "tasks/blank.py", "configs/blank.cfg")
+    for name in (*owned, "Makefile", "README.md.jinja"):
         edit(template / name, "", "# changed by us\n")
-    edit(template / "README.md.jinja", "", "# changed by us\n")
-    edit(repository / "launch/stop.sh", "\n", "\n# changed by us\n")
-    edit(repository / "Dockerfile", "\n", "\n# changed by us\n")
+    for name in REWRITTEN:
+        edit(repository / name, "\n", "\n# changed by us\n")
+    edit(template / "pyproject.toml", "line-length = 1", "line-length = 11")
+    for name in ADDED:
+        place = repository if name.startswith("launch/") else template
+        (place / name).write_text("# changed by us\n")
     shell("git add -A && git commit -qm 2 && git tag v1.1.0", repository)
     return repository
 
 
-def test_update_replaces_the_engine_and_leaves_what_is_theirs(source, newer, tmp_path):
-    fork = make(source, tmp_path / "fork", "blank")
-    edit(fork / ".copier-answers.yml", str(source), str(newer))
-    merged = {".copier-answers.yml", "Dockerfile", "pyproject.toml", "uv.lock"}
-    own = {name for name in owners(fork) - merged if (fork / name).stat().st_size}
-    for name in own:
-        edit(fork / name, "", "# mine\n")
+def contents(fork: Path) -> dict[str, str]:
+    """The owner's files, as they are now, those that git does not know included."""
+    kept = {}
+    for path in fork.rglob("*"):
+        name = str(path.relative_to(fork))
+        if path.is_file() and name.split("/")[0] not in (REPLACED | {".git", ".venv"}):
+            kept[name] = path.read_text()
+    return kept
+
+
+def project(newer: Path, whole: Path, folder: str, version: str) -> Path:
+    """A project of a version, as a folder of a larger repository."""
+    fork = make(newer, whole / folder, "segmentation", version=version)
+    shell(f"rm -rf ./{folder}/.git && git init -q && git add -A && git commit -qm mine", whole)
+    return fork
+
+
+@pytest.mark.parametrize(("renamed", "version"), [(False, "v0.9.0"), (True, "v1.0.0")])
+def test_update_leaves_out_what_the_owner_deleted_or_renamed(renamed, version, newer, tmp_path):
+    """Each file that is the owner's; `copier recopy` brings the missing ones back."""
+    fork = project(newer, tmp_path, "models/fork", version)
+    owned = contents(fork)
+    assert {"models.py", "tasks/segmentation.py", "configs/demo.cfg", ".dockerignore"} <= set(owned)
+    for name, text in owned.items():
+        (fork / name).unlink()
+        if renamed:
+            mine = fork / "mine" / name
+            mine.parent.mkdir(parents=True, exist_ok=True)
+            mine.write_text(text)
+    gone = ("Dockerfile", "launch/jobset.yaml")
+    for name in gone:
+        (fork / name).unlink()
+    shell("git add -A && git commit -qm mine && git clean -fdq", tmp_path)
+    before, entries = contents(fork), set(os.listdir(fork))
+    shell("copier update --quiet --defaults", fork)
+    assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
+    assert contents(fork) == before and set(os.listdir(fork)) == entries
+    assert (fork / ADDED[-1]).exists() and not any((fork / name).exists() for name in gone)
+
+    (fork / "train.py").write_text("# mine\n")
+    shell("copier recopy --quiet --defaults --overwrite", fork)
+    assert set(owned) | set(ADDED[:3]) <= set(contents(fork))
+    assert (fork / "train.py").read_text() == "# mine\n"
+
+
+@pytest.mark.parametrize(("folder", "version"), [("", "v1.0.0"), ("models/fork", "v0.9.0")])
+def test_update_replaces_the_engine_and_leaves_what_is_theirs(folder, version, newer, tmp_path):
+    fork = project(newer, tmp_path / "whole", folder, version)
+    for name in [*contents(fork), "launch/stop.sh"]:
+        (fork / name).write_text(f"# mine\n{(fork / name).read_text()}")
+    # The newer version has a file of that name, and another line length.
+    (fork / "notebook.py").write_text("# mine\n")
+    edit(fork / "pyproject.toml", "line-length = 100", "line-length = 88")
     edit(fork / ENGINE / "src/hvdkit/ranks/world.py", "import os", "MINE = 1\nimport os")
     shell("git add -A && git commit -qm mine", fork)
-    shell("make -o setup update", fork)
+    before = contents(fork)
+    with pytest.raises(AssertionError, match=r"settle the conflict in pyproject\.toml"):
+        shell("make -o setup update", fork)
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
-    for name in own:
-        text = (fork / name).read_text()
-        assert text.startswith("# mine\n") and "# changed by us" not in text, name
+    assert contents(fork) == before
     engine = fork / ENGINE / "src/hvdkit"
     world = (engine / "ranks/world.py").read_text()
     assert "NEWER = True" in world and "MINE" not in world
     assert (engine / "newer.py").exists() and not (engine / "testing.py").exists()
-    for name in ("launch/stop.sh", "Dockerfile"):
-        assert (fork / name).read_text().count("\n# changed by us\n") == 1
-    assert os.access(fork / "launch/stop.sh", os.X_OK)
+    for name in REWRITTEN:
+        text = (fork / name).read_text()
+        assert text.count("# changed by us\n") == 1 and "<<<<" not in text, name
+    assert os.access(fork / "launch/stop.sh", os.X_OK) and (fork / ADDED[-1]).exists()
     found = shell("grep -rlE '^(<<<<<<<|>>>>>>>) ' . --exclude-dir=.git || true", fork)
-    assert not found.strip() and not list(fork.rglob("*.rej"))
+    assert found.split() == ["./pyproject.toml"] and not list(fork.rglob("*.rej"))
