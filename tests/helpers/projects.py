@@ -37,9 +37,7 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def make(
-    source: Path, to: Path, task: str, *, version: str | None = None, **answers: str
-) -> Path:
+def make(source: Path, to: Path, task: str, *, version: str | None = None, **answers: str) -> Path:
     data = {"task": task, "author": "Ada", "license": "MIT", **answers}
     copier.run_copy(str(source), to, data=data, vcs_ref=version, defaults=True, quiet=True)
     shell("git init -q && git add -A && git commit -qm 'A new project'", to)
