@@ -8,6 +8,7 @@ from refusals import refused
 
 from hvdkit import whole_files
 
+RECORD = ".written-by-hvdkit.json"
 NAMES = ("model", "card", "onnx")  # a folder, a file, a file that is not written again
 
 
@@ -27,7 +28,9 @@ def no_flush(monkeypatch):
 
 
 def content(folder: Path) -> dict[str, str]:
+    """Of all files but the record of what was put there."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [path for path in files if path.name != RECORD]
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
@@ -86,7 +89,8 @@ def test_a_kill_leaves_each_old_or_new_and_the_next_call_clears_up(swaps, tmp_pa
             whole_files.replaced(folder, NAMES),
         ):
             raise OSError("no space")
-        assert content(folder).keys() >= NEW.keys() and not [*folder.glob(".*")]
+        assert content(folder).keys() >= NEW.keys()
+        assert [path.name for path in folder.glob(".*")] == [RECORD]
     assert tuple(OLD.items()) in ends and tuple(NEW.items()) in ends
 
 
@@ -95,3 +99,81 @@ def test_two_at_once_are_refused(tmp_path):
         refused(lambda: made_anew(tmp_path, "new", "card"), "is being written by another process")
         (made / "card").write_text("first")
     assert content(tmp_path) == {"card": "first"}
+
+
+def a_file_in_our_folder(folder: Path) -> None:
+    (folder / "model" / "notes").write_text("a person's own")
+
+
+def a_file_of_our_name(folder: Path) -> None:
+    (folder / "onnx").unlink()
+    (folder / "onnx").write_text("a person's own")
+
+
+def a_changed_file(folder: Path) -> None:
+    (folder / "card").write_text("old, and a person's own")
+
+
+def a_link(folder: Path) -> None:
+    (folder / "card").unlink()
+    (folder / "card").symlink_to("mine")
+
+
+@pytest.mark.parametrize(
+    "change", [a_file_in_our_folder, a_file_of_our_name, a_changed_file, a_link]
+)
+def test_what_a_person_put_there_stays_and_is_refused_before_the_work(change, tmp_path):
+    old(tmp_path)
+    change(tmp_path)
+    before = content(tmp_path)
+    with (
+        pytest.raises(ValueError, match="put there or changed by somebody else") as error,
+        whole_files.replaced(tmp_path, NAMES),
+    ):
+        pytest.fail("the work began")
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    assert content(tmp_path) == before
+
+
+def test_what_a_person_puts_there_during_the_work_stays(tmp_path):
+    old(tmp_path)
+    with (
+        pytest.raises(ValueError, match="model/notes was put there"),
+        whole_files.replaced(tmp_path, NAMES) as made,
+    ):
+        (made / "card").write_text("new")
+        a_file_in_our_folder(tmp_path)
+    assert content(tmp_path) == OLD | {"model/notes": "a person's own"}
+
+
+def test_commands_of_other_names_share_a_folder_and_each_replaces_its_own(tmp_path):
+    for _ in range(2):
+        old(tmp_path)
+        with whole_files.replaced(tmp_path, ["labels"]) as made:
+            (made / "labels").mkdir()
+            (made / "labels" / "a.png").write_text("label")
+    assert content(tmp_path) == OLD | {"labels/a.png": "label"}
+
+
+def test_an_input_is_no_output(tmp_path):
+    old(tmp_path)
+    for name in ("card", "model", "model/weights"):
+        with (
+            pytest.raises(ValueError, match="is read, and "),
+            whole_files.replaced(tmp_path, NAMES, inputs=[tmp_path / name]),
+        ):
+            pytest.fail("the work began")
+    with whole_files.replaced(tmp_path, NAMES, inputs=[tmp_path / "mine", tmp_path]):
+        pass
+
+
+def test_a_file_is_replaced_where_it_has_the_sign_of_its_command(tmp_path):
+    file = tmp_path / "page.html"
+    whole_files.refuse_other(file, "by us")
+    for text in ("", "written by us"):
+        file.write_text(text)
+        whole_files.refuse_other(file, "by us")
+    file.write_text("a person's own")
+    refused(
+        lambda: whole_files.refuse_other(file, "by us"), "page.html is a file that this command"
+    )

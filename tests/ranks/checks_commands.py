@@ -114,11 +114,24 @@ def check_each_class_and_the_worst_samples(world):
     assert not (out / "worst").exists()
 
 
+def persons_files(folder: Path) -> None:
+    """Files of a person, in folders that commands write too."""
+    for name in ("worst", "labels"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a.txt").write_text("a person's own")
+
+
 def check_what_cannot_be_evaluated_is_refused_in_one_sentence(world):
     said = call(evaluate, world, "--num_classes=12", code=WRONG_USE)
     assert "has 10 classes" in said
     said = call(evaluate, world, out=Path("/dev/null/x"), code=WRONG_USE)
     assert "writing /dev/null" in said
+    on_chief(world, lambda: persons_files(FOLDER / "persons"))
+    pictures, persons = [FOLDER / "in-3"], FOLDER / "persons"
+    for command, name in ((evaluate, "worst/a.txt"), (predict, "labels/a.txt")):
+        said = call(command, world, out=persons, pictures=pictures, code=WRONG_USE)
+        assert f"{name} was put there or changed by somebody else" in said
+    assert sorted(path.name for path in persons.rglob("*.txt")) == ["a.txt", "a.txt"]
     call(evaluate, world, out=FOLDER / "none", stop=True, code=PREEMPTED)
     assert not (FOLDER / "none").exists()
     (DIGITS / "evaluation").symlink_to(FOLDER) if world.is_chief else None
@@ -187,7 +200,10 @@ def check_examples_are_shared_and_stay_in_order(world):
         assert found["probabilities"].shape == (45, 3) and np.mean(hits) > 0.6
     on_chief(world, lambda: lines(FOLDER / "x.jsonl", x))
     call(predict, world, run=NUMBERS, out=out, pictures=[FOLDER / "x.jsonl"])
-    assert [path.name for path in out.iterdir()] == ["predictions.jsonl"]
+    assert [path.name for path in out.glob("[!.]*")] == ["predictions.jsonl"]
+    own = [out / "predictions.jsonl"]
+    said = call(predict, world, run=NUMBERS, out=out, pictures=own, code=WRONG_USE)
+    assert "predictions.jsonl is read, and " in said
     same = [line["classes"] for line in json_lines(out / "predictions.jsonl")]
     assert np.mean(same == np.array([sample["label"] for sample in samples])) == np.mean(hits)
 

@@ -23,6 +23,9 @@ JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**26  # that are read of a
 _UNFINISHED = ".unfinished"  # ending of the hidden folder in which `replaced` lets files be made
 _OLD = ".old"  # ending of what had a name before
 _LOCK = ".lock"
+_RECORD = ".written-by-hvdkit.json"  # path, size and time of each file that `replaced` put there
+_RECORD_BYTES = 2**30
+_SIGN_BYTES = 2**10  # of a file's beginning, which holds its sign
 _WORKING_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 
@@ -89,18 +92,24 @@ def written(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replaced(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+def replaced(folder: Path, names: Sequence[str], *, inputs: Iterable[Path] = ()) -> Iterator[Path]:
     """Yields a folder to write in; what has these names in it then takes its place in `folder`.
 
     Of `names`, what was not written is removed from `folder`, so that all of them are of one call.
     They are put there one after the other, each at once. After any exception, or a kill before
-    that, `folder` is as it was. What killed processes left is removed first.
+    that, `folder` is as it was. What killed processes left is removed first. A hidden record in
+    `folder` says which files are of such a call: a person's own, or changed ones, stay.
 
-    Raises ValueError: another process writes there. OSError: something cannot be written.
+    `inputs`: files and folders that are read meanwhile.
+
+    Raises ValueError: another process writes there; what has these names is a person's, or an
+    input. OSError: something cannot be written.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_inputs(folder, names, inputs)
     _recover(folder)
+    _refuse_foreign(folder, names)
     made = folder / f".{secrets.token_hex(8)}{_UNFINISHED}"
     try:
         made.mkdir(mode=0o700)  # other users could hold the lock in it
@@ -110,6 +119,8 @@ def replaced(folder: Path, names: Sequence[str]) -> Iterator[Path]:
                 locks.enter_context(lock(made / _LOCK))
             yield made
             _flush_all(made)
+            _refuse_foreign(folder, names)  # somebody may have come meanwhile
+            _write_record(folder, names, made)
             for name in names:
                 put(made / name, folder / name)
             flush(folder)
@@ -118,6 +129,69 @@ def replaced(folder: Path, names: Sequence[str]) -> Iterator[Path]:
         if is_new:
             with contextlib.suppress(OSError):  # it holds what was written
                 folder.rmdir()
+
+
+def refuse_other(path: Path, sign: str) -> None:
+    """Raises ValueError where a file has this path that does not begin with a text of `sign`.
+
+    Raises OSError: it is no regular file, or cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    with opened(path) as file:
+        beginning = file.read(_SIGN_BYTES)
+    if beginning and sign.encode() not in beginning:
+        message = f"{path} is a file that this command did not write, so it is not replaced"
+        raise ValueError(f"{message}: give another name, or move it")
+
+
+def _refuse_inputs(folder: Path, names: Sequence[str], inputs: Iterable[Path]) -> None:
+    outputs = [os.path.realpath(folder / name) for name in names]
+    for path in inputs:
+        real = Path(os.path.realpath(path))
+        for output in outputs:
+            if real.is_relative_to(output):
+                message = f"{path} is read, and {output} would be replaced"
+                raise ValueError(f"{message}: write into another folder")
+
+
+def _refuse_foreign(folder: Path, names: Sequence[str]) -> None:
+    """Raises ValueError where a file of these names is not as `replaced` put it there."""
+    for entry in sorted(_entries(folder, names) - _recorded(folder)):
+        path = Path(os.path.realpath(folder), entry[0])
+        message = f"{path} was put there or changed by somebody else, so it is not replaced"
+        raise ValueError(f"{message}: move it, or write into another folder")
+
+
+def _write_record(folder: Path, names: Sequence[str], made: Path) -> None:
+    """The files that have these names, and those in `made`: a kill may leave either."""
+    others = {entry for entry in _recorded(folder) if entry[0].split("/")[0] not in names}
+    files = others | _entries(folder, names) | _entries(made, names)
+    write_json(made / _RECORD, sorted(files))
+    (made / _RECORD).replace(folder / _RECORD)
+
+
+def _recorded(folder: Path) -> set[tuple[str, int, int]]:
+    """The files that `replaced` put into the folder, as `_entries`; none where it did not."""
+    try:
+        record = json.loads(read(folder / _RECORD, _RECORD_BYTES))
+        return {(str(path), int(size), int(time)) for path, size, time in record}
+    except (OSError, ValueError, TypeError):
+        return set()
+
+
+def _entries(folder: Path, names: Sequence[str]) -> set[tuple[str, int, int]]:
+    """Path, size and time of each file that has one of these names, or is in a folder that has."""
+    found = set()
+    paths = [folder / name for name in names]
+    while paths:
+        path = paths.pop()
+        if path.is_dir() and not path.is_symlink():
+            paths += path.iterdir()
+        elif os.path.lexists(path):
+            about = path.lstat()
+            found.add((str(path.relative_to(folder)), about.st_size, about.st_mtime_ns))
+    return found
 
 
 def put(made: Path, path: Path) -> None:

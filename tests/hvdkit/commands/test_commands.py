@@ -313,6 +313,15 @@ def test_an_export_that_cannot_be_made_is_refused(tmp_path, out, check, words):
     assert stop.value.code == WRONG_USE and not own.out.is_dir()
 
 
+def test_an_export_replaces_nothing_of_a_person(tmp_path):
+    (tmp_path / "saved_model").mkdir()
+    (tmp_path / "saved_model" / "mine").write_text("a person's own")
+    with pytest.raises(Stop, match="saved_model/mine was put there") as stop:
+        export(Settings(), ALONE, None, own=SimpleNamespace(out=tmp_path, check=None))
+    assert stop.value.code == WRONG_USE and "\n" not in str(stop.value)
+    assert [path.name for path in tmp_path.rglob("*")] == ["saved_model", "mine"]
+
+
 def test_probabilities_of_an_export_are_of_the_tasks_inputs():
     """A model that gives back its input as logits; the task divides pictures by 255."""
     x = keras.Input((3,))
@@ -331,7 +340,11 @@ def test_probabilities_of_an_export_are_of_the_tasks_inputs():
 def test_a_sheet_holds_the_pictures_and_labels_of_the_first_step(tiny, tmp_path):
     flags = ["--flagfile=configs/demo.cfg", *tiny, "--accumulation_steps=1", "--num_steps=2"]
     command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")
+    command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")  # replaces its own
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
+    Image.fromarray(sheet).save(tmp_path / "photo.png")
+    ended = launch(1, ["-m", "hvdkit", "browse", *flags, f"--out={tmp_path}/photo.png"], "alone")
+    assert ended.code == 2 and "photo.png is a file that this command did not" in ended.output
     config = settings_lib.parse(["train.py", *flags])
     examples, _ = browse.samples(config.for_ranks(1), 6)
     assert len(examples) == 6 and len({e["inputs"]["image"].tobytes() for e in examples}) == 6

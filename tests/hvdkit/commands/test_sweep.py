@@ -192,6 +192,14 @@ def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, sai
     assert not (tmp_path / "all").exists()
 
 
+def test_a_folder_with_a_persons_files_is_refused(start, tmp_path, capfd):
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "best.cfg").write_text("--base_lr=0.1\n")
+    assert start("--base_lr=0.1,0.2") == 2
+    assert "all has best.cfg of no sweep" in capfd.readouterr().err
+    assert (tmp_path / "all" / "best.cfg").read_text() == "--base_lr=0.1\n"
+
+
 def test_a_launcher_that_is_not_there_is_named(start, capfd):
     assert start("--base_lr=0.1,0.2", "--launch=/no/such") == 2
     assert capfd.readouterr().err.count("/no/such") == 1

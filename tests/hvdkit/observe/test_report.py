@@ -121,6 +121,10 @@ def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys
     assert "--run_dir" not in rows and "--task" not in rows
     assert re.search(r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", found.stdout)
     drawn = Page(page.read_text())
+    report = (trained / "report.html").read_bytes()
+    other_page = call("compare", trained, other, f"--html={trained}/report.html")
+    assert other_page.returncode == 2 and "report.html is a file that this" in other_page.stderr
+    assert (trained / "report.html").read_bytes() == report
     assert {"Training loss", "Learning rate"} <= set(drawn.figures)
     assert all(link.startswith(("data:", "#")) for link in drawn.links)
 

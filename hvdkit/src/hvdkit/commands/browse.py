@@ -9,11 +9,13 @@ uint8 or float32 of 0 to 255.
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngInfo
 
 from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
@@ -28,6 +30,7 @@ from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
 _COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
+SIGN = "hvdkit browse"  # what a sheet's file begins with, as its Software
 _TEXT = 18  # pixels: height of the text
 
 
@@ -67,6 +70,18 @@ def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarra
         top, left = place // columns * height, place % columns * width
         whole[top : top + part.shape[0], left : left + part.shape[1]] = part
     return whole
+
+
+def write(file: Path, image: np.ndarray) -> None:
+    """Writes a sheet as PNG, in the place of an older sheet.
+
+    Raises ValueError: another file has the name. OSError.
+    """
+    whole_files.refuse_other(file, SIGN)
+    text = PngInfo()
+    text.add_text("Software", SIGN)
+    with whole_files.written(file) as partial:
+        Image.fromarray(image).save(partial, "PNG", pnginfo=text)
 
 
 def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
@@ -112,8 +127,8 @@ def main(argv: list[str]) -> int:
     if own.count < 1:
         made.error(f"--count={own.count}: give 1 or more")
     config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
+    whole_files.refuse_other(own.out, SIGN)
     examples, names = samples(config.for_ranks(1), own.count)
-    with whole_files.written(own.out) as partial:
-        Image.fromarray(sheet(examples, names)).save(partial, "PNG")
+    write(own.out, sheet(examples, names))
     print(logs.printable(f"{len(examples)} samples: {own.out}"))
     return DONE

@@ -7,7 +7,8 @@
 The scores equal those that the run logged, on any number of ranks. Flags of train.py may follow:
 --data_dir if the data have moved; --eval_flip, --eval_scales and the like for other scores.
 It writes to --out: evaluation.json, classes.csv, confusion.csv, and pictures of the samples with
-the largest loss. What an earlier evaluation left there is replaced at the end.
+the largest loss. What an earlier evaluation left there is replaced at the end; what somebody else
+put there under these names is refused.
 """
 
 import contextlib
@@ -84,7 +85,8 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
         made = Path()
         with world.fail_together(f"writing {out}"):  # known before what may take hours
             if world.is_chief:
-                made = replacing.enter_context(_replaced(own.out, out))
+                inputs = [path, Path(config.data_dir)]
+                made = replacing.enter_context(_replaced(own.out, out, inputs))
         weights = run.state.averaged_weights() if averaged else nullcontext()
         with weights:
             found = evaluator.run(lambda: stop_signal.asked)
@@ -105,7 +107,7 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, own: An
 
 
 @contextlib.contextmanager
-def _replaced(asked: Path | None, out: Path) -> Iterator[Path]:
+def _replaced(asked: Path | None, out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
     """Yields a folder for the files, which are then those of `out`; `asked`: --out."""
     if not asked and out.parent.is_symlink():
         raise ValueError(f"{out.parent} is a link, which is not followed: give --out")
@@ -114,7 +116,7 @@ def _replaced(asked: Path | None, out: Path) -> Iterator[Path]:
     try:
         with (
             whole_files.held(out.resolve() if asked else out) as held,
-            whole_files.replaced(held, WRITTEN) as made,
+            whole_files.replaced(held, WRITTEN, inputs=inputs) as made,
         ):
             yield made
     finally:

@@ -15,7 +15,7 @@ OUT/model.keras is the model alone, for use with Keras. Notes say what it needs 
 that Keras cannot write or load it; the SavedModel is written all the same. OUT/card.json and the
 SavedModel's assets.extra/card.json hold the checkpoint's data card: class names in the order of the
 outputs, colour order, sizes, training data. What an earlier export left in OUT is replaced at the
-end, and stays where this one fails.
+end, and stays where this one fails; what somebody else put there under these names is refused.
 
 With --onnx, OUT/model.onnx is the network alone, by tf2onnx: it takes what the task's
 `picture_inputs` returns (which may scale a picture; tf2onnx cannot convert TensorFlow's antialiased
@@ -138,7 +138,8 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any)
     with world.fail_together("exporting"):
         is_picture = own.check and own.check.suffix not in examples.SUFFIXES
         data = _picture(own.check) if is_picture else None
-        with whole_files.replaced(own.out.absolute(), WRITTEN) as folder:
+        inputs = [own.check] if own.check else []
+        with whole_files.replaced(own.out.absolute(), WRITTEN, inputs=inputs) as folder:
             run = load_run.trained(config, own.checkpoint, own.ema, for_pictures=is_picture)
             if tasks.optional(run.task, "picture_inputs"):
                 exports = _of_pictures(run, config, data or _picture(None))

@@ -17,8 +17,9 @@ is softmax cross-entropy ("class_name" too, in .jsonl, where classes have names)
 outputs. A file with a wrong line or array is refused.
 
 With horovodrun, the ranks share the work, and OUT must be a folder that all of them see. What an
-earlier call left in OUT is replaced at the end, and stays where this one fails or is stopped. Flags
-of train.py may follow (--eval_flip, ...).
+earlier call left in OUT is replaced at the end, and stays where this one fails or is stopped; what
+somebody else put there under these names is refused. Flags of train.py may follow (--eval_flip,
+...).
 """
 
 import contextlib
@@ -62,12 +63,13 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any
     """Every rank must call it. Raises Stop, on all ranks, where not all was predicted."""
     of_examples = any(path.suffix in examples.SUFFIXES for path in own.pictures)
     kind = predict_examples.Work if of_examples else Pictures
-    work = kind(config, world, own)
     with contextlib.ExitStack() as replacing:
         made = ""
-        with world.fail_together(f"writing {own.out}"):
+        with world.fail_together(f"writing {own.out}"):  # known before the work
             if world.is_chief:
-                made = replacing.enter_context(whole_files.replaced(own.out, WRITTEN))
+                replaced = whole_files.replaced(own.out, WRITTEN, inputs=own.pictures)
+                made = replacing.enter_context(replaced)
+        work = kind(config, world, own)
         folder = Path(world.broadcast_object(os.path.abspath(made), "predict.folder"))
         with world.fail_together(f"writing {own.out}"):
             if not folder.is_dir():

@@ -240,7 +240,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def handler(answer: Answer, word: str, title: str) -> type[Handler]:
     """A server's, of one address."""
-    page = pages.page(title, [_BODY.replace("MOST_BYTES", str(_MOST_BYTES))])
+    page = pages.page(title, [_BODY.replace("MOST_BYTES", str(_MOST_BYTES))], by="serve")
     own = {"answer": staticmethod(answer), "word": word, "page": page}
     return type("OneAddress", (Handler,), own)
 

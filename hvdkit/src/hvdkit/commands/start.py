@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
-from PIL import Image
 
 from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
@@ -123,6 +122,8 @@ def start(root: Path, name: str, own: Namespace) -> str:
         raise ValueError(f"{root} does not exist: give {what}")
     if links.is_relative_to(root):
         raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
+    sheet = here / "runs" / f"{name}-sheet.png"
+    whole_files.refuse_other(sheet, browse.SIGN)
     if there := [path for path in (cfg, links) if path.exists()]:
         raise ValueError(f"{there[0]} exists: give another --name, or remove it")
     with contextlib.ExitStack() as undone:
@@ -144,9 +145,8 @@ def start(root: Path, name: str, own: Namespace) -> str:
 
         config = write(Measured())
         examples, names = browse.samples(config, _SAMPLES)
-        sheet = here / "runs" / f"{name}-sheet.png"
         sheet.parent.mkdir(exist_ok=True)
-        Image.fromarray(browse.sheet(examples, names)).save(sheet)
+        browse.write(sheet, browse.sheet(examples, names))
         print(logs.printable(f"written: {sheet}, samples to look at"))
         if not own.quick:
             about = "measuring batch and learning rate, a minute or two; --quick: neither"

@@ -37,6 +37,7 @@ from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotN
 _FAILURES = 3  # trials, after which a sweep without a score ends
 _RESTARTS, _PAUSE = 3, 5.0  # of a trial that ends with 75 or 76 by itself; seconds before each
 _BASE = "base.cfg"  # in the folder: the flagfile as it was when the sweep began
+_WRITTEN = (_BASE, "best.cfg", "journal.log", "sweep.html")  # in the folder, beside sweep.json
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -228,7 +229,7 @@ class Sweep:
         folder, best = self._own.folder, self._best()
         metric = self._metric()
         parts = _parts(metric, self._trials(), self._asked)
-        pages.write(folder / "sweep.html", str(folder), parts)
+        pages.write(folder / "sweep.html", str(folder), parts, by="sweep")
         if not best:
             return None
         score = f"{metric.name} {metric.height(best.value):.6g}"
@@ -245,6 +246,9 @@ def _study(folder: Path, asked: Asked) -> optuna.Study:
     file, journal = folder / "sweep.json", folder / "journal.log"
     new = [*(line for _, line in asked.base), *asked.words({})]
     old = json.loads(whole_files.read(file, whole_files.JSON_BYTES)) if file.exists() else new
+    others = [name for name in _WRITTEN if not file.exists() and (folder / name).exists()]
+    if others:
+        raise ValueError(f"{folder} has {others[0]} of no sweep: move it, or give another --folder")
     for line in [line for line in (*old, *new) if (line in old) != (line in new)]:
         whose = "that one" if line in old else "this one"
         raise ValueError(f"{folder} has another sweep: only {whose} has {line}; give --folder")

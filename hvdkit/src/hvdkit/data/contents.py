@@ -14,6 +14,7 @@ from hvdkit.data.source import Source
 
 _THREADS, _AT_ONCE = 16, 1_000
 _MOST_BYTES = 2**32
+_SIGN = "# hvdkit check --hash"  # the first line; sha256sum takes it for a comment
 
 
 def known(root: Path, split: str) -> str:
@@ -29,13 +30,17 @@ def known(root: Path, split: str) -> str:
 
 
 def why_not(source: Source, split: str) -> str:
-    """Why `write` cannot work, known before anything is read; "": it can."""
+    """Why `write` cannot work, known before anything is read; "": it can.
+
+    Raises ValueError: a file of somebody else has the name.
+    """
     if not hasattr(source, "files"):
         return (
             "--hash is for files that are listed (class folders, pairs); records and CIFAR have "
             "checksums in their fingerprint, a reader of your own needs `files` and `root`"
         )
     folder = _file(source.root, split).parent
+    whole_files.refuse_other(_file(source.root, split), _SIGN)
     writable = os.access(folder, os.W_OK)
     return "" if writable else f"--hash writes into {folder}, which is read-only for you"
 
@@ -47,6 +52,7 @@ def write(source: Source, split: str) -> str:
     """
     file, names, lines = _file(source.root, split), [*source.files()], []
     before = set(whole_files.read(file, _MOST_BYTES).splitlines()) if file.exists() else set()
+    before.discard(_SIGN.encode())
     with ThreadPoolExecutor(_THREADS) as pool:
         for first in range(0, len(names), _AT_ONCE):
             part = names[first : first + _AT_ONCE]
@@ -55,7 +61,7 @@ def write(source: Source, split: str) -> str:
                 lines.append(_line(name, sha))
                 logs.progress("files", len(lines), len(names))
     with whole_files.written(file) as partial:
-        partial.write_bytes(b"".join(line + b"\n" for line in lines))
+        partial.write_bytes(b"".join(line + b"\n" for line in [_SIGN.encode(), *lines]))
     new = [os.fsdecode(line.split(b"  ", 1)[1]) for line in lines if line not in before]
     if before and new:
         what = f"{len(new):,} of {len(lines):,} files are new, or changed since the last --hash"

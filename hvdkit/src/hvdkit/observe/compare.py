@@ -128,7 +128,14 @@ def write(file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]
                 lines[name] = curve
         found += [pages.curves(title, lines)] if lines else []
     parts = [pages.table(rows[1:], rows[0]), pages.section("Curves", pages.cards(found))]
-    pages.write(file, f"{len(runs)} runs compared", parts)
+    pages.write(file, f"{len(runs)} runs compared", parts, by="compare")
+
+
+def check_page(file: Path) -> None:
+    """Raises ValueError: the file is there, and no page of this command."""
+    from hvdkit.observe import pages  # here: loading the plot library takes half a second
+
+    whole_files.refuse_other(file, pages.sign("compare"))
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -164,6 +171,8 @@ def main(argv: list[str]) -> int:
     own = parser.parse_args(argv[1:])
     if len(own.folders) < 2:
         raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")
+    if own.html:
+        check_page(own.html)
     runs = [records.read(folder) for folder in own.folders]
     names = labels(own.folders)
     rows = [["", *names], *side_by_side(runs, own.score)]

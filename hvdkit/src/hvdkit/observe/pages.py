@@ -77,10 +77,11 @@ pre { overflow-x: auto; background: var(--card); padding: 0.8rem; border-radius:
 """
 
 
-def page(title: str, parts: Sequence[str]) -> str:
-    """The whole file; `parts` are HTML, the title is text."""
+def page(title: str, parts: Sequence[str], *, by: str) -> str:
+    """The whole file; `parts` are HTML, the title is text; `by`: the command that writes it."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"{sign(by)}\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<link rel="icon" href="data:,">\n<title>{escaped(title)}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escaped(title)}</h1>\n"
@@ -89,10 +90,19 @@ def page(title: str, parts: Sequence[str]) -> str:
     )
 
 
-def write(file: Path, title: str, parts: Sequence[str]) -> None:
-    """Atomic: a reader finds the old page or the new one. Raises OSError."""
+def sign(by: str) -> str:
+    """What a page of the command `by` begins with, for whole_files.refuse_other."""
+    return f'<meta name="generator" content="hvdkit {by}">'
+
+
+def write(file: Path, title: str, parts: Sequence[str], *, by: str) -> None:
+    """Atomic: a reader finds the old page or the new one; only a page of `by` is replaced.
+
+    Raises ValueError: another file has the name. OSError.
+    """
+    whole_files.refuse_other(file, sign(by))
     with whole_files.written(file) as partial:
-        partial.write_text(page(title, parts), encoding="utf-8")
+        partial.write_text(page(title, parts, by=by), encoding="utf-8")
 
 
 def escaped(text: object) -> str:

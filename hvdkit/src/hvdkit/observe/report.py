@@ -56,7 +56,7 @@ def write(run_dir: Path) -> Path:
     ]
     state = run.summary.get("exit_reason") or f"not ended, step {run.last_step():,}"
     out = run_dir / "report.html"
-    pages.write(out, f"{run.folder.resolve().name}: {state}", parts)
+    pages.write(out, f"{run.folder.resolve().name}: {state}", parts, by="report")
     return out
 
 

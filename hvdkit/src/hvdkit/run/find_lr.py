@@ -89,7 +89,12 @@ class FindLr:
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
         title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
         how = {"xlabel": "base_lr", "log_x": True, "marks": list(found or [])}
-        pages.write(self._page, "Learning rate", [pages.cards([pages.curves(title, lines, **how)])])
+        pages.write(
+            self._page,
+            "Learning rate",
+            [pages.cards([pages.curves(title, lines, **how)])],
+            by="find_lr",
+        )
 
 
 class Slopes(NamedTuple):
