@@ -81,8 +81,6 @@ def _main(results: str, *files: str) -> None:
 
     # isort: split
 
-    import keras
-
     from hvdkit.ranks import world as world_lib
 
     world = world_lib.connect()
@@ -98,9 +96,6 @@ def _main(results: str, *files: str) -> None:
         for thread in map(int, os.listdir("/proc/self/task")):
             with contextlib.suppress(OSError):  # it has ended
                 os.sched_setaffinity(thread, cores)
-        # A check that trained in float64 leaves layers' types so.
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
         try:
             check(world)
             failure = None

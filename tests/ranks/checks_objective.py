@@ -10,7 +10,7 @@ import tensorflow as tf
 from small_runs import CLASSES, FEATURES, Small, fit, folder, same
 
 from hvdkit.data.source import Arrays
-from hvdkit.ranks.world import set_precision
+from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
 from hvdkit.train import across
 from hvdkit.train.groups import Group
@@ -70,6 +70,7 @@ def targets_of(data: Arrays):
     return tf.constant(data._arrays["y"]), tf.constant(data._arrays["weights"])
 
 
+@kept_numbers()
 def reference(world, task, make) -> tuple[keras.Model, list, dict]:
     """One process, one batch a step: the model, each step's terms, those of the second data."""
     folder(world)  # chooses the threads first
@@ -297,6 +298,7 @@ def slow_check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
 
 
+@kept_numbers()
 def check_averages_of_groups_are_kerass_and_resume_and_a_changed_rule_is_named(world):
     settings = {n: v for n, v in EXACT.items() if n != "momentum"}
     settings |= {"base_lr": 0.05, "ema_decay": 0.5, "eval_every": 1}
@@ -380,6 +382,7 @@ class ByPlateau:
         return model
 
 
+@kept_numbers()
 def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
     """A run that goes on, one that ended after an evaluation, two that a signal stopped."""
     folder(world)

@@ -12,7 +12,7 @@ from small_runs import FEATURES, Small, classifier, fit, folder, numbers, same
 
 from hvdkit import logs
 from hvdkit.data.sampler import Sampler
-from hvdkit.ranks.world import set_precision
+from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, WRONG_USE
 from hvdkit.train import across
 
@@ -95,6 +95,7 @@ class Alone:
             weight.assign_sub(0.1 * gradient)
 
 
+@kept_numbers()
 def reference(world, step) -> Alone:
     """`step(alone, micro)` on each batch, in the order of the run's samples."""
     folder(world)  # chooses the threads first

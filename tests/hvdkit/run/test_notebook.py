@@ -26,15 +26,43 @@ sys.argv = ["train.py", "--num_steps=none"]
 assert hvdkit.main(train.train, Settings) == 2
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.utils.rng_utils import get_random_seed
+from tensorflow.python.framework.config import is_op_determinism_enabled
 
 tf.zeros(1)  # TensorFlow has started
-before = [signal.getsignal(signal.SIGINT), keras.config.dtype_policy().name, random.getstate()]
+
+def in_the_process():
+    return [
+        signal.getsignal(signal.SIGINT), keras.config.dtype_policy().name, keras.config.floatx(),
+        keras.config.epsilon(), keras.config.image_data_format(), is_op_determinism_enabled(),
+        random.getstate(), np.random.get_state()[1].tolist(), get_random_seed(),
+        keras.random.uniform([2], seed=keras.random.SeedGenerator(1)).numpy().tolist(),
+    ]
+
+def drawn():
+    return float(tf.random.uniform([])), float(keras.random.uniform([]))
+
+keras.utils.set_random_seed(5)
+firsts = [drawn(), drawn()]
+keras.utils.set_random_seed(5)
+assert drawn() == firsts[0]
+before = in_the_process()
 usual = dict(flagfile="configs/blank.cfg", run_dir=RUN, trackers="", precision="bfloat16")
+usual["deterministic"] = True
 
 exec(SNIPPET, {})
 settings = hvdkit.load_settings(Settings, **usual, num_steps=20, checkpoint_every=10)
-assert hvdkit.main(train.train, settings) == 0
+
+def changed_by_the_task(run):
+    keras.config.set_epsilon(1e-3)
+    train.train(run)
+
+assert hvdkit.main(changed_by_the_task, settings) == 0
+wide = usual | {"precision": "float64", "run_dir": f"{RUN}-float64"}
+assert hvdkit.main(train.train, hvdkit.load_settings(Settings, **wide, num_steps=2)) == 0
+assert in_the_process() == before
 settings = hvdkit.load_settings(Settings, **usual, num_steps=40)  # goes on, in the same process
 
 def interrupted(run):
@@ -61,12 +89,13 @@ try:
     raise SystemExit("not interrupted")
 except KeyboardInterrupt:
     pass
-assert before == [
-    signal.getsignal(signal.SIGINT), keras.config.dtype_policy().name, random.getstate()
-]
+assert in_the_process() == before
 
 model = hvdkit.load(RUN, "last")
-assert isinstance(model, keras.Model) and keras.config.dtype_policy().name == before[1]
+assert isinstance(model, keras.Model) and in_the_process() == before
+assert drawn() == firsts[1]
+assert hvdkit.load(f"{RUN}-float64", "last").get_weights()[0].dtype == np.float64
+assert model.get_weights()[0].dtype == np.float32
 print("weights", float(abs(model.get_weights()[0]).sum()), model.dtype_policy.name)
 """
 

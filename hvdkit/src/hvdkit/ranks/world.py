@@ -12,13 +12,16 @@ import hashlib
 import os
 import random
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import context
+from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit import logs
 from hvdkit.logs import join
@@ -256,7 +259,7 @@ def gpu() -> str:
 
 
 def set_numbers(config: Settings) -> None:
-    """Seed, determinism and precision of what is made from now on."""
+    """Seed, determinism and precision of what is made from now on, within `kept_numbers`."""
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -265,16 +268,52 @@ def set_numbers(config: Settings) -> None:
 
 @contextlib.contextmanager
 def kept_numbers() -> Iterator[None]:
-    """After the block Keras's types, and the seeds of Python and NumPy, are what they were."""
-    floatx, policy = keras.config.floatx(), keras.config.dtype_policy()
-    of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 (the user's)
+    """After the block, what `set_numbers` or a task's code set in this process is as before.
+
+    So a process may make several runs, of other types and settings, and the user's own code, as in
+    a notebook, goes on as if there had been none.
+    """
+    before = [(put, get()) for get, put in _KEPT]
     try:
         yield
     finally:
-        keras.config.set_floatx(floatx)
-        keras.config.set_dtype_policy(policy)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)  # noqa: NPY002
+        for put, value in before:
+            put(value)
+
+
+def _seed_of_tensorflow() -> tuple[int | None, Any]:
+    eager = context.context()
+    return eager._seed, getattr(eager, "_rng", None)  # where one was ever set
+
+
+def _set_seed_of_tensorflow(kept: tuple[int | None, Any]) -> None:
+    seed, generator = kept
+    tf.random.set_seed(seed)  # and begins its sequence anew
+    if generator:
+        context.context()._rng = generator
+
+
+def _seed_of_keras() -> tuple[Any, ...]:
+    return tuple(map(global_state.get_global_attribute, _SEEDS_OF_KERAS))
+
+
+def _set_seed_of_keras(kept: tuple[Any, ...]) -> None:
+    for name, value in zip(_SEEDS_OF_KERAS, kept, strict=True):
+        global_state.set_global_attribute(name, value)
+
+
+_SEEDS_OF_KERAS = "global_random_seed", "global_seed_generator"
+_KEPT: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (keras.config.floatx, keras.config.set_floatx),
+    (keras.config.dtype_policy, keras.config.set_dtype_policy),
+    (keras.config.epsilon, keras.config.set_epsilon),
+    (keras.config.image_data_format, keras.config.set_image_data_format),
+    (_pywrap_determinism.is_enabled, _pywrap_determinism.enable),
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (_seed_of_tensorflow, _set_seed_of_tensorflow),
+    (_seed_of_keras, _set_seed_of_keras),
+)
 
 
 def finish(world: World) -> None:

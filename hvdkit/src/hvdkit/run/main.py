@@ -41,12 +41,11 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
 
 
 def main_with(train: Callable[[Run], None], settings: Settings) -> int:
-    """As `main`, in a process that goes on, as a notebook's: signals and types are as before."""
+    """As `main`, in a process that goes on, as a notebook's: signals are as before."""
     project.importable()
     stop_signal = StopSignal(launch_rank(), in_notebook=True)
     try:
-        with world_lib.kept_numbers():
-            return with_ranks(settings, _training(settings, train), stop_signal)
+        return with_ranks(settings, _training(settings, train), stop_signal)
     finally:
         stop_signal.end()
 
@@ -63,7 +62,7 @@ def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: St
     beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
     agreement.check_settings(world, settings, beside)
     back = None
-    with modes.folder(settings, world) as changed:
+    with modes.folder(settings, world) as changed, world_lib.kept_numbers():
         while True:
             run = Run(changed, world, stop_signal=stop_signal, back=back)
             try:
