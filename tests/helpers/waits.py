@@ -1,4 +1,4 @@
-"""Ranks that exchange numbers until rank 1 fails: waits.py stop|hang|raise SECONDS sum|message."""
+"""Ranks that exchange numbers until rank 1 fails: waits.py stop|hang|raise|exit SECONDS sum|message."""
 
 import os
 import signal
@@ -15,6 +15,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdkit import settings as settings_lib
+from hvdkit.logs import complain
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.peers import Peers
@@ -28,6 +29,9 @@ def fail(how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hang":
         time.sleep(1000)
+    if how == "exit":
+        complain("only here")
+        sys.exit(1)
     if how == "raise":
         raise RuntimeError("only here")
     os._exit(9)  # mpirun has it go on before it is killed

@@ -31,10 +31,12 @@ def test_a_rank_that_hangs_is_named(backend: str, wait: str, how: str):
     assert not re.search(r">:Traceback", ended.output), last_lines(ended.output)
 
 
-def test_an_exception_on_one_rank_ends_those_that_wait_for_it():
-    """Python's own way out would wait in MPI's finalize for them."""
-    ended = launch(2, [WAITS, "raise", 600, "message"], "mpirun", timeout=100)
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_what_ends_one_rank_ends_those_that_wait_for_it(how: str):
+    """Python's own way out would wait in MPI's finalize for them, and not answer them."""
+    ended = launch(2, [WAITS, how, 600, "message"], "mpirun", timeout=100)
     assert ended.code == 1 and "only here" in ended.output, last_lines(ended.output)
+    assert "does not answer" not in ended.output, last_lines(ended.output)
 
 
 # A training whose rank 1 hangs within its tenth step; limits are seconds here.

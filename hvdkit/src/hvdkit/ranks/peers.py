@@ -93,6 +93,12 @@ class Peers:
             self._explain()
             # Not Python's own way out: MPI would wait there for the missing rank.
             os._exit(BUG)
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and self._places[1:]:
+            # This rank has said why it ends. In MPI's finalize it would wait for the others, which
+            # would say that it does not answer.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(error.code)
 
     def _explain(self) -> None:
         self._asking = True
