@@ -69,7 +69,7 @@ def manifest(file: Path) -> None:
         data = raw(record | {"checksum": files.checksum_of(record, record.get("format"))})
     folder.mkdir(exist_ok=True)
     (folder / files.MANIFEST).write_bytes(data)
-    files.best(files.scored([folder, folder]))
+    files.best(files.scored([folder, folder]), {"main_metric": "miou"})
     files.read_manifest(folder)
 
 

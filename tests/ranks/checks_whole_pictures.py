@@ -54,7 +54,7 @@ def small_run(world) -> RunContext:
         Settings(), model="tiny", data_dir=str(root), num_classes=CLASSES, image_size=CROP
     )
     world_lib.set_up(world, config)
-    run = run_lib.prepare(config, world)
+    run = run_lib.prepare(run_lib.make_task(config, world), config, world)
     rng = np.random.default_rng(6)
     for variable in run.model.trainable_variables:  # bolder than they are made
         fan_in = np.prod(variable.shape[:-1]) or 1

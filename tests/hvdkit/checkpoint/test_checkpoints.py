@@ -7,6 +7,7 @@ import os
 import resource
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import keras
 import ml_dtypes
@@ -74,11 +75,11 @@ def test_of_equal_scores_the_lower_loss_is_the_best_then_the_newer(kept):
         kept.add_score(of_step(step, 0.96, loss=loss, since=1))
     assert names(kept) == [f"step-0000000{step}" for step in (3, 5, 6)]
     assert kept.best() == (0.96, 3, 0.0070, 1)
-    assert load_run.chosen(kept.folder, "best").name == "step-00000003"
+    task = SimpleNamespace(main_metric="accuracy")
+    assert load_run.chosen(kept.folder, "best", task).name == "step-00000003"
 
 
 def test_of_an_error_the_lowest_score_is_kept(kept):
-    highest = measure(Settings(), MainMetric("mae", "max"), "data")
     lowest = measure(Settings(), MainMetric("mae", "min"), "data")
     kept = replace(kept, measure=lowest)
     for step, score in enumerate([20.2, 5.7, math.nan, -math.inf, 9.0, 7.0], start=1):
@@ -87,11 +88,35 @@ def test_of_an_error_the_lowest_score_is_kept(kept):
         5.7,
         2,
     )
-    assert load_run.chosen(kept.folder, "best").name == "step-00000002"
-    # Scores of a time when the highest was the best are not compared with the lowest.
-    other = replace(kept, measure=highest)
-    step, said = other.other_scores()
-    assert step == 6 and "(main_metric_mode was min, is max)" in said and other.best() is None
+    task = SimpleNamespace(main_metric="mae", main_metric_mode="min")
+    assert load_run.chosen(kept.folder, "best", task).name == "step-00000002"
+
+
+def test_a_mode_that_is_mended_decides_from_then_on(kept, capsys):
+    wrong = measure(Settings(), MainMetric("mae", "max"), "data")
+    mended = measure(Settings(), MainMetric("mae", "min"), "data")
+    kept = replace(kept, measure=wrong)
+    for step, score in enumerate([20.2, 5.7, 9.0, 7.0], start=1):
+        save(kept, step, score=score)
+    assert names(kept) == [f"step-0000000{step}" for step in (1, 3, 4)]
+    task = SimpleNamespace(main_metric="mae", main_metric_mode="max")
+    assert load_run.chosen(kept.folder, "best", task).name == "step-00000001"
+    assert not capsys.readouterr().out
+    task.main_metric_mode = "min"
+    assert load_run.chosen(kept.folder, "best", task).name == "step-00000004"
+    said = capsys.readouterr().out
+    assert "main_metric_mode was max and is now min: the best is chosen anew, of the 3 ch" in said
+    task.main_metric = "rmse"
+    words = "the scores of the checkpoints are mae, and the task's main_metric is now rmse"
+    refused(lambda: load_run.chosen(kept.folder, "best", task), words)
+    assert load_run.chosen(kept.folder, "last", task).name == "step-00000004"
+    # A training that goes on says so, and compares with what was kept.
+    resumed = replace(kept, measure=mended)
+    step, said = resumed.other_scores()
+    assert step == 0 and said.startswith("main_metric_mode was max, is min: the best is chosen")
+    assert resumed.best()[:2] == (7.0, 4) and resumed.score_of(resumed.find("auto")) == 7.0
+    save(resumed, 5, score=8.0)
+    assert names(kept) == ["step-00000004", "step-00000005"]
 
 
 def test_a_data_card_may_hold_numbers_that_json_lacks(kept):

@@ -1,8 +1,10 @@
 """Averages of weights; weights of other runs and of .keras files. test_backbone.py has backbones."""
 
+import dataclasses
 import io
 import os
 import zipfile
+from types import SimpleNamespace
 
 import h5py
 import keras
@@ -16,9 +18,10 @@ from small_runs import same
 
 from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.data.place import Place
+from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
 from hvdkit.train import optimizer
-from hvdkit.train.state import State
+from hvdkit.train.state import Held, State
 from ranks import CHECKS, names_of_checks, run_checks
 
 
@@ -202,6 +205,73 @@ def test_two_layers_of_one_path_each_get_their_own(tmp_path):
     save(tmp_path / "checkpoints", twins(10.0))
     warm_start.load(fresh, tmp_path, skip=False)
     assert first_weights(fresh) == [10.0] * 4
+
+
+class Holds:
+    """A task with a teacher, a queue, an optimizer and random numbers of its own."""
+
+    def __init__(self, start: float, queue: int = 3, *, extra: bool = False) -> None:
+        self.teacher = counted(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]), start)
+        self.queue = tf.Variable(tf.fill([queue], start))
+        self.adam = keras.optimizers.Adam(start + 1.0)
+        self.draws = keras.random.SeedGenerator(int(start))
+        if extra:
+            self.counter = tf.Variable(start)
+
+
+def starting(run_dir, task: Holds, *, skip: bool = False) -> Holds:
+    model = network()
+    config = Settings(init_from=str(run_dir), init_skip_mismatched=skip)
+    warm_start.start(model, config, held=Held(task, model), metric=MainMetric("accuracy"))
+    return task
+
+
+def test_what_a_task_holds_starts_from_there_too(tmp_path, capsys):
+    model = network(start=7.0)
+    state = State(model, optimizer.build(Settings(), model), "float32", task=Holds(5.0, extra=True))
+    save(tmp_path / "checkpoints", model, state=state)
+    task = starting(tmp_path, Holds(1.0))
+    assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {5.0}
+    assert float(task.adam.learning_rate) == 2.0 and int(task.draws.state[0]) == 1
+    said = capsys.readouterr().out
+    assert "of what the task holds, too: task/queue/0000, task/teacher/" in said
+    assert "is not used: task/counter/0000" in said and "left as made" not in said
+    words = "task/queue/0000 ([3] there, [4] here). --init_skip_mismatched leaves"
+    refused(lambda: starting(tmp_path, Holds(1.0, queue=4)), words)
+    task = starting(tmp_path, Holds(1.0, queue=4), skip=True)
+    assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {1.0}
+    # Of a run whose task held nothing.
+    save(tmp_path / "plain" / "checkpoints", network(start=7.0))
+    task = starting(tmp_path / "plain", Holds(1.0))
+    said = capsys.readouterr().out
+    assert first_weights(task.teacher) == [1.0, 1.0]
+    assert "holds these, left as made: task/queue/0000 (missing there), task/teacher" in said
+
+
+def test_weights_of_another_vocabulary_are_refused(tmp_path, capsys):
+    def lookup(words: list[str]) -> SimpleNamespace:
+        return SimpleNamespace(lookup=keras.layers.StringLookup(vocabulary=words))
+
+    model = network(start=7.0)
+    task = lookup(["a", "b"])
+    state = State(model, optimizer.build(Settings(), model), "float32", task=task)
+    save(tmp_path / "checkpoints", model, state=state)
+    starting(tmp_path, lookup(["a", "b"]))
+    refused(lambda: starting(tmp_path, lookup(["b", "a"])), "table/0000 (a vocabulary or bound")
+    starting(tmp_path, lookup(["b", "a"]), skip=True)
+    assert "is not used: table/0000" in capsys.readouterr().out
+
+
+def test_the_best_to_start_from_is_by_the_tasks_mode(tmp_path, capsys):
+    for step, score in ((1, 20.0), (2, 5.0)):
+        kept = save(tmp_path / "checkpoints", network(start=float(step)), step=step)
+        kept = dataclasses.replace(kept, measure={"main_metric": "mae", "main_metric_mode": "max"})
+        kept.add_score(of_step(step, score))
+    for mode, start in (("max", 1.0), ("min", 2.0)):
+        model = network()
+        how = {"held": Held(None, model), "metric": MainMetric("mae", mode)}
+        warm_start.start(model, Settings(init_from=str(tmp_path)), **how)
+        assert set(first_weights(model)) == {start}
 
 
 # Real runs, of the skeleton: every project has it. What 1 rank begins, 2 go on with.

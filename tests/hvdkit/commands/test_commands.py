@@ -112,7 +112,7 @@ def test_outside_a_fork_it_says_where_to_run_it(tmp_path):
 )
 def test_a_checkpoint_that_is_not_there_is_named(folder, digits, run, which, words):
     with pytest.raises(ValueError, match=words):
-        load_run.chosen(folder / run / "checkpoints", which)
+        load_run.chosen(folder / run / "checkpoints", which, task=None)
 
 
 @pytest.mark.slow  # of a run: checks_errors.py

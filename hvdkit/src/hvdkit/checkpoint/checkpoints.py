@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit import whole_files
+from hvdkit import scores, whole_files
 from hvdkit.checkpoint import files, writing
 from hvdkit.checkpoint.files import Damaged, Manifest
 from hvdkit.data import card as cards
@@ -157,7 +157,7 @@ class Checkpoints:
     def other_scores(self) -> tuple[int, str]:
         """The newest step in the folder with a score of another measure, and a sentence about it.
 
-        0 and "" where there is none.
+        0 and "" where there is none. The sentence may also be about another main_metric_mode.
         """
         newest = (0, "")
         if self.world.is_chief:
@@ -169,6 +169,14 @@ class Checkpoints:
                         f"({'; '.join(changed)}): such scores are not compared with this run's"
                     )
                     newest = (about.step, note)
+                    continue
+                was, now = scores.of_measure(about.measure), scores.of_measure(self.measure)
+                if was.name and was.mode != now.mode:
+                    note = (
+                        f"{_changed('main_metric_mode', was.mode, now.mode)}: the best is chosen "
+                        "anew, of the checkpoints that were kept"
+                    )
+                    newest = (newest[0], note)
         return tuple(self.world.broadcast_object(newest, "checkpoint.other_scores"))
 
     def find(self, resume: str) -> Found | None:
@@ -249,7 +257,7 @@ class Checkpoints:
 
         Raises Stop: on all ranks, when names, shapes or types do not fit; names the first.
         """
-        changed, batch = [], None
+        changed, batch, every = [], None, config.eval_every
         with self.world.fail_together(f"restoring {found.path}"):
             if self.world.is_chief:
                 load(found.path, variables)
@@ -262,8 +270,16 @@ class Checkpoints:
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
                 batch = before.config.get("global_batch_size")
+                every = before.config.get("eval_every", config.eval_every)
         if changed:
             say(self.world, f"note: another run than {found.path.name}'s: {'; '.join(changed)}")
+        if config.early_stop_evals and config.eval_every and every != config.eval_every:
+            say(
+                self.world,
+                f"note: --eval_every was {every}, is {config.eval_every}: --early_stop_evals="
+                f"{config.early_stop_evals} ends the run {config.early_stop_evals} times "
+                f"{config.eval_every} steps after the best one, whenever it was evaluated before",
+            )
         if batch not in (None, config.global_batch_size):
             say(
                 self.world,
@@ -281,7 +297,11 @@ class Checkpoints:
         before = [p for p in paths if files.step_of(p) <= applied]
         read = files.manifests(paths)  # what a failing disk does not show may be the best
         there = {path: about for path, about in read.items() if about.score is not None}
-        measures = {json.dumps(m.measure, sort_keys=True): m.measure for m in there.values()}
+        # This run's measure last: its mode decides between scores of the same measure.
+        of_run = [about.measure for about in there.values() if not about.unlike(self.measure)]
+        measures = {}
+        for measure in [about.measure for about in there.values()] + [self.measure] * bool(of_run):
+            measures[json.dumps(files.without_mode(measure), sort_keys=True)] = measure
         best = [files.best(there, measure) for measure in measures.values()]
         kept = {*paths[-self.keep :], *before[-1:], *best}
         for path in paths:

@@ -25,7 +25,7 @@ import numpy as np
 from hvdkit import scores, whole_files
 from hvdkit.data.place import Place
 from hvdkit.logs import printable
-from hvdkit.scores import Score
+from hvdkit.scores import MainMetric, Score
 
 FORMAT = 4  # 4: the place in the data counts samples, not steps
 STATE, MANIFEST = "state.npz", "manifest.json"
@@ -79,9 +79,18 @@ class Manifest:
         return Score(self.score, self.step, loss, since=self.since or self.step)
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """What differs in `measure`, by name: its value when this was scored, and now."""
+        """What differs in `measure`, by name: its value when this was scored, and now.
+
+        Which score is the better, main_metric_mode, says nothing of what a score measures.
+        """
+        measure = without_mode(measure)
         pairs = {name: (self.measure.get(name, now), now) for name, now in measure.items()}
         return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+
+
+def without_mode(measure: Mapping[str, Any]) -> dict[str, Any]:
+    """What scores measure, whichever of them is the better."""
+    return {name: value for name, value in measure.items() if name != "main_metric_mode"}
 
 
 _TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card", "rules"), dict)
@@ -189,17 +198,43 @@ def card_of(path: Path) -> dict[str, Any]:
     return {}
 
 
-def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any] | None = None) -> Path | None:
+def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
     """The checkpoint with the best score of this measure, if any.
 
-    `there`: what `scored` returns for checkpoints by step. `measure`: None: the newest score's.
+    `there`: what `scored` returns for checkpoints by step.
     """
-    if measure is None:
-        measure = [about.measure for about in there.values()][-1] if there else {}
     metric = scores.of_measure(measure)
     alike = {path: about for path, about in there.items() if not about.unlike(measure)}
     ranks = {path: metric.rank(about.as_score()) for path, about in alike.items()}
     return max(ranks, key=ranks.__getitem__, default=None)
+
+
+def newest_measure(there: Mapping[Path, Manifest]) -> dict[str, Any]:
+    """What the newest score measures; `there` as for `best`."""
+    return [about.measure for about in there.values()][-1] if there else {}
+
+
+def best_now(there: Mapping[Path, Manifest], metric: MainMetric) -> tuple[Path | None, str]:
+    """The best by the newest score's measure, and a note where the task is of another mind since.
+
+    `metric`: the task's main metric now. Its mode decides. Raises ValueError: the scores are of
+    another metric, so that the best by this one is not known.
+    """
+    if not there:
+        return None, ""
+    measure = newest_measure(there)
+    then, note = scores.of_measure(measure), ""
+    if then.name and then.name != metric.name:
+        raise ValueError(
+            f"the scores of the checkpoints are {then.name}, and the task's main_metric is now "
+            f"{metric.name}, so which one is the best is not known: name last or a step"
+        )
+    if then.name and then.mode != metric.mode:
+        note = (
+            f"note: main_metric_mode was {then.mode} and is now {metric.mode}: the best is chosen "
+            f"anew, of the {len(there)} checkpoints with a score that were kept"
+        )
+    return best(there, {**measure, "main_metric_mode": metric.mode}), note
 
 
 def delete(path: Path) -> None:

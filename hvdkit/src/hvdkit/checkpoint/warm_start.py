@@ -12,19 +12,67 @@ from hvdkit import logs
 from hvdkit.checkpoint import files, keras_weights, lora
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
+from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
 from hvdkit.train.state import Held, names_of_model
 
 
-def start(model: keras.Model, config: Settings) -> None:
-    """Loads --init_from into the model and prints what it took from there."""
+def start(model: keras.Model, config: Settings, *, held: Held, metric: MainMetric) -> None:
+    """Loads --init_from into the model and what the task holds; prints what it took from there.
+
+    `metric`: the task's, by which a run's best checkpoint is chosen where its scores are of it.
+    """
     path = Path(config.init_from)
+    if not files.is_checkpoint(path) and path.suffix != ".keras":
+        path = _best(path, metric)
     left = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
     what = "averages of the weights" if config.init_ema else "weights"
     logs.say(f"starting from the {what} of {path}")
     if left:
         logs.say(f"note: not in it, or of another shape, so left as made: {_listed(left)}")
+    _start_held(held, path, config.init_skip_mismatched)
+
+
+def _start_held(held: Held, path: Path, skip: bool) -> None:
+    """Sets what the task holds to a checkpoint's values; a .keras file has none.
+
+    Optimizers, metrics and random numbers begin anew. Prints what is taken, what finds no value,
+    and what is not used. Raises ValueError, unless `skip`: a value does not fit, or a lookup table
+    is another one.
+    """
+    there = {} if path.suffix == ".keras" else files.read(path, ("task/", "table/"))
+    tables = {name: int(there.pop(name)) for name in list(there) if name.startswith("table/")}
+    here = {int(v) for name, v in held.variables.items() if name.startswith("table/")}
+    others = [name for name, digest in tables.items() if digest not in here]
+    state = {n: v for n, v in held.of_task.items() if not _is_of_new_run(n, held)}
+    there = {n: value for n, value in there.items() if not _is_of_new_run(n, held)}
+    needed = {name: (tuple(v.shape), raw(v).dtype.name) for name, v in state.items()}
+    faults = _faults(there, needed)
+    unfit = {name: why for name, why in faults.items() if name in there}
+    unfit |= dict.fromkeys(others, "a vocabulary or boundaries that the model has not")
+    if unfit and not skip:
+        raise ValueError(
+            f"--init_from={path}: of its state does not fit: {_listed(unfit)}. "
+            "--init_skip_mismatched leaves the task's own as it is made"
+        )
+    taken = [name for name in state if name not in faults]
+    for name in taken:
+        raw(state[name]).assign(there[name].astype(raw(state[name]).dtype.as_numpy_dtype))
+    unused = [name for name in [*there, *others] if name not in needed]
+    if taken:
+        logs.say(f"of what the task holds, too: {join(taken, 4)}")
+    if faults:
+        logs.say(f"note: the task holds these, left as made: {_listed(faults)}")
+    if unused:
+        logs.say(f"note: of {path} is not used: {join(unused, 4)}")
+
+
+def _is_of_new_run(name: str, held: Held) -> bool:
+    """Whether a new run begins with its own, as with random numbers and optimizers' slots."""
+    if name.rpartition("/")[2].startswith("seed_generator"):
+        return True
+    return any(name == own or name.startswith(f"{own}/") for own in held.of_new_run)
 
 
 def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
@@ -212,10 +260,17 @@ def _without_places(state: Mapping[str, np.ndarray], kind: str) -> dict[str, np.
     return _unique((name, value) for _, name, value in found)
 
 
-def _best(run_dir: Path) -> Path:
-    """A run's checkpoint with the best score of the newest measure; else the newest sound one."""
+def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
+    """A run's checkpoint with the best score of the newest measure; else the newest sound one.
+
+    `metric`: where the scores are of it, its mode decides, else their own.
+    """
     folder = run_dir / "checkpoints"
-    best = files.best(files.scored(files.candidates(folder))) or files.newest_sound(folder)[0]
+    there = files.scored(files.candidates(folder))
+    measure = files.newest_measure(there)
+    if metric and measure.get("main_metric") == metric.name:
+        measure = {**measure, "main_metric_mode": metric.mode}
+    best = files.best(there, measure) or files.newest_sound(folder)[0]
     if not best:
         if not run_dir.exists():
             raise ValueError(f"--init_from={run_dir} does not exist")

@@ -74,18 +74,9 @@ def find_start(
     return found, checkpoints.listed
 
 
-def prepare(
-    config: Settings, world: World, checkpoint: Path | None = None, *, place: Place | None = None
-) -> RunContext:
-    """Task, data, model, and optimizer with all its variables; every rank must call it.
-
-    Weights are those of a new run with this seed, and may differ between ranks until `begin`.
-
-    `checkpoint`: the data must have its classes. `place`: where a run that trains begins in its
-    data. Raises Stop: on all ranks, when a part cannot be made, or their data or devices differ.
-    """
+def make_task(config: Settings, world: World) -> tasks.Task:
+    """The task, with its data prepared; every rank must call it. Raises Stop, on all ranks."""
     world_lib.set_numbers(config)
-    fingerprint = agreement.fingerprint(world, config)
     what = "preparing the data"
     with world.fail_together(what, by_host=True), task_checks.user_code_errors(what):
         if run_folder.data_away(config):
@@ -93,6 +84,27 @@ def prepare(
         task = tasks.load(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
+    return task
+
+
+def prepare(
+    task: tasks.Task,
+    config: Settings,
+    world: World,
+    *,
+    checkpoint: Path | None = None,
+    place: Place | None = None,
+) -> RunContext:
+    """Data, model, and optimizer with all its variables; every rank must call it.
+
+    Weights are those of a new run with this seed, and may differ between ranks until `begin`.
+
+    `task`: what `make_task` made. `checkpoint`: the data must have its classes. `place`: where a
+    run that trains begins in its data.
+
+    Raises Stop: on all ranks, when a part cannot be made, or their data or devices differ.
+    """
+    fingerprint = agreement.fingerprint(world, config)
     with classes.known(_classes(world, checkpoint)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
@@ -333,10 +345,13 @@ def begin(context: RunContext, found: Found | None) -> Start:
     if found:
         context.checkpoints.restore(found, state.variables, config)
     elif config.init_from or config.backbone_weights:
-        read = warm_start.start if config.init_from else warm_start.load_backbone
+        metric = scores.of_task(context.task)
         with world.fail_together("reading the first weights"):
+            if world.is_chief and config.init_from:
+                warm_start.start(context.model, config, held=state.held, metric=metric)
+            elif world.is_chief:
+                warm_start.load_backbone(context.model, config)
             if world.is_chief:
-                read(context.model, config)
                 begin_optimizer(context)
     bring_to_all(world, state)
     if schedule.by_plateau(context.task, config):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdkit import logs
+from hvdkit import logs, scores
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint import checkpoints, files, warm_start
 from hvdkit.data import open as open_lib
@@ -18,7 +18,7 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
-from hvdkit.run.context import RunContext, bring_to_all, prepare
+from hvdkit.run.context import RunContext, bring_to_all, make_task, prepare
 from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings, project, runs, typed
 from hvdkit.settings.typed import path_argument
@@ -84,7 +84,8 @@ def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
             resolved = config.for_ranks(world.size)
-        work(resolved, world, stop_signal, own=own)
+        with world_lib.kept_numbers():
+            work(resolved, world, stop_signal, own=own)
 
     return with_ranks(config, on_each)
 
@@ -95,12 +96,13 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     Raises Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
     """
     found = ""
+    task = make_task(config, world)
     with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
-            found = str(chosen(Path(config.run_dir) / "checkpoints", which))
+            found = str(chosen(Path(config.run_dir) / "checkpoints", which, task))
     path = Path(world.broadcast_object(found, "trained.restored"))
     with open_lib.one_split():
-        run = prepare(config, world, path)
+        run = prepare(task, config, world, checkpoint=path)
     with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
             checkpoints.load(path, run.state.variables)
@@ -132,7 +134,7 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
             f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
             "model is called with for a picture (hvdkit/train/task.py)"
         )
-    path = chosen(Path(config.run_dir) / "checkpoints", which)
+    path = chosen(Path(config.run_dir) / "checkpoints", which, task)
     with task_checks.user_code_errors("build_model"):
         model = task.build_model()
     inputs = inputs_lib.of(task, model, config.image_size)
@@ -180,15 +182,19 @@ def load(run_dir: str | Path, checkpoint: str, ema: bool) -> keras.Model:
         return trained(settings_of(folder), checkpoint, ema).model
 
 
-def chosen(folder: Path, which: str) -> Path:
+def chosen(folder: Path, which: str, task: Task) -> Path:
     """A sound checkpoint of a run; "best" is of the scores by its newest score's measure.
 
-    Raises ValueError: there is no such checkpoint, or it is damaged.
+    Raises ValueError: there is no such checkpoint, it is damaged, or the task's main metric is no
+    more that of the scores.
     """
     there = files.candidates(folder)
     names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
     if which == "best":
-        path = files.best(files.scored(there))
+        scored = files.scored(there)
+        path, note = files.best_now(scored, scores.of_task(task)) if scored else (None, "")
+        if note and launch_rank() == 0:
+            logs.say(note)
         if path is None:
             raise ValueError(f"{names}, none with a score: give --checkpoint=last or a step")
     elif which == "last":

@@ -27,7 +27,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
-from hvdkit.run.context import begin, describe, find_start, notes, prepare, train_reader
+from hvdkit.run.context import begin, describe, find_start, make_task, notes, prepare, train_reader
 from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, GoBack, Stop
@@ -62,7 +62,9 @@ class Run:
         found, self._listed = find_start(self.settings, world, back)
         place = found.place if found else BEGINNING
         path = found.path if found else None
-        self.context = context = prepare(self.settings, world, path, place=place)
+        made = make_task(self.settings, world)
+        context = prepare(made, self.settings, world, checkpoint=path, place=place)
+        self.context = context
         self.task, self.model = context.task, context.model
         self.optimizer, self.state = context.optimizer, context.state
         self.what = describe(context, place)
@@ -243,6 +245,10 @@ class Run:
             metric = scores.of_task(self.task)
             about = {"what": self.what, "where": self.where}
             about |= {"score": metric.name, "score_mode": metric.mode}
+            first = settings.init_from or settings.backbone_weights
+            begun_from = {"new": first, "own": "", "other": str(start.path)}[start.source]
+            if begun_from:
+                about["from"] = begun_from
             self.telemetry.started(start.step, about)
         self.health.bad_samples.begin()
         if start.found:

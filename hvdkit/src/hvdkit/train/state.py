@@ -30,6 +30,8 @@ class Held:
     Attributes:
       of_task: by name, what layers, optimizers, metrics, seed generators and modules hold, and
         variables themselves: task/teacher/0003/dense/kernel, task/queues/0/0000.
+      of_new_run: the beginnings of the names of those that a new run makes anew, whatever weights
+        it begins with: of optimizers, metrics and seed generators.
       variables: these, the fingerprint of each lookup table, table/0000, and by what a LoRA layer
         multiplies its factors, lora/ and the name of the first.
       layers: all of the model and of the task, at any depth.
@@ -38,6 +40,7 @@ class Held:
     def __init__(self, task: Any, model: keras.Model, others: Iterable[Variable] = ()) -> None:
         """`others`: variables that have names of their own, besides the model's."""
         self.of_task: dict[str, Variable] = {}
+        self.of_new_run: list[str] = []
         self._seen, roots = {id(raw(v)) for v in (*model.variables, *others)}, [model]
         self._visit(dict(sorted(vars(task).items())) if task else {}, "task", roots)
         layers = [layer for root in roots for layer in root._flatten_layers()]
@@ -77,6 +80,9 @@ class Held:
                 self.of_task[f"{name}/{place:04d}{ending}"] = variable
         if isinstance(value, keras.Layer):
             roots.append(value)
+        anew = (keras.optimizers.Optimizer, keras.Metric, keras.random.SeedGenerator)
+        if isinstance(value, anew):
+            self.of_new_run.append(name)
 
     def finalize(self) -> None:
         """Call it once variables were restored, broadcast or loaded, before anything is traced.
