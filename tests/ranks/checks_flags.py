@@ -198,7 +198,8 @@ def judge_records(ended: Outcome, config: Settings, begun: int, world: World) ->
     newest = saved[-config.keep :]
     assert set(newest) <= set(there) <= set(saved) and len(there) <= config.keep + 1, there
     again = settings_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
-    assert again == config.for_ranks(world.size)
+    resume = "auto" if there else config.resume  # it goes on from its own
+    assert again == config.for_ranks(world.size).changed(resume=resume)
 
 
 def check_flags_that_must_change_the_weights(world):

@@ -9,6 +9,7 @@ import numpy as np
 from small_runs import Outcome, fit_config
 
 from hvdkit import settings as settings_lib
+from hvdkit.observe import report
 from hvdkit.stop import DONE, WRONG_USE
 from tasks.blank import Task
 
@@ -47,6 +48,13 @@ def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     more = ["--eval_every=2", "--early_stop_evals=2", "--num_steps=8"]
     run(world, "later", *STEADY, resume, *more)
     assert (left("later").summary["step"], left("later").summary["exit_reason"]) == (8, "done")
+    file = RUNS / "later" / "config.cfg"
+    assert f"{resume}\n" in file.read_text()
+    said = run(world, "later", f"--flagfile={file}", "--num_steps=9", "--early_stop_evals=0")
+    assert f"resuming from {RUNS}/later/checkpoints/step-00000008 at step 8" in said, said
+    first = f"{RUNS}/first/checkpoints/step-00000006"
+    page = report.write(RUNS / "later").read_text()
+    assert f"<th>began from</th><td>{first}</td>" in page
     run(world, "ended", *STEADY, resume)
     ended = left("ended").summary
     assert (ended["step"], ended["exit_reason"]) == (6, "done") and "eval_loss" in ended

@@ -70,6 +70,11 @@ def of_task(task: Any) -> MainMetric:
     return MainMetric(name)
 
 
+def none_is_best(name: str) -> str:
+    """What is said where no score of a run, of this name, is a finite number."""
+    return f"no checkpoint is the best: {name} was NaN or infinite at each evaluation"
+
+
 def of_measure(measure: Mapping[str, Any]) -> MainMetric:
     """The main metric of scores, by what they measure (hvdkit/checkpoint/checkpoints.py)."""
     name, mode = measure.get("main_metric", ""), measure.get("main_metric_mode", "max")

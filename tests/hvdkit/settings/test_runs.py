@@ -97,3 +97,16 @@ def test_another_task_than_that_of_default_cfg_has_a_folder_of_its_own(project):
     assert parse("--task=one").run_dir.endswith("runs/demo")
     assert parse("--task=two").run_dir.endswith("runs/two")
     assert parse("--task=two", "--run_dir=runs/mine").run_dir.endswith("runs/mine")
+
+
+def test_a_run_that_began_from_another_goes_on_from_its_own_checkpoints(project, run):
+    other = str(project / "runs/first")
+    settings = Settings(run_dir="runs/a", resume=other)
+    settings_lib.write(settings, run / "config.cfg")
+    # Killed before its first checkpoint it begins from there again.
+    assert parse("--flagfile=runs/a/config.cfg").resume == other
+    (run / "checkpoints/step-00000005").mkdir()
+    assert parse("--flagfile=runs/a/config.cfg").resume == "auto"
+    assert parse("--flagfile=runs/a/config.cfg", "--run_dir=runs/a").resume == "auto"
+    assert parse("--flagfile=runs/a/config.cfg", "--resume=never").resume == "never"
+    assert parse("--flagfile=runs/a/config.cfg", "--run_dir=runs/c").resume == other

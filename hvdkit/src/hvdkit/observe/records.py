@@ -81,7 +81,7 @@ def read(folder: Path) -> Records:
         raise ValueError(f"{folder} is no run's folder: it holds no {runs.CONFIG}")
     steps, starts = lines(folder / "metrics.jsonl"), lines(folder / "starts.jsonl")
     steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
-    needed = ("time", "score", "score_mode")
+    needed = ("time", "score", "score_mode", "from")
     starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in needed)]
     try:
         summary = json.loads(whole_files.read(folder / "summary.json", whole_files.JSON_BYTES))
@@ -118,7 +118,7 @@ def _fits(name: str, value: object) -> bool:
         return isinstance(value, float) and 0 <= value < 1e11
     if name in _FIGURES:
         return _is_figure(value)
-    texts = ("exit_reason", "weights_sha256", "score", "score_mode")
+    texts = ("exit_reason", "weights_sha256", "score", "score_mode", "from")
     kinds = dict.fromkeys(texts, str) | {"fingerprint": dict}
     return isinstance(value, kinds.get(name, object))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdkit import logs
+from hvdkit import scores as scores_lib
 from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
 from hvdkit.observe import pages, records
@@ -65,6 +66,8 @@ def about(run: Records) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = [("run", run.folder.resolve())]
     last, total = run.last_start(), run.settings.get("num_steps", "?")
     rows += [(key, last[key]) for key in ("what", "where") if last.get(key)]
+    if run.starts and run.starts[0].get("from"):
+        rows.append(("began from", run.starts[0]["from"]))
     total = f"{int(total):,}" if total.isdecimal() and len(total) < 20 else total
     rows.append(("steps", f"{run.last_step():,} of {total}"))
     if reason := run.summary.get("exit_reason"):
@@ -75,6 +78,8 @@ def about(run: Records) -> list[tuple[str, object]]:
     if best := run.best():
         metric = run.main_metric().describe()
         rows.append(("best", f"{metric}: {best.value:.4f}, of step {best.step:,}"))
+    elif run.evaluations and run.main_metric().name:
+        rows.append(("best", scores_lib.none_is_best(run.main_metric().name)))
     if speed := run.summary.get("samples_per_second"):
         rows.append(("speed, median", f"{speed:,.0f} samples/s"))
     if run.starts and (end := max((line.get("time", 0.0) for line in run.lines), default=0.0)):

@@ -145,6 +145,9 @@ def _read(
     if unasked.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
         values["run_dir"] = fields.placed(own["run_dir"], f"runs/{values['task']}", folder)
+    resumes = [flag.file for flag in given if flag.name == "resume"]
+    if resumes and resumes[-1] and runs.has_begun(resumes[-1], folder / values["run_dir"]):
+        values["resume"] = "auto"
     unused = _unused_batch(given, values["batch_per_rank"])
     settings = kind(**(values | {unused: 0}))
     object.__setattr__(settings, "unasked", unasked)

@@ -47,5 +47,16 @@ def run_dir(file: Path, recorded: str) -> str:
     return str(folder.relative_to(own) if folder.is_relative_to(own) else folder)
 
 
+def has_begun(file: Path, run_dir: Path) -> bool:
+    """Whether a flagfile is the config.cfg of the run in `run_dir`, which has checkpoints.
+
+    Its --resume says what the run once began from; now the run has its own to go on from.
+    """
+    folder = folder_of(file)
+    if folder is None or folder != run_dir.resolve():
+        return False
+    return any(folder.glob("checkpoints/step-*"))
+
+
 def _is_written(file: Path) -> bool:
     return whole_files.read(file, whole_files.JSON_BYTES, links=True).startswith(HEADER.encode())
