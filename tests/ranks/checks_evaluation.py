@@ -13,6 +13,7 @@ from small_runs import CLASSES, Small, classifier, fit, folder, numbers, same
 from tensorflow.python.data.ops import iterator_ops
 
 from hvdkit.checkpoint.saver import Saver
+from hvdkit.observe import report
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
 from ranks import json_lines
@@ -134,7 +135,11 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
             return {"inputs": sample["x"] * np.nan, "targets": sample["y"]}
 
     ended = fit(world, Nan, eval_every=1, num_steps=6, early_stop_evals=2)
-    assert "no accuracy that is a number in 2 evaluations" in ended.printed or not world.is_chief
+    if world.is_chief:
+        assert "no accuracy that is a number in 2 evaluations" in ended.printed
+        none = "no checkpoint is the best: accuracy was NaN or infinite at each evaluation"
+        assert none in ended.printed and ended.summary["no_best"] == none
+        assert none in report.write(ended.folder).read_text()
 
 
 def check_of_an_error_the_lowest_is_the_best(world):
@@ -172,6 +177,15 @@ def check_of_an_error_the_lowest_is_the_best(world):
     task = type("ByLoss", (Small,), {"main_metric": "loss", "main_metric_mode": "min"})
     ended = fit(world, task, **usual | {"num_steps": 4})
     assert ended.checkpoints == ["step-00000004"]
+    # Which of them is the best, and how often they are made, may change.
+    task.main_metric_mode = "max"
+    changed = {"eval_every": 2, "num_steps": 6, "early_stop_evals": 9}
+    again = fit(world, task, run_dir=ended.folder, **usual | changed)
+    if world.is_chief:
+        assert "note: main_metric_mode was min, is max: the best is chosen anew" in again.printed
+        told = "--eval_every was 1, is 2: --early_stop_evals=9 ends the run 9 times 2 steps after"
+        assert told in again.printed, again.printed
+        assert again.summary["best_step"] == 4
 
 
 def check_a_score_that_stays_ends_early_although_the_newest_is_the_best(world):

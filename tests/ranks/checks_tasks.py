@@ -185,8 +185,13 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
 
     def look(run, step, result):
         seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
+        run.model.get_layer("leak").negative_slope = step / 10  # which no step computes with
 
     class Task(acting(look, 2, 4)):
+        def build_model(self):
+            leak = keras.layers.LeakyReLU(0.3, name="leak")
+            return classifier(keras.layers.Dense(5), leak)
+
         def schedule(self, config):
             return lambda step: config.base_lr / tf.cast(step + 1, tf.float32)
 
@@ -200,6 +205,8 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
     np.testing.assert_allclose([r for _, r, _ in seen], rates[[1, 3]], rtol=1e-6)
     line = "5 steps of 12 (1 epochs), the task's Lion, the task's schedule (sqrt scaling)\n"
     assert (line in ended.printed) == world.is_chief, ended.printed
+    told = "note: leak.negative_slope is 0.2 since, and steps compute with 0.3: "
+    assert ended.printed.count(told) == world.is_chief, ended.printed
 
 
 def slow_check_what_an_action_does_wrong_is_told(world):

@@ -111,6 +111,41 @@ class CheckDrift:
         agreement.check_same_state(self._world, self._named, step)
 
 
+class CheckNumbers:
+    """Tells, once for each, of a layer's number that was changed after the step was traced."""
+
+    settles = False
+
+    def __init__(self, run: RunContext) -> None:
+        self._world, self._every = run.world, run.config.log_every
+        self._layers = run.state.held.layers
+        self._traced = self._numbers()
+
+    def due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    def __call__(self, step: int, result: Result) -> None:
+        for place, value in self._numbers().items():
+            traced = self._traced.get(place, value)
+            if value == traced:
+                continue
+            del self._traced[place]  # it is told once
+            say(
+                self._world,
+                f"note: {place} is {value:g} since, and steps compute with {traced:g}: their graph "
+                "keeps a number of Python as it was; make it a tf.Variable and assign to that",
+            )
+
+    def _numbers(self) -> dict[str, float]:
+        """Not of whole numbers: layers may count their calls."""
+        found = {}
+        for layer in self._layers:
+            for name, value in vars(layer).items():
+                if type(value) is float and not name.startswith("_") and not math.isnan(value):
+                    found[f"{layer.path or layer.name}.{name}"] = value
+        return found
+
+
 class Own:
     """An action of the task: an error in it ends all ranks with one sentence."""
 
@@ -242,12 +277,16 @@ class Evaluate:
         found = {"main_metric": self._metric.name, "main_metric_mode": self._metric.mode}
         if self.best:
             found |= {"best_score": self.best.value, "best_step": self.best.step}
+        elif self.figures:
+            found["no_best"] = self.describe_best()
         return found
 
     def describe_best(self) -> str:
-        """Its score and step; empty where no evaluation has a score."""
+        """Its score and step, or why there is none; empty where there was no evaluation."""
         best, name = self.best, self._metric.name
-        return f"best {name}: {best.value:.4f}, of step {best.step}" if best else ""
+        if best:
+            return f"best {name}: {best.value:.4f}, of step {best.step}"
+        return scores.none_is_best(name) if self.figures else ""
 
 
 def evaluates_first(run: RunContext, found: Found) -> bool:

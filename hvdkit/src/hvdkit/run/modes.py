@@ -2,7 +2,7 @@
 
 | flag | actions after a step | what it leaves |
 | --- | --- | --- |
-| (none) | sync, drift, log, the task's own, model doctor, save, evaluate | all |
+| (none) | sync, drift, log, the task's own, numbers, model doctor, save, evaluate | all |
 | --dry_run | two steps, one save and one evaluation, one batch by heart, then the end | nothing |
 | --find_lr | the same, but neither: the loss by learning rate | a page |
 | --benchmark | the same, but neither: clocks | benchmark.json |
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
 from hvdkit.run import dry_run, find_lr, model_doctor
-from hvdkit.run.actions import Action, CheckDrift, Log, Own, Sync
+from hvdkit.run.actions import Action, CheckDrift, CheckNumbers, Log, Own, Sync
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
@@ -78,6 +78,7 @@ def actions(run: Run, others: list[Action]) -> list[Action]:
     """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
     context, run_dir = run.context, Path(run.settings.run_dir)
     found = [Sync(context, run.sync), CheckDrift(context), Log(run), *others]
+    found.append(CheckNumbers(context))
     if run.mode == "benchmark":
         return [*found, run.benchmark]
     if run.mode == "dry_run":
