@@ -82,14 +82,19 @@ def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namesp
         limit = options.timeout + (10 if ranks.rank() else 0)
         with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=absent):
             return ranks.Mpi()
-    addresses, why = facts.resolve(own["host"])
-    if not addresses:  # Gloo listens where it points to
-        todo = f"give {own['host']} an address in /etc/hosts"
-        own["faults"] += [(f"its own name {own['host']} does not resolve: {why}", todo, "fatal")]
+    why = facts.unheard(own["host"])  # Gloo listens where it points to
+    alone = ranks.launcher() == "alone"
+    if why and not alone:
+        todo = f"add the line '127.0.0.1 {own['host']}' to /etc/hosts"
+        own["faults"] += [(f"its own name {own['host']} {why}", todo, "fatal")]
     found = findings.of_facts([own], options.device)
     if any(f.level == "fatal" for f in found):
         print(*found, sep="\n", flush=True)
         return None
+    if alone:  # without a launcher, as in training: hvdkit/ranks/start.py
+        kind = "mpi" if why else "gloo"
+        os.environ |= {"HOROVOD_CONTROLLER": kind, "HOROVOD_CPU_OPERATIONS": kind}
+        os.environ |= {"OMPI_MCA_ess_singleton_isolated": "1"}  # it looks for no daemon
     start_horovod(options)
     return ranks.Horovod()
 
@@ -99,8 +104,6 @@ def start_horovod(options: argparse.Namespace) -> None:
     import tensorflow as tf
 
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
-    if ranks.launcher() == "alone":  # Gloo needs no launcher, MPI would look for its daemon
-        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     with watch("starting Horovod", options.timeout, _NETWORK):
         hvd.init()
     seen = tf.config.list_physical_devices("GPU") if options.device != "cpu" else []

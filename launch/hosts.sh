@@ -75,6 +75,10 @@ np=${np:-$slots}
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
 [[ $key$port != *[[:space:]]* ]] || die "-i '$key' -p '$port': mpirun splits words at spaces: copy the key elsewhere"
 
+# Also ranks of one host meet by it. This sends nothing.
+[ -n "$dry" ] || (: >/dev/udp/127.0.0.1/9) 2>/dev/null ||
+    die "this host does not reach itself, at 127.0.0.1: turn its loopback on (ip link set lo up)"
+
 # The launcher holds pipes and a connection for each host. Not millions: Open MPI closes each one.
 ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$(ulimit -H -n)"
 # If srun or mpirun started this shell: the new processes are no ranks of theirs.
@@ -159,7 +163,7 @@ mpi_words() {
     # Not docker0, which may have the same address on every host and lead nowhere.
     if [ -n "$include" ]; then
         words+=(-mca btl_tcp_if_include "$include" -mca oob_tcp_if_include "$include")
-    else # ranks leave more out by themselves: hvdkit/ranks/start.py
+    elif [ -z "$alone" ]; then # ranks leave more out by themselves: hvdkit/ranks/start.py
         words+=(-mca oob_tcp_if_exclude "${OMPI_MCA_oob_tcp_if_exclude:-lo,docker0,virbr0,cni0}")
     fi
     # A daemon that is cut off ends after 30 s, not 8 minutes, if none of its output waits to be sent.

@@ -10,6 +10,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -138,7 +139,20 @@ def launch() -> None:
         sys.exit(int(code[1]) if code else f"error: horovodrun: {error}")
 
 
+def check_loopback() -> None:
+    """Ranks of one host meet by it, and Horovod's own ends with an index out of range."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+    except OSError:
+        sys.exit(
+            "error: horovodrun: this host does not reach itself, at 127.0.0.1: turn its loopback "
+            "on (ip link set lo up)"
+        )
+
+
 def main() -> int:
+    check_loopback()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts
     # Its wait before and after SIGTERM. It ends ranks only where one has failed: no need for more.

@@ -154,6 +154,18 @@ def resolve(name: str) -> tuple[list[str], str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
 
 
+def unheard(name: str) -> str:
+    """Why Gloo cannot listen at this host's own name; empty where it can."""
+    addresses, why = resolve(name)
+    for address in addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family) as listener:
+            listener.bind((address, 0))
+            return ""
+    where = f"resolves to {', '.join(addresses)}, no address of it"
+    return where if addresses else f"does not resolve: {why}"
+
+
 def unwritable(path: str) -> list[Fault]:
     """A fault if no file can be written where the run folder is or will be."""
     folder = Path(path).absolute()

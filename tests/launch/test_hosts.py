@@ -313,6 +313,28 @@ def test_folders_with_spaces(tmp_path: Path):
     assert "started" in run(words, timeout=60).output
 
 
+RANKS_MEET = "from mpi4py import MPI; print('met', MPI.COMM_WORLD.allreduce(1))"
+DOCKER0 = "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker0; "
+DOCKER0 += "ip link set docker0 up; "
+
+
+@pytest.mark.parametrize("networks", ["", DOCKER0])
+def test_ranks_of_one_host_need_no_network(networks: str):
+    require("unshare", "ip")
+    script = f'ip link set lo up; {networks} exec "$0" "$@"'
+    words = [HOSTS_SH, "-np", "2", sys.executable, "-c", RANKS_MEET]
+    ended = run(["unshare", "--net", "sh", "-ec", script, *words], timeout=60)
+    assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
+
+
+@pytest.mark.parametrize("launcher", [[HOSTS_SH], ["horovodrun"], ["horovodrun", "--gloo"]])
+def test_a_host_that_does_not_reach_itself_is_told_what_to_do(launcher: list[str]):
+    require("unshare")
+    ended = run(["unshare", "--net", *launcher, "-np", "2", "true"], timeout=60)
+    assert ended.code != 0 and "turn its loopback on (ip link set lo up)" in ended.output
+    assert ended.output.count("\n") == 1, ended.output
+
+
 # As hvdkit supervise starts it: those that answer.
 LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
 

@@ -1,10 +1,13 @@
 """Before the ranks know each other: who waits says for what and for whom, and ends by itself."""
 
 import os
+import socket
 import sys
 
 import pytest
-from hosts import ROOT, Hosts, run
+from hosts import ROOT, Hosts, require, run
+
+from hvdkit.ranks import start
 
 # What rank 1 of three leaves out: MPI's start, the meeting after it, or nothing.
 SCRIPT = """
@@ -48,3 +51,49 @@ def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
     env = {"OPAL_PREFIX": prefix, "PYTHONPATH": str(ROOT / "hvdkit/src")}
     ended = hosts[1].run(*words, sys.executable, "-c", SCRIPT, "nothing", "3", timeout=90, env=env)
     assert ended.code == 0 and ended.output.count("met 3") == 3, ended.output
+
+
+# Adds up over the world that it gets, or says why there is none.
+CONNECT = """
+import hvdkit.ranks.quiet
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from hvdkit.ranks import world
+from hvdkit.stop import Stop
+try:
+    ranks = world.connect(30)
+    total = hvd.allreduce(tf.constant(2.0), op=hvd.Sum, name="total")
+    print("connected", ranks.size, ranks.broadcast_object({"sum": float(total)}, "total"))
+    world.finish(ranks)
+except Stop as stop:
+    print("stopped", stop.code, stop)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "text"),
+    [
+        ("", "connected 1 {'sum': 2.0}"),
+        ("horovodrun --mpi -np 2", "connected 2 {'sum': 4.0}"),
+        (
+            "horovodrun --gloo -np 2",
+            "stopped 2 the name of this host, nowhere, leads to no address of it, and Gloo needs "
+            "one: add the line '127.0.0.1 nowhere' to /etc/hosts, or use MPI (horovodrun --mpi)",
+        ),
+    ],
+)
+def test_a_host_name_without_an_address(launcher: str, text: str):
+    require("unshare")
+    script = f'hostname nowhere; exec {launcher} "$0" "$@"'
+    words = ["unshare", "--uts", "sh", "-c", script, sys.executable, "-c", CONNECT]
+    ended = run(words, timeout=120)
+    assert ended.code == 0 and text in ended.output, ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_host_name_whose_address_is_anothers_is_none(monkeypatch):
+    """As after a move to another network: the name still resolves."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.7")
+    assert "192.0.2.7, leads to no address of it" in start.gloo_fault()
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    assert not start.gloo_fault()

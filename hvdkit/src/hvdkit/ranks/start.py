@@ -41,6 +41,36 @@ def leave_out_interfaces() -> None:
             os.environ.setdefault("OMPI_MCA_btl_tcp_if_exclude", ",".join(here))
 
 
+def carrier_of_one() -> dict[str, str]:
+    """Variables for a rank that runs alone, without a launcher: Gloo needs none.
+
+    Gloo ends the process where this host's name has no address; MPI asks for none, and must not
+    look for its daemon.
+    """
+    if not gloo_fault():
+        return {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    mpi = {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    return mpi | {"OMPI_MCA_ess_singleton_isolated": "1"}
+
+
+def gloo_fault() -> str:
+    """Why Gloo cannot listen at the address of this host's name, as it does whatever interface it
+    is given; empty where it can."""
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as listener:
+            listener.bind(address)
+            return ""
+    return (
+        f"the name of this host, {name}, leads to no address of it, and Gloo needs one: add the "
+        f"line '127.0.0.1 {name}' to /etc/hosts, or use MPI (horovodrun --mpi)"
+    )
+
+
 @contextlib.contextmanager
 def waiting(what: str, seconds: int, whom: Callable[[], str] = str) -> Iterator[None]:
     """Around a wait for other ranks: says so after 30 s, and `whom`; ends the process after

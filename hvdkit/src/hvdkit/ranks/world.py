@@ -185,18 +185,19 @@ def connect(limit: int = 0) -> World:
     """Starts Horovod: from here on this is one of the ranks.
 
     Each wait for others ends the process after `limit` seconds; 0: never.
-    Raises Stop where Horovod sees fewer ranks than were started together.
+    Raises Stop where Horovod sees fewer ranks than were started together, or Gloo cannot listen.
     """
     os.environ.setdefault("HOROVOD_CACHE_CAPACITY", _CACHED)
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
     started, variable = launched_ranks()
     if not any(name in os.environ for name in LAUNCHED):
-        # Run alone, without a launcher: Gloo needs none, MPI would look for its daemon.
-        os.environ |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        os.environ |= start.carrier_of_one()
     elif messages.in_mpi_world():
         start.leave_out_interfaces()
         start.start_mpi(limit)
+    elif fault := start.gloo_fault():
+        raise Stop(WRONG_USE, fault)
     with start.waiting("all ranks to start Horovod", limit):
         hvd.init()
     faulthandler.enable(2)  # after MPI's own handlers, which then name the host
