@@ -100,6 +100,10 @@ def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namesp
 
 
 def start_horovod(options: argparse.Namespace) -> None:
+    with contextlib.suppress(ImportError):
+        import hvdkit.ranks.quiet  # noqa: F401 (Keras without keras.json, as in training)
+
+    # isort: split
     import horovod.tensorflow as hvd
     import tensorflow as tf
 

@@ -110,6 +110,9 @@ def gpus_of_driver() -> tuple[dict[str, Any], list[Fault]]:
 
 def gpus_of_tensorflow() -> dict[str, Any]:
     """What TensorFlow sees (without taking GPU memory), and what both were built for."""
+    import hvdkit.ranks.quiet  # noqa: F401 (Keras without keras.json, as in training)
+
+    # isort: split
     import horovod.tensorflow as hvd
     import tensorflow as tf
 

@@ -35,7 +35,7 @@ def check_flags(kind: type[Settings], argv: Sequence[str] | None = None) -> None
     settings.check(_words(argv), kind)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    importlib.import_module("hvdkit.ranks.quiet")
+    _import_tensorflow()
 
 
 def main(train: Any, kind: type[Settings] | Settings, argv: Sequence[str] | None = None) -> int:
@@ -44,15 +44,15 @@ def main(train: Any, kind: type[Settings] | Settings, argv: Sequence[str] | None
     `kind`: the class of settings, which are read from `argv`, by default sys.argv; or settings, by
     `load_settings`, as in a notebook.
     """
-    importlib.import_module("hvdkit.ranks.quiet")
+    try:
+        _import_tensorflow()
+        words = _words(argv) if isinstance(kind, type) else []
+    except SystemExit as end:
+        return end.code
     from hvdkit.run import main as entry
 
     if not isinstance(kind, type):
         return entry.main_with(train, kind)
-    try:
-        words = _words(argv)
-    except SystemExit as end:
-        return end.code
     return entry.main(train, kind, words)
 
 
@@ -74,12 +74,23 @@ def load(run_dir: str | Path, checkpoint: str | int = "best", ema: bool = True) 
     It starts no ranks and reads no command line. The task is that of the fork that the run lies in;
     of a run that lies elsewhere, of the fork that the working folder is in.
 
-    Raises ValueError: there is no such run or checkpoint, or it does not fit the task.
+    Raises ValueError: there is no such run or checkpoint, or it does not fit the task; or Keras was
+    imported before, with another backend than TensorFlow.
     """
     importlib.import_module("hvdkit.ranks.quiet")
     from hvdkit.run import load_run
 
     return load_run.load(run_dir, str(checkpoint), ema)
+
+
+def _import_tensorflow() -> None:
+    """The process ends with exit code 2 where Keras runs on another backend already."""
+    try:
+        importlib.import_module("hvdkit.ranks.quiet")
+    except ValueError as error:
+        from hvdkit.logs import refuse
+
+        refuse(str(error))
 
 
 def _words(argv: Sequence[str] | None) -> list[str]:

@@ -12,6 +12,8 @@ import re
 import sys
 import tempfile
 
+from hvdkit.ranks import keras_defaults
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -31,7 +33,11 @@ def _import_tensorflow() -> None:
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
-            import tensorflow  # noqa: F401
+            with keras_defaults.in_place():
+                import tensorflow  # noqa: F401
+
+                # isort: split
+                import keras  # noqa: F401
         finally:
             gc.enable()
             gc.freeze()

@@ -25,7 +25,7 @@ from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit import logs
 from hvdkit.logs import join
-from hvdkit.ranks import devices, encoding, messages, placement, proof, start
+from hvdkit.ranks import devices, encoding, keras_defaults, messages, placement, proof, start
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks, passes
@@ -261,6 +261,7 @@ def gpu() -> str:
 
 def set_numbers(config: Settings) -> None:
     """Seed, determinism and precision of what is made from now on, within `kept_numbers`."""
+    keras_defaults.apply()
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
