@@ -151,7 +151,17 @@ def check_loopback() -> None:
         )
 
 
+def hold_streams() -> None:
+    """A closed output, or one that nobody reads, ends no run."""
+    with contextlib.suppress(ImportError):  # where another project uses this environment
+        from hvdkit import streams
+
+        streams.hold()
+        streams.never_wait()
+
+
 def main() -> int:
+    hold_streams()
     check_loopback()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts

@@ -30,8 +30,9 @@ def check_flags(kind: type[Settings], argv: Sequence[str] | None = None) -> None
 
     `argv`: by default sys.argv. Until the run starts, Ctrl-C ends the process without a trace.
     """
-    from hvdkit import settings
+    from hvdkit import settings, streams
 
+    streams.hold()
     settings.check(_words(argv), kind)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

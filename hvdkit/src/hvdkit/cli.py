@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hvdkit import streams
 from hvdkit.logs import refuse
 from hvdkit.settings import project
+from hvdkit.stop import WRONG_USE
 
 # Module with main(argv) -> exit code, and what it does.
 COMMANDS = {
@@ -31,6 +33,7 @@ _NEEDS_TENSORFLOW = {"check", "pack", "report"} | _RUNS_A_TASK
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. Run it in the fork's folder: it uses its tasks/."""
+    streams.hold()
     words = [*(sys.argv if argv is None else argv)]
     if len(words) < 2 or words[1] in ("-h", "--help"):
         print("usage: hvdkit COMMAND ... (hvdkit COMMAND --help says more)\n")
@@ -52,4 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         importlib.import_module("hvdkit.ranks.quiet")
     module = importlib.import_module(COMMANDS[name][0])
     sys.argv = [f"hvdkit {name}", *words[2:]]  # argparse names the program by it
-    sys.exit(module.main(sys.argv))
+    code = module.main(sys.argv)
+    if name == "compare" and streams.is_lost():  # what it prints is all that it does
+        code = code or WRONG_USE
+    sys.exit(code)

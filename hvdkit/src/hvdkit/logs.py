@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import functools
 import logging as python_logging
-import os
 import socket
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import NoReturn
 
 from absl import flags, logging
 
+from hvdkit import streams
 from hvdkit.stop import WRONG_USE, launch_rank
 
 _BAR = 30  # columns
@@ -24,28 +24,28 @@ _UNTIL_ENDED = 10.0  # seconds from the end of rank 0 to that of the others, by 
 
 
 class _Lines(python_logging.Handler):
-    """Writes to what sys.stdout and sys.stderr are now; the run outlives who reads them."""
+    """Writes to what sys.stdout and sys.stderr are now."""
 
     def emit(self, record: python_logging.LogRecord) -> None:
         to_errors = record.levelno >= python_logging.WARNING
         rank = "" if hasattr(record, "names_rank") else launch_rank()
         text = "\n".join(map(printable, record.getMessage().split("\n")))
         text = f"rank {rank}: {text}" if rank else text
-        try:
-            # One write a line: launchers put their tags between writes.
-            file = sys.stderr if to_errors else sys.stdout
-            file.write(f"{text}\n")
-            file.flush()
-        except OSError as error:  # `| head`, a log on a full disk
-            if not to_errors:
-                _give_up_stdout(error)
+        # One write a line: launchers put their tags between writes.
+        file = sys.stderr if to_errors else sys.stdout
+        file.write(f"{text}\n")
+        file.flush()
 
 
 _handler = _Lines()
 
 
 def use() -> None:
-    """Makes absl's logger write such lines; what others log by Python's logging stays as it is."""
+    """Makes absl's logger write such lines; what others log by Python's logging stays as it is.
+
+    The program outlives who reads them.
+    """
+    streams.hold()
     logger = logging.get_absl_logger()
     if _handler in logger.handlers:
         return
@@ -139,11 +139,3 @@ def progress(what: str, done: int, count: int) -> None:
     elif 10 * done // count > 10 * (done - 1) // count:
         sys.stderr.write(f"{what}: {done}/{count}\n")  # one write: launchers put tags between
         sys.stderr.flush()
-
-
-def _give_up_stdout(error: OSError) -> None:
-    # Python would complain at exit of what is left to be written.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    note = f"note: standard output cannot be written; training continues: {error.strerror}"
-    with contextlib.suppress(OSError):
-        print(note, file=sys.stderr, flush=True)

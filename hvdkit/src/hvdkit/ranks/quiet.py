@@ -2,7 +2,7 @@
 
 Import this before TensorFlow. No setting of TensorFlow 2.21 holds these lines back (they are
 written before its logging is set up), so standard error is looked through while it is imported:
-what is not known to be noise still comes out. And standard output takes names of any bytes.
+what is not known to be noise still comes out.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 
+from hvdkit import streams
 from hvdkit.ranks import keras_defaults
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -28,6 +29,7 @@ def _import_tensorflow() -> None:
     sys.modules |= dict.fromkeys(hidden)  # type: ignore[arg-type]
     # What is made here stays: to look through it for what might go takes a fifth of them.
     gc.disable()
+    streams.open_closed()
     sys.stderr.flush()
     shown = os.dup(2)
     with tempfile.TemporaryFile() as held:
@@ -48,10 +50,8 @@ def _import_tensorflow() -> None:
             held.seek(0)
             for line in held:
                 if not _NOISE.search(line):
-                    os.write(2, line)
+                    with contextlib.suppress(OSError):  # nobody reads it
+                        os.write(2, line)
 
 
 _import_tensorflow()
-with contextlib.suppress(AttributeError):  # what a test has put in its place
-    # A line at once and in one piece, also with PYTHONUNBUFFERED=1: mpirun tags every piece.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import keras
 from absl import app
 
-from hvdkit import logs
+from hvdkit import logs, streams
 from hvdkit import settings as settings_lib
 from hvdkit.logs import complain
 from hvdkit.ranks import agreement, start
@@ -33,6 +33,7 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
     def whole(settings: Settings) -> int:
         return with_ranks(settings, _training(settings, train))
 
+    streams.never_wait()
     try:
         parser = functools.partial(settings_lib.from_command_line, kind=kind)
         app.run(whole, list(argv), flags_parser=parser)

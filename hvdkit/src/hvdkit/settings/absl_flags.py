@@ -6,7 +6,6 @@ Other flags may stand beside them: some of absl's own, and those that a fork def
 """
 
 import dataclasses
-import os
 import re
 import sys
 import textwrap
@@ -15,6 +14,7 @@ from typing import NoReturn
 
 from absl import app, flags, logging  # noqa: F401 (absl's own flags)
 
+from hvdkit import streams
 from hvdkit.settings import fields, project
 from hvdkit.settings.fields import Room
 from hvdkit.settings.flagfiles import Given
@@ -135,9 +135,6 @@ def _line(field: dataclasses.Field) -> str:
 def end_with_help(text: str) -> NoReturn:
     """Prints the text on rank 0 and ends the process with exit code 0."""
     if launch_rank() == 0:
-        try:
-            print(text, flush=True)
-        except BrokenPipeError:
-            # `--help | head` reads no more; Python would complain when it closes standard output.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        streams.hold()  # `--help | head` reads no more
+        print(text, flush=True)
     sys.exit(0)
