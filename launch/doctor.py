@@ -40,8 +40,7 @@ def main() -> int:
     add("command", nargs="*", help="after --: a training command, which names folders and device")
     options = parser.parse_args()
     take_folders(options)
-    # File names may be any bytes; mpirun tags every write, so a line must be one.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
+    hold_output()
     if ranks.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1
@@ -55,6 +54,16 @@ def main() -> int:
         own = facts.collect(options.data_dir, options.run_dir, options.device)
     everyone = connect(own, came, options)
     return Examination(everyone, own, options).run() if everyone else 1
+
+
+def hold_output() -> None:
+    """File names may be any bytes; mpirun tags every write, so a line must be one."""
+    try:
+        from hvdkit import streams
+    except ImportError:  # found later, on all hosts
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
+    else:
+        streams.hold()
 
 
 def take_folders(options: argparse.Namespace) -> None:

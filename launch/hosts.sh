@@ -97,7 +97,7 @@ networks=''
 # Whether a host is this one: its ranks are started without ssh.
 is_here() {
     local address own
-    own=" ::1 $(uname -n) $(hostname -I 2>/dev/null || true) "
+    own=" ::1 localhost $(uname -n) $(hostname -I 2>/dev/null || true) "
     for address in "$1" $(getent ahosts "$1" | cut -d' ' -f1); do
         [[ $own != *" $address "* && $address != 127.* ]] || return 0
     done

@@ -318,11 +318,13 @@ DOCKER0 = "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker
 DOCKER0 += "ip link set docker0 up; "
 
 
-@pytest.mark.parametrize("networks", ["", DOCKER0])
-def test_ranks_of_one_host_need_no_network(networks: str):
+@pytest.mark.parametrize(
+    ("networks", "ranks"), [("", ["-np", "2"]), (DOCKER0, ["-H", "localhost:2"])]
+)
+def test_ranks_of_one_host_need_no_network(networks: str, ranks: list[str]):
     require("unshare", "ip")
     script = f'ip link set lo up; {networks} exec "$0" "$@"'
-    words = [HOSTS_SH, "-np", "2", sys.executable, "-c", RANKS_MEET]
+    words = [HOSTS_SH, *ranks, sys.executable, "-c", RANKS_MEET]
     ended = run(["unshare", "--net", "sh", "-ec", script, *words], timeout=60)
     assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
 

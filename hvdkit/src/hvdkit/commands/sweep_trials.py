@@ -5,6 +5,7 @@ Values are drawn by TPE. Trials are pruned by asynchronous successive halving ov
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -111,7 +112,8 @@ class Sweep:
     def _hear(self, number: int, frame: object) -> None:
         if not self._code:
             self._code = PREEMPTED
-            os.write(2, b"stopping: trials save, then end; the same command resumes\n")
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.write(2, b"stopping: trials save, then end; the same command resumes\n")
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self._study.get_trials(states=states or None)
