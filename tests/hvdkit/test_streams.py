@@ -59,6 +59,15 @@ def test_the_program_goes_on_and_its_file_is_whole(tmp_path: Path, output, code,
     assert errors.count("note: standard output cannot be written") <= 1
 
 
+@pytest.mark.parametrize("program", ["-m hvdkit --help", "train.py --help", "train.py --nothing"])
+def test_programs_begin_with_a_closed_output(program: str):
+    """They end with an exit code of their own."""
+    template = Path(__file__).parents[2] / "template"
+    words = ["bash", "-c", f'"{sys.executable}" {program} >&- 2>&- <&-']
+    code = started(words, cwd=template).wait(60)
+    assert code == (2 if "nothing" in program else 0)
+
+
 def test_a_run_waits_for_no_reader_and_its_lines_come_later(tmp_path: Path):
     """A pipe of one page, as `| less` is when its first page is full."""
     reader, writer = os.pipe()

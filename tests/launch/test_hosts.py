@@ -337,6 +337,27 @@ def test_a_host_that_does_not_reach_itself_is_told_what_to_do(launcher: list[str
     assert ended.output.count("\n") == 1, ended.output
 
 
+WRITES = """
+import os
+names = os.environ
+rank = names.get("OMPI_COMM_WORLD_RANK") or names["HOROVOD_RANK"]
+print("a line")
+open(f"{names['FOLDER']}/{rank}", "w").write("whole")
+"""
+
+
+@pytest.mark.parametrize("launcher", [[HOSTS_SH], ["horovodrun"], ["horovodrun", "--gloo"]])
+def test_a_closed_output_ends_no_ranks(launcher: list[str], tmp_path: Path):
+    """One after the other, as another number is then free for the next file."""
+    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+        words = [*launcher, "-np", "2", sys.executable, "-c", WRITES]
+        script = f'"$0" "$@" {closed}'
+        (folder := tmp_path / closed.replace("&", "")).mkdir()
+        ended = run(["sh", "-c", script, *words], timeout=60, env={"FOLDER": str(folder)})
+        assert ended.code == 0, (closed, ended.output)
+        assert [file.read_text() for file in sorted(folder.iterdir())] == ["whole", "whole"]
+
+
 # As hvdkit supervise starts it: those that answer.
 LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
 
