@@ -21,6 +21,13 @@
 # shellcheck disable=SC2329 # signals call functions
 set -euo pipefail
 
+# One that is closed would be the number of a pipe of ours, and what reads that pipe would never end.
+# (Bash has opened this file by the first number that was free.)
+is_open() { [ -e "/dev/fd/$1" ] && ! [ "/dev/fd/$1" -ef "${BASH_SOURCE[0]}" ]; }
+is_open 0 || exec </dev/null
+is_open 1 || exec >/dev/null
+is_open 2 || exec 2>/dev/null
+
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 hosts='' file='' np='' interface='' port='' key=''
 plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()

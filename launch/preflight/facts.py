@@ -160,7 +160,8 @@ def resolve(name: str) -> tuple[list[str], str]:
 def unheard(name: str) -> str:
     """Why Gloo cannot listen at this host's own name; empty where it can."""
     addresses, why = resolve(name)
-    for address in addresses:
+    there = [one.address for its in psutil.net_if_addrs().values() for one in its]
+    for address in set(addresses).intersection(there):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family) as listener:
             listener.bind((address, 0))

@@ -313,7 +313,7 @@ def test_folders_with_spaces(tmp_path: Path):
     assert "started" in run(words, timeout=60).output
 
 
-RANKS_MEET = "from mpi4py import MPI; print('met', MPI.COMM_WORLD.allreduce(1))"
+RANKS_MEET = "from mpi4py import MPI; print(f'met {MPI.COMM_WORLD.allreduce(1)}')"
 DOCKER0 = "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker0; "
 DOCKER0 += "ip link set docker0 up; "
 
@@ -350,12 +350,13 @@ open(f"{names['FOLDER']}/{rank}", "w").write("whole")
 def test_a_closed_output_ends_no_ranks(launcher: list[str], tmp_path: Path):
     """One after the other, as another number is then free for the next file."""
     for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
-        words = [*launcher, "-np", "2", sys.executable, "-c", WRITES]
+        words = [*launcher, "-np", "2", sys.executable, "-c", WRITES, f"--run_dir={tmp_path}"]
         script = f'"$0" "$@" {closed}'
         (folder := tmp_path / closed.replace("&", "")).mkdir()
         ended = run(["sh", "-c", script, *words], timeout=60, env={"FOLDER": str(folder)})
         assert ended.code == 0, (closed, ended.output)
         assert [file.read_text() for file in sorted(folder.iterdir())] == ["whole", "whole"]
+        assert not left_of(tmp_path)
 
 
 # As hvdkit supervise starts it: those that answer.

@@ -91,6 +91,12 @@ def test_a_host_name_without_an_address(launcher: str, text: str):
     assert "Traceback" not in ended.output
 
 
+def test_one_rank_needs_not_even_loopback():
+    require("unshare")
+    ended = run(["unshare", "--net", sys.executable, "-c", CONNECT], timeout=120)
+    assert ended.code == 0 and "connected 1 {'sum': 2.0}" in ended.output, ended.output
+
+
 def test_a_host_name_whose_address_is_anothers_is_none(monkeypatch):
     """As after a move to another network: the name still resolves."""
     monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.7")
