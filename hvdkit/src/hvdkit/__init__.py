@@ -17,8 +17,17 @@ if TYPE_CHECKING:
     from hvdkit.run.loop import Run
     from hvdkit.settings import Settings, add_reader, setting
 
-__all__ = ["Run", "Settings", "__version__", "add_reader", "check_flags", "load", "load_settings"]
-__all__ += ["main", "setting"]
+__all__ = [
+    "Run",
+    "Settings",
+    "__version__",
+    "add_reader",
+    "check_flags",
+    "load",
+    "load_settings",
+    "main",
+    "setting",
+]
 __version__ = "0.1.0"
 
 # What a notebook's kernel is started as: the words after it are not meant for a run.

@@ -19,7 +19,6 @@ FILE = CHECKS / "checks_flags.py"
 NAMES = [field.name for field in dataclasses.fields(settings_lib.Settings)]
 # What the settings themselves make something else of.
 READ_AS_ANOTHER_NAME = {
-    "dry_run": "mode",  # of modes.py, which reads the three by name
     "batch_per_rank": "global_batch_size",
     "class_weights": "class_weight_list",
     "colour_range": "colour_limits",

@@ -113,5 +113,5 @@ def test_the_proof_takes_outputs_that_are_not_all_of_floats(outputs, score, size
         found = tf.reshape(score(outputs), [-1])
         return found, tf.ones_like(found)
 
-    gradient = objective.gradient(SimpleNamespace(loss=loss))
-    assert gradient(outputs, None) == pytest.approx(size)
+    task = SimpleNamespace(loss=loss)
+    assert objective.gradient(task, outputs, None) == pytest.approx(size)

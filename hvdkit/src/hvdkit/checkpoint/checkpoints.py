@@ -123,12 +123,20 @@ class Checkpoints:
 
         Raises OSError, ValueError: it cannot be written; older checkpoints are untouched.
         """
-        about = {"config": copy.config, "fingerprint": self.fingerprint}
-        about |= {"ranks": self.world.size, "tensorflow": tf.__version__}
-        about |= {"card": dict(self.card), "rules": dict(self.rules)}
-        about |= {"samples": copy.place.samples, "passed_over": copy.place.passed_over}
         try:
-            return writing.write(self.folder, copy.place.step, copy.arrays, **about)
+            return writing.write(
+                self.folder,
+                copy.place.step,
+                copy.arrays,
+                samples=copy.place.samples,
+                passed_over=copy.place.passed_over,
+                config=copy.config,
+                fingerprint=self.fingerprint,
+                ranks=self.world.size,
+                tensorflow=tf.__version__,
+                card=dict(self.card),
+                rules=dict(self.rules),
+            )
         finally:
             self._prune(copy.place.step - copy.skipped)
 
@@ -170,7 +178,8 @@ class Checkpoints:
                     )
                     newest = (about.step, note)
                     continue
-                was, now = scores.of_measure(about.measure), scores.of_measure(self.measure)
+                was = scores.of_measure(about.measure)
+                now = scores.of_measure(self.measure)
                 if was.name and was.mode != now.mode:
                     note = (
                         f"{_changed('main_metric_mode', was.mode, now.mode)}: the best is chosen "
@@ -199,11 +208,13 @@ class Checkpoints:
 
         Every rank must call it.
         """
-        scored, value = False, None
+        scored = False
+        value = None
         with self.world.fail_together(f"reading the score of {found.path}"):
             if self.world.is_chief:
                 about = files.read_manifest(found.path)
-                scored, value = about.evaluated and not about.unlike(self.measure), about.score
+                scored = about.evaluated and not about.unlike(self.measure)
+                value = about.score
         scored, value = self.world.broadcast_object([scored, value], "checkpoint.score_of")
         if not scored:
             return None
@@ -257,13 +268,20 @@ class Checkpoints:
 
         Raises Stop: on all ranks, when names, shapes or types do not fit; names the first.
         """
-        changed, batch, every = [], None, config.eval_every
+        changed = []
+        batch = None
+        every = config.eval_every
         with self.world.fail_together(f"restoring {found.path}"):
             if self.world.is_chief:
                 load(found.path, variables)
                 before = files.read_manifest(found.path)
-                how = {"source": self.train_source, "accepted": config.accept_changed_data}
-                changed = cards.check(found.path, before.card, self.card, **how)
+                changed = cards.check(
+                    found.path,
+                    before.card,
+                    self.card,
+                    source=self.train_source,
+                    accepted=config.accept_changed_data,
+                )
                 normed = any(name.endswith("/moving_mean") for name in variables)
                 changed += changes(before, config, ranks=self.world.size, normed=normed)
                 changed += rule_changes(before.rules, self.rules)
@@ -321,7 +339,8 @@ def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> 
     found = []
     for field in dataclasses.fields(config):  # with a fork's own
         # A setting that is newer than the checkpoint had its default.
-        old, new = before.config.get(field.name, field.default), getattr(config, field.name)
+        old = before.config.get(field.name, field.default)
+        new = getattr(config, field.name)
         counts = field.name == "eval_every" and config.lr_policy == "plateau"
         if field.metadata["path"]:  # relative ones are the project's
             differs = project.folder() / str(old) != project.folder() / str(new)
@@ -347,7 +366,8 @@ def rule_changes(before: Rules, now: Rules) -> list[str]:
     """
     found = []
     for part in before.keys() & now.keys():
-        was, is_now = before[part], now[part]
+        was = before[part]
+        is_now = now[part]
         names = [name for name in was if name in is_now]
         if part == "optimizer":
             names = list(dict.fromkeys([*was, *is_now]))
@@ -373,7 +393,9 @@ def load(path: Path, variables: Variables) -> None:
             f"{missing[0]}. Was it written by another model or optimizer? Use {other}"
         )
     for name, variable in variables.items():
-        value, shape, dtype = state[name], tuple(raw(variable).shape), raw(variable).dtype.name
+        value = state[name]
+        shape = tuple(raw(variable).shape)
+        dtype = raw(variable).dtype.name
         if value.shape != shape:
             where = f"has shape {value.shape} in the checkpoint, {shape} in the model. Use"
             raise ValueError(f"{name} {where} {other}")

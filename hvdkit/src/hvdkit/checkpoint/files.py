@@ -50,25 +50,26 @@ class Manifest:
     `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it is of.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
     `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py),
-    `rules` what the task's own optimizer and schedule were made with.
+    `rules` what the task's own optimizer and schedule were made with. What is read is compared with
+    these types.
     """
 
     step: int
     samples: int
     passed_over: int
-    config: dict[str, Any]
+    config: dict
     ranks: int
     tensorflow: str
     sha256: str
-    dtypes: dict[str, str]
-    score: float | None = None
-    loss: float | None = None
+    dtypes: dict
+    score: float | int | None = None
+    loss: float | int | None = None
     since: int | None = None
     evaluated: bool = False
-    fingerprint: dict[str, str] = dataclasses.field(default_factory=dict)
-    measure: dict[str, Any] = dataclasses.field(default_factory=dict)
-    card: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rules: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    fingerprint: dict = dataclasses.field(default_factory=dict)
+    measure: dict = dataclasses.field(default_factory=dict)
+    card: dict = dataclasses.field(default_factory=dict)
+    rules: dict = dataclasses.field(default_factory=dict)
 
     def place(self) -> Place:
         return Place(self.step, self.samples, self.passed_over)
@@ -91,12 +92,6 @@ class Manifest:
 def without_mode(measure: Mapping[str, Any]) -> dict[str, Any]:
     """What scores measure, whichever of them is the better."""
     return {name: value for name, value in measure.items() if name != "main_metric_mode"}
-
-
-_TYPES = dict.fromkeys(("config", "dtypes", "fingerprint", "measure", "card", "rules"), dict)
-_TYPES |= dict.fromkeys(("step", "samples", "passed_over"), int)
-_TYPES |= {"ranks": int, "tensorflow": str, "sha256": str, "evaluated": bool}
-_TYPES |= {"score": float | int | None, "loss": float | int | None, "since": int | None}
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -285,8 +280,10 @@ def _parse(path: Path) -> Manifest:
             "with the version that wrote it, or start anew: another --run_dir or --resume=never"
         )
     manifest = Manifest(**record)
-    if odd := [n for n, kind in _TYPES.items() if not isinstance(getattr(manifest, n), kind)]:
-        raise Damaged(f"{file} is damaged: its {odd[0]} is {getattr(manifest, odd[0])!r:.40}")
+    for field in dataclasses.fields(manifest):
+        value = getattr(manifest, field.name)
+        if not isinstance(value, field.type):
+            raise Damaged(f"{file} is damaged: its {field.name} is {value!r:.40}")
     if not _is_card(manifest.card):
         raise Damaged(f"{file} is damaged: its card is {manifest.card!r:.40}")
     if min(manifest.place()) < 0 or step_of(path) not in (None, manifest.step):

@@ -169,7 +169,8 @@ def check_values(path: Path | IO[bytes]) -> None:
         if isinstance(link, h5py.ExternalLink) or (there and (there.external or there.is_virtual)):
             return f"{name} is in another file, which is not allowed"
         if there:
-            stored, chunk = there.id.get_storage_size(), math.prod(there.chunks or [0])
+            stored = there.id.get_storage_size()
+            chunk = math.prod(there.chunks or [0])
             if there.nbytes > _SMALLEST * stored:
                 return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
             # HDF5 unpacks whole chunks, also for one value.

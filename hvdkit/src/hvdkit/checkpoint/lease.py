@@ -31,19 +31,26 @@ def take(run_dir: Path) -> None:
 
     Raises OSError: its files cannot be written. NotNow: another run is in it.
     """
-    folder, start = run_dir.resolve(), secrets.token_hex(8)
+    folder = run_dir.resolve()
+    start = secrets.token_hex(8)
     if not run_dir.is_dir() or folder in _held:
         return
-    own = {"job": os.environ.get("LAUNCH_JOB", start), "by": os.environ.get("LAUNCH_BY", "")}
-    own |= {"start": start, "host": os.uname().nodename}
+    own = {
+        "job": os.environ.get("LAUNCH_JOB", start),
+        "by": os.environ.get("LAUNCH_BY", ""),
+        "start": start,
+        "host": os.uname().nodename,
+    }
     end = time.monotonic() + _FENCING
     while not (lock := _lock(folder)):
         there = _read(folder)
         older = there.get("job") == own["job"] and str(there.get("by")) <= own["by"]
         if not older or time.monotonic() > end:
             whose = "a later start of this job" if there.get("job") == own["job"] else "another run"
-            who = f"{folder} is in use by {whose}, on {there.get('host', 'some host')}"
-            raise NotNow(f"{who}: wait for its end or choose another --run_dir")
+            raise NotNow(
+                f"{folder} is in use by {whose}, on {there.get('host', 'some host')}: wait for "
+                "its end or choose another --run_dir"
+            )
         if there != own:
             whole_files.write_json(folder / ".lease", own)
         time.sleep(0.5)
@@ -85,5 +92,7 @@ def _keep(folder: Path, start: str) -> None:
         with contextlib.suppress(OSError):
             os.utime(folder / ".lease", follow_symlinks=False)
         time.sleep(_BEAT)
-    where = f"a later start of this job, on {there.get('host')}"
-    _lost[folder] = f"{where}, has taken over {folder}: this one ends, unsaved"
+    _lost[folder] = (
+        f"a later start of this job, on {there.get('host')}, has taken over {folder}: this one "
+        "ends, unsaved"
+    )

@@ -50,9 +50,8 @@ def begin(
     them. `evaluates_first`: the run first evaluates `found` itself, so an earlier evaluation of
     that step is dropped from the records too. `listed`: the checkpoints that `find` chose from.
 
-    Returns a line that says what was set aside; empty when nothing was. Raises OSError: a file
-    cannot be written or moved, another run is in the folder, or its disk came only now (NotNow).
-    ValueError: a speed is measured where a run was trained.
+    Returns a line that says what was set aside, or "". Raises OSError: a file cannot be written,
+    another run is in the folder, or its disk came only now; ValueError for a speed beside a run.
     """
     folder = run_dir / "checkpoints"
     for inner in (folder, run_dir / _BOARD):
@@ -63,8 +62,10 @@ def begin(
         _check_none_came(folder, listed)
     lease.take(run_dir)
     if config.benchmark and checkpoint_files.candidates(folder):
-        replaced = f"--benchmark would replace the records of the run in {run_dir}"
-        raise ValueError(f"{replaced}: choose another --run_dir")
+        raise ValueError(
+            f"--benchmark would replace the records of the run in {run_dir}: choose another "
+            "--run_dir"
+        )
     own = found is not None and found.own
     newest = found.step if own else -1
     note = ""
@@ -91,8 +92,10 @@ def begin(
 def _check_none_came(folder: Path, listed: Set[str]) -> None:
     there = {path.name for path in checkpoint_files.candidates(folder)}
     if new := there - listed:
-        why = f"{folder} has {min(new)}, which was not there when this start looked for"
-        raise NotNow(f"{why} checkpoints: its disk came in between")
+        raise NotNow(
+            f"{folder} has {min(new)}, which was not there when this start looked for "
+            "checkpoints: its disk came in between"
+        )
 
 
 def data_away(config: Settings) -> bool:

@@ -32,14 +32,16 @@ class Saver:
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints, self._world = checkpoints, checkpoints.world
+        self._checkpoints = checkpoints
+        self._world = checkpoints.world
         self._pool = futures.ThreadPoolExecutor(1, "saver")
         self._pool.submit(int)  # starts its thread: later there may be too many processes
         self._writing: futures.Future | None = None
         self._step: int | None = None  # of the newest save
         self._score: Score | None = None  # the newest
         self._skipped = 0  # of the newest save: see Copy
-        self.failed, self.error = 0, None
+        self.failed = 0
+        self.error = None
 
     def __enter__(self) -> Self:
         return self
@@ -48,8 +50,11 @@ class Saver:
         if not error or isinstance(error, Stop):
             self.wait()
         elif self._writing and futures.wait([self._writing], _AFTER_FAILURE).not_done:
-            late = f"the checkpoint of step {self._step} was still being written when the run"
-            say(self._world, f"note: {late} ended: a rerun resumes from the one before it")
+            say(
+                self._world,
+                f"note: the checkpoint of step {self._step} was still being written when the "
+                "run ended: a rerun resumes from the one before it",
+            )
 
     def save(self, place: Place, variables: Variables, config: Settings) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
@@ -77,8 +82,10 @@ class Saver:
         try:
             self._checkpoints.add_score(score, self._skipped)
         except (OSError, ValueError) as error:
-            why = f"was not written: {self._why(error)}"
-            say(self._world, f"note: the score of step {score.step} {why}")
+            say(
+                self._world,
+                f"note: the score of step {score.step} was not written: {self._why(error)}",
+            )
 
     def last(self, place: Place, variables: Variables, config: Settings) -> None:
         """Waits for the run's last save, at `place`; where it failed, tries again.
@@ -114,9 +121,11 @@ class Saver:
         """Learns how a save ended that has ended."""
         if not self._writing or not self._writing.done():
             return
-        error, self._writing = self._writing.exception(), None
+        error = self._writing.exception()
+        self._writing = None
         if error is None:
-            self.failed, self.error = 0, None
+            self.failed = 0
+            self.error = None
         elif isinstance(error, OSError | ValueError | MemoryError):
             self._fail(error)
         else:
@@ -133,8 +142,10 @@ class Saver:
         self.failed += 1
         folder = self._checkpoints.folder
         there = ", ".join(path.name for path in files.candidates(folder)) or "none"
-        free = "Free some space, or use another --run_dir"
-        self.error = f"{self._why(error)}. Kept in {folder}: {there}. {free}"
+        self.error = (
+            f"{self._why(error)}. Kept in {folder}: {there}. Free some space, or use another "
+            "--run_dir"
+        )
         say(self._world, f"note: the checkpoint of step {self._step} was not written: {self.error}")
 
     def _why(self, error: Exception) -> str:

@@ -283,7 +283,8 @@ def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
 
 def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
     """By name; of variables that share one, the second gets " #2"."""
-    seen, unique = Counter(), {}
+    seen = Counter()
+    unique = {}
     for name, value in pairs:
         seen[name] += 1
         unique[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
@@ -303,9 +304,11 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
     --backbone_weights: a .h5 file as keras.applications publishes them. --backbone_preprocessing:
     of preprocessing.MODES. Raises ValueError: the model names no backbone, or it does not fit.
     """
-    path, mode = Path(config.backbone_weights), config.backbone_preprocessing
+    path = Path(config.backbone_weights)
+    mode = config.backbone_preprocessing
     here = f"--backbone_weights={path}"
-    pixels, last = preprocessing.find(model), getattr(model, "backbone", "")
+    pixels = preprocessing.find(model)
+    last = getattr(model, "backbone", "")
     if not (pixels and last):
         raise ValueError(
             f"{here}: {model.name} has no backbone that such a file fits: begin the model with "
@@ -324,5 +327,7 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
         if not all(np.isfinite(values).all() for values in layer.get_weights()):
             raise ValueError(f"{here}: {layer.name} holds values that are not finite")
     pixels.mode.assign(preprocessing.MODES.index(mode))
-    kind = f"trained on {preprocessing.MEANING[mode]} ({mode})"
-    logs.say(f"starting from the backbone in {path}, up to {last}, {kind}")
+    logs.say(
+        f"starting from the backbone in {path}, up to {last}, trained on "
+        f"{preprocessing.MEANING[mode]} ({mode})"
+    )

@@ -34,7 +34,8 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
     folder.mkdir(parents=True, exist_ok=True)
     name = f"step-{step:08d}"
     with whole_files.held(folder) as there:
-        partial, final = there / f".{name}.partial", there / name
+        partial = there / f".{name}.partial"
+        final = there / name
         try:
             files.delete(partial)
             partial.mkdir()
@@ -98,7 +99,8 @@ class _Hashed(io.RawIOBase):
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.digest = file, hashlib.sha256()
+        self._file = file
+        self.digest = hashlib.sha256()
 
     def writable(self) -> bool:
         return True

@@ -43,11 +43,15 @@ class Evaluator:
     """Runs evaluations of a hvdkit.run.context.RunContext, which share one traced step."""
 
     def __init__(self, run: Any, feed: EvaluationFeed) -> None:
-        self._world, self._task = run.world, run.task
-        self._source, self._feed = run.val_source, feed
+        self._world = run.world
+        self._task = run.task
+        self._source = run.val_source
+        self._feed = feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
-        self._notes, self._printed = tasks.optional(run.task, "notes"), set()
-        self._state, self._step = run.state, make_step(run.task, run.model, feed.spec)
+        self._notes = tasks.optional(run.task, "notes")
+        self._printed = set()
+        self._state = run.state
+        self._step = make_step(run.task, run.model, feed.spec)
         self._weights = [raw(v) for v in run.model.trainable_variables]
         self._untrained = self._moved = run.state.untrained  # moved: by a batch, `try_out` finds it
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
@@ -101,7 +105,7 @@ class Evaluator:
         tried = range(0, count, -(-count // _TRIED))[: self._feed.batch_size]
         if len(tried) < 2:
             return
-        each, gradient = [self._batch(number) for number in tried], objective.gradient(self._task)
+        each = [self._batch(number) for number in tried]
 
         def sums(*batches: Example) -> dict[str, float]:
             whole = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
@@ -109,12 +113,13 @@ class Evaluator:
                 with unchanged(self._moved):
                     outputs, _, found, _ = self._step(whole)
                 with unchanged(self._moved):  # a loss may change state too
-                    grad = gradient(outputs, whole["targets"])
+                    grad = objective.gradient(self._task, outputs, whole["targets"])
             parts = {n: float(v) for n, v in found.items() if n.split("/")[0] in ("loss", "weight")}
             return parts | {"loss's gradient by the outputs": grad}
 
-        random = lambda: graph_checks.draws(self.graph)  # noqa: E731
-        objective.check_sum("the task's ", sums, each, draws=random, near=self._near)
+        objective.check_sum(
+            sums, each, draws=lambda: graph_checks.draws(self.graph), near=self._near
+        )
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
@@ -133,9 +138,12 @@ class Evaluator:
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         zeros, empty = metrics.zeros(self._step)
-        total, kept = metrics.Sums(self._world, zeros, exact=self._exact), metrics.Rows(empty)
-        drawn, words = [], None
-        batches, ballot = iter(self._feed), Ballot()
+        total = metrics.Sums(self._world, zeros, exact=self._exact)
+        kept = metrics.Rows(empty)
+        drawn = []
+        words = None
+        batches = iter(self._feed)
+        ballot = Ballot()
         for place in range(self._feed.rounds):  # as many as the rank that has most batches
             batch = None
             try:
@@ -149,18 +157,21 @@ class Evaluator:
                         try:
                             drawn.append(self._drawn(batch, outputs))
                         except Exception as fault:  # training continues
-                            why = f"{type(fault).__name__}: {fault}"
-                            self._say_once(f"no pictures: draw failed: {why}")
+                            self._say_once(
+                                f"no pictures: draw failed: {type(fault).__name__}: {fault}"
+                            )
             except ValueError as error:
                 # Only its words: it holds the pipeline, which would read on until it is collected.
-                words, batches = str(error), iter(())
+                words = str(error)
+                batches = iter(())
             heartbeat.beat()
             if ballot.any(stop_asked()):
                 return None
         with self._world.fail_together("evaluating the validation data"):
             if words is not None:
                 raise ValueError(words)
-        sums, rows = total.over_ranks(), kept.of_all_ranks()
+        sums = total.over_ranks()
+        rows = kept.of_all_ranks()
         with self._world.fail_together("computing the figures"):
             for name in ("weight" + loss.removeprefix("loss") for loss in _losses(sums)):
                 if not sums[name]:
@@ -190,9 +201,11 @@ class Evaluator:
         except (tf.errors.OpError, ValueError) as error:
             shape = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
             if isinstance(error, tf.errors.ResourceExhaustedError):
-                how = "give a smaller --eval_batch_size or, for whole pictures, --eval_window"
-                what = f"a batch of evaluation with inputs of shape {shape}"
-                raise ValueError(f"{what} does not fit into memory: {how}") from None
+                raise ValueError(
+                    f"a batch of evaluation with inputs of shape {shape} does not fit into "
+                    "memory: give a smaller --eval_batch_size or, for whole pictures, "
+                    "--eval_window"
+                ) from None
             raise ValueError(
                 f"sample {join(self._feed.ids(place))} (counted from 0; inputs of shape {shape}): "
                 f"{self._reason(error)}: the task's model, loss and sums must take every sample "
@@ -206,12 +219,16 @@ class Evaluator:
 
     def _check_size(self, rows: dict[str, tf.Tensor]) -> None:
         """Tells the memory that `per_sample` takes; ValueError where it is too much."""
-        size, samples = sum(row.numpy().nbytes for row in rows.values()), len(self._source)
-        most, taken = metrics.Rows.MOST_BYTES, f"{size:,} bytes of each of {samples:,} samples"
+        size = sum(row.numpy().nbytes for row in rows.values())
+        samples = len(self._source)
+        most = metrics.Rows.MOST_BYTES
+        taken = f"{size:,} bytes of each of {samples:,} samples"
         if size * samples > most:
-            what = f"keeps {taken}, {size * samples / 2**30:,.1f} GiB"
-            rule = f"every rank holds them all, {most / 2**30:g} GiB at most"
-            raise ValueError(f"the task's per_sample {what}: {rule}: keep less, or add up `sums`")
+            raise ValueError(
+                f"the task's per_sample keeps {taken}, {size * samples / 2**30:,.1f} GiB: "
+                f"every rank holds them all, {most / 2**30:g} GiB at most: keep less, or add "
+                "up `sums`"
+            )
         if rows:
             self._say_once(f"metrics of all predictions keep {taken} on each rank")
 
@@ -244,7 +261,9 @@ class Ballot:
     """Asks every few seconds whether any rank got a stop signal; every rank must call it."""
 
     def __init__(self) -> None:
-        self._start, self._rounds, self._left = time.monotonic(), 1, 1
+        self._start = time.monotonic()
+        self._rounds = 1
+        self._left = 1
 
     def any(self, wanted: bool) -> bool:
         self._left -= 1
@@ -273,7 +292,8 @@ def make_step(task: Task, model: keras.Model, spec: Any):
         means = 0.0
         for name, (losses, weights) in terms.items():
             weights = objective.require_weights(weights, name)
-            of, each = f"/{name}" if name else "", tf.math.multiply_no_nan(losses, weights)
+            of = f"/{name}" if name else ""
+            each = tf.math.multiply_no_nan(losses, weights)
             parts = (tf.reduce_sum(x, range(1, len(x.shape))) for x in (each, weights))
             means += tf.math.divide_no_nan(*parts)
             sums[f"loss{of}"] = tf.reduce_sum(tf.cast(each, tf.float64))
@@ -291,5 +311,6 @@ def stopped_improving(config: Settings, step: int, best_step: int) -> bool:
 
     Steps alone decide, so that a resumed run stops at the same step as an uninterrupted one.
     """
-    every, evals = config.eval_every, config.early_stop_evals
+    every = config.eval_every
+    evals = config.early_stop_evals
     return bool(every and evals) and step // every - best_step // every >= evals

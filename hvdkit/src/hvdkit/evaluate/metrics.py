@@ -9,6 +9,7 @@ import csv
 import io
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,25 @@ from hvdkit.data import classes
 from hvdkit.ranks.world import World
 
 Arrays = dict[str, np.ndarray]  # by name
-_FINEST = 1074  # 2**-1074 is the smallest float64; all others are multiples of it
 
 
 class Sums:
     """Sums of named tensors over this rank's batches, then over ranks; floats up to rounding.
 
-    With `exact` they are added without rounding, as integers: the same bits in any order. Every
-    float64 is a multiple of 2**-1074: Python's integers hold the sum, a microsecond each.
+    With `exact` they are added without rounding, as fractions: the same bits in any order.
     """
 
     def __init__(self, world: World, zeros: Arrays, *, exact: bool = False) -> None:
-        self._world, self._sums, self._exact = world, zeros, exact
+        self._world = world
+        self._sums = zeros
+        self._exact = exact
         floats = {n: sums for n, sums in zeros.items() if exact and sums.dtype.kind == "f"}
-        self._units = {name: _in_units(sums) for name, sums in floats.items()}
+        self._fractions = {name: _fractions(sums) for name, sums in floats.items()}
 
     def add(self, more: Arrays) -> None:
         self._sums = {name: own + more[name] for name, own in self._sums.items()}
-        pairs = {name: zip(own, _in_units(more[name])) for name, own in self._units.items()}
-        self._units = {name: [a + b for a, b in both] for name, both in pairs.items()}
+        for name, own in self._fractions.items():
+            self._fractions[name] = [a + b for a, b in zip(own, _fractions(more[name]))]
 
     def over_ranks(self) -> Arrays:
         """Totals, on every rank, which all must call; integers are exact below 2**53."""
@@ -48,29 +49,20 @@ class Sums:
         sent = [tf.constant(part.astype(np.float64)) for part in own.values()]
         found = hvd.grouped_allreduce(sent, op=hvd.Sum, name="metrics.sums")
         totals = {name: total.numpy().astype(own[name].dtype) for name, total in zip(own, found)}
-        everyone = self._exact and self._world.gather_objects(self._units, "metrics.exact")
-        for name in self._units:
-            rounded = totals[name]
-            units = map(sum, zip(*(theirs[name] for theirs in everyone)))
-            exact = np.reshape([_rounded(number) for number in units], rounded.shape)
-            # NaN and infinity stay what they are, in any order.
-            totals[name] = np.where(np.isfinite(rounded), exact, rounded).astype(rounded.dtype)
+        if self._exact:
+            texts = {name: list(map(str, parts)) for name, parts in self._fractions.items()}
+            everyone = self._world.gather_objects(texts, "metrics.exact")
+            for name in texts:
+                total = totals[name].reshape([-1])  # a view
+                for place, parts in enumerate(zip(*(theirs[name] for theirs in everyone))):
+                    if math.isfinite(total[place]):  # NaN and infinity stay, in any order
+                        total[place] = sum(map(Fraction, parts))
         return totals
 
 
-def _in_units(values: np.ndarray) -> list[int]:
-    """Multiples of 2**-_FINEST; 0 for NaN and infinity."""
-    floats = np.ravel(values).astype(np.float64).tolist()
-    pairs = [(x if math.isfinite(x) else 0.0).as_integer_ratio() for x in floats]
-    return [above * (2**_FINEST // below) for above, below in pairs]
-
-
-def _rounded(units: int) -> float:
-    """Python divides integers with one rounding."""
-    try:
-        return units / 2**_FINEST
-    except OverflowError:  # larger than any float
-        return math.inf if units > 0 else -math.inf
+def _fractions(values: np.ndarray) -> list[Fraction]:
+    """The values in a row; 0 for NaN and infinity."""
+    return [Fraction(x if math.isfinite(x) else 0) for x in np.ravel(values).tolist()]
 
 
 class Rows:
@@ -152,7 +144,8 @@ def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Te
     like = [tf.ones(shape, part.dtype) for shape, part in zip(shapes, batch)]
     if len(like) > 1 and like[1].dtype.is_floating:
         like[1] *= 0.25  # not the labels: a maximum of errors must not be 0
-    longer, states = [tf.concat([x, x], 0) if x.shape.rank else x for x in like], []
+    longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in like]
+    states = []
     for batches in ([], [like], [like, like], [longer]):
         metric.reset_state()
         for parts in batches:
@@ -177,7 +170,8 @@ def confusion_matrix(
     counted = tf.reshape(counted, [-1])
     flat = (tf.reshape(tf.cast(part, tf.int64), [-1]) for part in (labels, predictions))
     labels, predictions = (tf.boolean_mask(part, counted) for part in flat)
-    cells, size = tf.cast(labels * num_classes + predictions, tf.int32), num_classes**2
+    cells = tf.cast(labels * num_classes + predictions, tf.int32)
+    size = num_classes**2
     counts = tf.math.bincount(cells, minlength=size, maxlength=size, dtype=tf.int64)
     return tf.reshape(counts, [num_classes, num_classes])
 
@@ -223,8 +217,8 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
     """Names, and the matrix, int64 [n, n]; raises ValueError, naming the file."""
     try:
         with whole_files.opened(file, most=whole_files.JSON_BYTES) as content:
-            how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
-            table = csv.reader(io.TextIOWrapper(content, **how))
+            text = io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="")
+            table = csv.reader(text)
             names = next(table, [])[1:]
             # Row by row: as text a cell takes fifty bytes.
             counts = np.array([np.array([*map(int, row[1:])], np.int64) for row in table])
@@ -238,7 +232,8 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
 def class_figures(confusion: np.ndarray) -> dict[str, list[float]]:
     """Figures of each class from a confusion matrix (row: label), NaN where undefined."""
     hits = np.diag(confusion).astype(np.float64)
-    labels, predictions = confusion.sum(1), confusion.sum(0)
+    labels = confusion.sum(1)
+    predictions = confusion.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
         found = {"labels": labels, "recall": hits / labels, "precision": hits / predictions}
     found["iou"] = intersection_over_union(confusion)

@@ -47,9 +47,10 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
         autograph=False,
     )
     if traced.get_concrete_function().structured_outputs.shape[-1] == 1:
-        what = "average softmax probabilities, which of one logit are 1"
-        ways = "leave them out, or give the task a `predict` of its own"
-        raise ValueError(f"--eval_window, --eval_scales and --eval_flip {what}: {ways}")
+        raise ValueError(
+            "--eval_window, --eval_scales and --eval_flip average softmax probabilities, "
+            "which of one logit are 1: leave them out, or give the task a `predict` of its own"
+        )
     views = [(scale, turned) for scale in how.scales for turned in (False, True)[: 1 + how.mirror]]
     total = None
     for scale, turned in views:
@@ -102,7 +103,8 @@ def _mean_along(
     than a window are one window.
     """
     shape = tf.shape(images)
-    length, step = shape[axis], max(2 * window // 3, 1)
+    length = shape[axis]
+    step = max(2 * window // 3, 1)
     side = tf.minimum(length, window)
     windows = 1 - (side - length) // step
     zeros = tf.zeros(tf.concat([shape[:3], like.shape[-1:]], 0), like.dtype)

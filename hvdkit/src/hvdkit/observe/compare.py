@@ -38,20 +38,24 @@ def verdict(one: Records, other: Records) -> tuple[int, str]:
     steps = [run.summary["step"] for run in (one, other)]
     if steps[0] != steps[1]:
         return 1, f"{both} ended at different steps: {steps[0]} and {steps[1]}"
-    lines, others = figures(one), figures(other)
+    lines = figures(one)
+    others = figures(other)
     if lines != others:
         counts = f"they hold {len(lines)} and {len(others)} lines"
         steps = (f"first at step {a['step']}" for a, b in zip(lines, others) if a != b)
         return 1, f"{both} differ in metrics.jsonl: {next(steps, counts)}"
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
         return 1, f"{both} logged the same figures but ended with different weights"
-    found = f"weights, and {len(lines)} lines of metrics.jsonl"
-    return 0, f"{both} are the same to the last bit: {found}"
+    return (
+        0,
+        f"{both} are the same to the last bit: weights, and {len(lines)} lines of metrics.jsonl",
+    )
 
 
 def check_ended(run: Records) -> None:
     """Raises OSError or ValueError, naming the file, if the run has not ended."""
-    file, ended = run.folder / "metrics.jsonl", "give folders of runs that have ended"
+    file = run.folder / "metrics.jsonl"
+    ended = "give folders of runs that have ended"
     if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= {*run.summary}:
         raise ValueError(f"{run.folder}/summary.json is no summary of a run: {ended}")
     if len(whole_files.read(file, whole_files.LINES_BYTES).splitlines()) != len(run.lines):
@@ -115,8 +119,13 @@ def write(file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]
     """A page with the table, and the curves of all runs, by their names. Raises OSError."""
     from hvdkit.observe import pages  # here: loading the plot library takes half a second
 
-    wanted = {"loss": "Training loss", "lr": "Learning rate", "grad_norm": "Norm of the gradient"}
-    wanted |= {"samples_per_second": "Samples a second, all ranks", "eval_loss": "Validation loss"}
+    wanted = {
+        "loss": "Training loss",
+        "lr": "Learning rate",
+        "grad_norm": "Norm of the gradient",
+        "samples_per_second": "Samples a second, all ranks",
+        "eval_loss": "Validation loss",
+    }
     wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs.values() for n in run.scores()}
     found = []
     for key, title in itertools.islice(wanted.items(), _MOST_PLOTS):

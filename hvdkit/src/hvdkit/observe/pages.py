@@ -145,8 +145,10 @@ def picture(file: Path, caption: str) -> str:
         return ""
     data = base64.b64encode(whole_files.read(file, whole_files.TABLE_BYTES)).decode()
     alt = escaped(caption)
-    image = f'<img alt="{alt}" src="data:image/png;base64,{data}">'
-    return f"<figure><figcaption>{alt}</figcaption>{image}</figure>"
+    return (
+        f'<figure><figcaption>{alt}</figcaption><img alt="{alt}" '
+        f'src="data:image/png;base64,{data}"></figure>'
+    )
 
 
 def curves(
@@ -292,5 +294,7 @@ def _svg(figure: Figure, title: str) -> str:
     drawn = drawn.replace(_INK, "currentColor").replace(_FAINT, "var(--line)")
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
     label = escaped(title)
-    head = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-    return f"<figure><figcaption>{label}</figcaption>{head}{drawn}</figure>"
+    return (
+        f'<figure><figcaption>{label}</figcaption><svg viewBox="0 0 {width} {height}" '
+        f'role="img" aria-label="{label}">{drawn}</figure>'
+    )

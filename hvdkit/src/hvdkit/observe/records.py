@@ -16,8 +16,14 @@ from hvdkit.settings import absl_flags, fields, flagfiles, runs
 
 _LINE_BYTES = 2**20  # longer only by damage: a thousand classes are 30,000 bytes
 # Entries of metrics.jsonl that depend on the clock.
-_FIGURES = ("step", "samples_per_second", "skipped_steps", "samples_passed_over")
-_FIGURES += ("best_score", "best_step")
+_FIGURES = (
+    "step",
+    "samples_per_second",
+    "skipped_steps",
+    "samples_passed_over",
+    "best_score",
+    "best_step",
+)
 TIMES = ("time", "samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 

@@ -37,7 +37,8 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
 
     Jitter is 1.4826 times the median absolute deviation, as in tf_cnn_benchmarks (get_perf_timing).
     """
-    mean, median = float(np.mean(rates)), float(np.median(rates))
+    mean = float(np.mean(rates))
+    median = float(np.median(rates))
     half = _T * float(np.std(rates, ddof=1)) / math.sqrt(WINDOWS)
     jitter = 1.4826 * float(np.median(np.abs(np.subtract(rates, median))))
     interval = [mean - half, mean + half]
@@ -46,7 +47,8 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> str:
     """The figures as lines of text."""
-    shares, by_rank = record["shares_of_a_step"], record["by_rank"]
+    shares = record["shares_of_a_step"]
+    by_rank = record["by_rank"]
     waits = [own["input"] for own in by_rank]
     host = max(own["host_peak_bytes"] for own in by_rank)
     gpu = max(own["gpu_peak_bytes"] or 0 for own in by_rank)
@@ -64,23 +66,29 @@ def table(record: Mapping[str, Any]) -> str:
         "model FLOPs": _operations(record["model_flops"]),
     }
     if (alone := record["seconds_of_reduction_alone"]) is not None:
-        share = f"{shares['reduction_alone']:.1%} of a step, part of it behind the backward pass"
-        rows["sum of gradients, alone"] = f"{alone * 1e3:.3g} ms, {share}"
+        rows["sum of gradients, alone"] = (
+            f"{alone * 1e3:.3g} ms, {shares['reduction_alone']:.1%} of a step, part of it "
+            "behind the backward pass"
+        )
     return "\n".join(f"{name:<25}{text}" for name, text in rows.items())
 
 
 def _rates(found: Mapping[str, Any]) -> str:
     low, high = found["interval_95"]
-    mean = f"mean {found['mean']:.4g} (95 % interval {low:.4g} to {high:.4g})"
-    return f"{mean}, median {found['median']:.4g}, jitter {found['jitter']:.2g}"
+    return (
+        f"mean {found['mean']:.4g} (95 % interval {low:.4g} to {high:.4g}), median "
+        f"{found['median']:.4g}, jitter {found['jitter']:.2g}"
+    )
 
 
 def _operations(found: Mapping[str, Any]) -> str:
     if "not_counted" in found:
         return f"not counted: {found['not_counted']}"
-    line = f"{_short(found['forward_a_sample'])} a sample forward, "
-    line += f"{_short(found['training_a_sample'])} in training (3 x forward); "
-    line += f"{_short(found['a_second_a_rank'])} a second on a rank"
+    line = (
+        f"{_short(found['forward_a_sample'])} a sample forward, "
+        f"{_short(found['training_a_sample'])} in training (3 x forward); "
+        f"{_short(found['a_second_a_rank'])} a second on a rank"
+    )
     if "utilization" in found:
         most = _short(found["peak_a_second"])
         line += f" = {found['utilization']:.1%} of the device's {most} ({found['peak_of']})"

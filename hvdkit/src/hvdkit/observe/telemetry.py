@@ -44,11 +44,15 @@ class Telemetry:
     def __init__(self, config: Settings, world: World, sampler: Sampler) -> None:
         """`sampler`: of the run's steps."""
         run_dir = Path(config.run_dir)
-        self._dir, self._world, self._num_steps = run_dir, world, config.num_steps
+        self._dir = run_dir
+        self._world = world
+        self._num_steps = config.num_steps
         self._samples = config.global_batch_size  # a step
-        self._last_step, self._last_time = sampler.start.step, time.monotonic()
+        self._last_step = sampler.start.step
+        self._last_time = time.monotonic()
         self._sampler, self._first_loss = sampler, 0.0  # logged by this process
-        self._logged, self._rates = 0, collections.deque(maxlen=_RATES)
+        self._logged = 0
+        self._rates = collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
         self._unwritten: dict[str, list[str]] = {}  # lines, by file
         self._sizes: dict[str, int] = {}  # bytes, before a try that failed
@@ -74,8 +78,9 @@ class Telemetry:
     def started(self, step: int, about: Mapping[str, Any]) -> None:
         """The run starts or resumes at `step`; `about` describes it for people."""
         if self._world.is_chief:
-            line = {"step": step, "time": round(time.time(), 2), "ranks": self._world.size}
-            self._append("starts.jsonl", line | about)
+            now = round(time.time(), 2)
+            line = {"step": step, "time": now, "ranks": self._world.size, **about}
+            self._append("starts.jsonl", line)
 
     @contextlib.contextmanager
     def not_training(self) -> Iterator[None]:
@@ -97,9 +102,12 @@ class Telemetry:
         if not self._world.is_chief:
             return
         now = time.monotonic()
-        steps, seconds = max(step - self._last_step, 1), max(now - self._last_time, 1e-9)
-        self._last_step, self._last_time = step, now
-        rate, wait = self._samples * steps / seconds, min(waited / seconds, 1.0)
+        steps = max(step - self._last_step, 1)
+        seconds = max(now - self._last_time, 1e-9)
+        self._last_step = step
+        self._last_time = now
+        rate = self._samples * steps / seconds
+        wait = min(waited / seconds, 1.0)
         self._logged += 1
         if self._logged > 1:  # the first interval includes tracing of graphs
             self._rates.append(rate)
@@ -110,15 +118,19 @@ class Telemetry:
         self._show(step, shown)
         added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
         eta = timedelta(seconds=int((self._num_steps - step) * self._samples / rate))
-        line = f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}"
-        line += f"  lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}"
         epoch = self._sampler.place(step).position / self._sampler.num_samples
-        say(self._world, f"{line}  epoch {epoch:.1f}")
+        say(
+            self._world,
+            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
+            f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}  epoch {epoch:.1f}",
+        )
         self._judge(figures["loss"])
         # Not at the first logged step: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
-            how = "give it more cores or --data_workers, or smaller pictures (hvdkit pack)"
-            note = f"input-bound: rank 0 waited for data {wait:.0%} of the time; {how}"
+            note = (
+                f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more "
+                "cores or --data_workers, or smaller pictures (hvdkit pack)"
+            )
             self._note_once("input-bound", note)
 
     def _judge(self, loss: float) -> None:
@@ -126,11 +138,17 @@ class Telemetry:
         if self._logged == 1:
             self._first_loss = loss
         if abs(loss) > _HUGE:
-            note = "inputs and targets should be of a scale around 1, losses one for each example"
-            self._note_once("huge", f"the loss is {loss:.3g}: {note}")
+            self._note_once(
+                "huge",
+                f"the loss is {loss:.3g}: inputs and targets should be of a scale around 1, "
+                "losses one for each example",
+            )
         elif self._logged > 2 and loss > _RISEN * abs(self._first_loss) + 1:  # near 0 it is noise
-            told = f"the loss has risen from {self._first_loss:.3g} to {loss:.3g}"
-            self._note_once("risen", f"{told}: try a lower --base_lr (--find_lr suggests one)")
+            self._note_once(
+                "risen",
+                f"the loss has risen from {self._first_loss:.3g} to {loss:.3g}: try a lower "
+                "--base_lr (--find_lr suggests one)",
+            )
 
     def median_speed(self) -> float | None:
         """Samples a second, all ranks: median of the newest intervals, without the first."""

@@ -80,8 +80,9 @@ class Log:
         losses = health.losses(self._run.world, config.virtual_ranks, result)
         logged, self._waited = self._waited, self._feed.waited
         times, note = self._pace.interval(self._waited - logged)
-        more = {"losses": losses, "waited": self._waited - logged, "times": times}
-        self._telemetry.step(step, figures, **more)
+        self._telemetry.step(
+            step, figures, losses=losses, waited=self._waited - logged, times=times
+        )
         if note:
             say(self._run.world, note)
         if config.log_gradients:
@@ -259,8 +260,12 @@ class Evaluate:
             return None
         above = "below" if self._metric.mode == "min" else "above"
         above = f"{above} {best.value:.4f}, of step {best.since}," if best else "that is a number"
-        message = f"no {main} {above} in {config.early_stop_evals} evaluations"
-        return Ending(DONE, "early stop", f"stopped early: {message}", save=True)
+        return Ending(
+            DONE,
+            "early stop",
+            f"stopped early: no {main} {above} in {config.early_stop_evals} evaluations",
+            save=True,
+        )
 
     def _compared(self, step: int) -> Score:
         """The score of the newest evaluation, after a look whether it is the run's best."""

@@ -36,15 +36,19 @@ class Benchmark:
 
     def __init__(self, run: Run) -> None:
         """Every rank must call it; raises Stop, on all, where the model cannot be called."""
-        self._loop, self._run = run, run.context
-        first_step, num_steps = run.start.step, run.settings.num_steps
+        self._loop = run
+        self._run = run.context
+        first_step = run.start.step
+        num_steps = run.settings.num_steps
         self._ends = speed.window_ends(first_step, num_steps)
         # Seconds so far; of them waited for data; and in steps' calls, or waited for such a step.
         self._clocks: list[tuple[float, float, float]] = []
         if not self._ends:
-            few = f"note: --benchmark measures no speed in {num_steps - first_step} step(s)"
-            more = f"--num_steps={speed.FEWEST + first_step} or more"
-            say(run.world, f"{few}: {speed.WINDOWS} windows need {more}")
+            say(
+                run.world,
+                f"note: --benchmark measures no speed in {num_steps - first_step} step(s): "
+                f"{speed.WINDOWS} windows need --num_steps={speed.FEWEST + first_step} or more",
+            )
             return
         self._warm_up = self._ends[0] - first_step
         what = "counting the model's operations"
@@ -91,7 +95,8 @@ class Benchmark:
         }
 
     def _record(self, everyone: list[dict[str, Any]]) -> dict[str, Any]:
-        config, size = self._run.config, self._run.world.size
+        config = self._run.config
+        size = self._run.world.size
         rates = np.sum([own["samples_per_second"] for own in everyone], axis=0)
         seconds = float(np.mean([own["seconds_a_step"] for own in everyone]))
         alone = [own["seconds_of_reduction"] for own in everyone]
@@ -138,7 +143,8 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     It sums zeros in the gradients' shapes, grouped, compressed and carried as in the traced step.
     Every rank must call it. None with one rank, and where gradients are sparse, of any size.
     """
-    config, model = run.config, run.model
+    config = run.config
+    model = run.model
     graph = train_step.graph
     gathers = any(node.op == "HorovodAllgather" for node in graph_checks.nodes(graph))
     if run.world.size == 1 or (gathers and config.compression != "bf16"):
@@ -150,9 +156,10 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         if virtual:
-            how = {"device_dense": reduction.device(config)}
-            named = zip(virtual, zeros)
-            sums = [hvd.allreduce(x, op=hvd.Sum, name=op.name, **how) for op, x in named]
+            where = reduction.device(config)
+            sums = []
+            for op, like in zip(virtual, zeros):
+                sums.append(hvd.allreduce(like, op=hvd.Sum, name=op.name, device_dense=where))
         else:
             sums = reduction.rank_sums(zeros, config, model.trainable_variables)
         # One number of each: reading their sum waits for all of them.

@@ -147,7 +147,8 @@ def judge_plateau(context: RunContext, *, value: float, step: int) -> None:
     """After an evaluation: with --lr_policy=plateau it may lower the learning rate."""
     if schedule.by_plateau(context.task, context.config):
         value = context.world.broadcast_object(value, f"plateau.{step}")
-        metric, plateau = scores.of_task(context.task), context.state.plateau
+        metric = scores.of_task(context.task)
+        plateau = context.state.plateau
         told = plateau.judge(context.config, metric, value=value, step=step)
         if told:
             say(context.world, told)
@@ -219,7 +220,8 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
 
     Raises Stop: on all ranks, when the data cannot be opened, or differ.
     """
-    sources, found = None, {}
+    sources = None
+    found = {}
     listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
     with world.fail_together("opening the data"), task_checks.user_code_errors("sources"), listing:
         train, val = sources = task.sources()
@@ -256,7 +258,8 @@ def describe(run: RunContext, place: Place) -> str:
 
 def notes(run: RunContext) -> list[str]:
     """Surprising settings, a sentence each."""
-    config, found = run.config, run.config.notes()
+    config = run.config
+    found = run.config.notes()
     if run.model.compiled:
         found.append("the optimizer and the loss that the model was compiled with are not used")
     # Equal splits have a note of their own.
@@ -341,7 +344,9 @@ def begin(context: RunContext, found: Found | None) -> Start:
     `found`: what `find_start` found. Raises Stop: on all ranks, when this checkpoint, or what
     --init_from or --backbone_weights names, cannot be read or does not fit the model.
     """
-    config, world, state = context.config, context.world, context.state
+    config = context.config
+    world = context.world
+    state = context.state
     if found:
         context.checkpoints.restore(found, state.variables, config)
     elif config.init_from or config.backbone_weights:

@@ -45,7 +45,8 @@ _WIRE = {"none": 1.0, "fp16": 0.5, "bf16": 0.5}  # of a float32's bytes
 @contextlib.contextmanager
 def throwaway(config: Settings, world: World) -> Iterator[Settings]:
     """The settings with another run_dir, which is removed at the end; every rank must call it."""
-    run_dir, made = Path(config.run_dir), ""
+    run_dir = Path(config.run_dir)
+    made = ""
     with world.fail_together(f"--run_dir={run_dir}"):
         if world.is_chief:
             there = next(p for p in (run_dir, *run_dir.parents) if p.exists())
@@ -80,7 +81,9 @@ class DryRun:
     settles = True
 
     def __init__(self, run: Run) -> None:
-        self._run, self._save, self._evaluate = run.context, run.save, run.evaluate
+        self._run = run.context
+        self._save = run.save
+        self._evaluate = run.evaluate
         self._loop = run
         first_step = run.start.step
         self._last = min(first_step + STEPS, run.settings.num_steps)
@@ -101,8 +104,11 @@ class DryRun:
         memory = self._run.world.gather_numbers(list(map(float, peak_bytes())), "dry_run.memory")
         on_host, on_gpu = (_size(most) for most in memory.max(0))
         gpu = f", {on_gpu} on its GPU" if memory[:, 1].any() else ""
-        took = f"saved in {saved - start:.1f} s, evaluated a few samples in {evaluated:.1f} s"
-        say(self._run.world, f"{took}; the rank with most used {on_host} of memory{gpu}")
+        say(
+            self._run.world,
+            f"saved in {saved - start:.1f} s, evaluated a few samples in {evaluated:.1f} s; "
+            f"the rank with most used {on_host} of memory{gpu}",
+        )
         tries = step < self._loop.settings.num_steps and not self._loop.parts.own_losses
         if tries and (ending := model_doctor.by_heart(self._loop)):
             return ending
@@ -111,7 +117,8 @@ class DryRun:
 
 def describe(run: Run) -> None:
     """Settings, model, what goes over the wire and to the disk, shares, schedule; all ranks."""
-    config, world = run.context.config, run.world
+    config = run.context.config
+    world = run.world
     first = tf.constant(run.start.step, tf.int64)
     ids = run.sampler.local_samples(first)[0].numpy()
     everyone = world.gather_objects((len(ids), ids[:_SHOWN].tolist()), "dry_run.shares")
@@ -139,12 +146,14 @@ def describe(run: Run) -> None:
 
 
 def _sizes(run: RunContext, spec: Any) -> list[str]:
-    config, model = run.config, run.model
+    config = run.config
+    model = run.model
 
     def bytes_of(variables: Iterable[object]) -> int:
         return sum(raw(v).shape.num_elements() * raw(v).dtype.size for v in variables)
 
-    trained, whole = bytes_of(model.trainable_variables), bytes_of(run.state.variables.values())
+    trained = bytes_of(model.trainable_variables)
+    whole = bytes_of(run.state.variables.values())
     wire = trained * _WIRE[config.compression]
     flops = count_operations(run, spec)
     counted = f"operations not counted: {flops.get('not_counted')}"

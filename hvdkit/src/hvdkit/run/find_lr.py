@@ -37,7 +37,8 @@ class FindLr:
 
     def __init__(self, run: RunContext, page: Path) -> None:
         """`page`: the HTML file that is written."""
-        self._run, self._page = run, page
+        self._run = run
+        self._page = page
         self._rates: list[float] = []  # of --base_lr
         self._losses: list[float] = []
         self._least = math.inf
@@ -46,13 +47,15 @@ class FindLr:
         return True
 
     def __call__(self, step: int, result: Result) -> Ending | None:
-        config, size = self._run.config, self._run.world.size
+        config = self._run.config
+        size = self._run.world.size
         self._rates.append(float(result["lr"]) / config.lr_factor(size))
         self._losses.append(float(result["loss"]))
         recent = float(np.median(self._losses[-_RECENT:]))
         self._least = min(self._least, recent)
         # From the least; one below 0 has no multiple to compare with.
-        least, first = self._least, abs(self._losses[0])
+        least = self._least
+        first = abs(self._losses[0])
         most = _BLOWN_UP * least if least > 0 else least + _BLOWN_UP * max(-least, first)
         blown_up = not math.isfinite(recent) or recent > most
         if not (step >= config.num_steps or (blown_up and step >= _FEWEST)):
@@ -80,7 +83,8 @@ class FindLr:
     def _write(self, found: tuple[float, float, float] | None) -> None:
         from hvdkit.observe import pages  # here: plots take half a second to load
 
-        world, rows = self._run.world, np.linspace(0, len(self._losses) - 1, _ROWS).round()
+        world = self._run.world
+        rows = np.linspace(0, len(self._losses) - 1, _ROWS).round()
         say(world, f"{'base_lr':>10}  {'loss':>10}")
         for place in dict.fromkeys(rows.astype(int).tolist()):
             say(world, f"{self._rates[place]:>10.2e}  {self._losses[place]:>10.4g}")
@@ -88,13 +92,9 @@ class FindLr:
         if all(map(math.isfinite, self._losses)):
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
         title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
-        how = {"xlabel": "base_lr", "log_x": True, "marks": list(found or [])}
-        pages.write(
-            self._page,
-            "Learning rate",
-            [pages.cards([pages.curves(title, lines, **how)])],
-            by="find_lr",
-        )
+        marks = list(found or [])
+        plot = pages.curves(title, lines, xlabel="base_lr", log_x=True, marks=marks)
+        pages.write(self._page, "Learning rate", [pages.cards([plot])], by="find_lr")
 
 
 class Slopes(NamedTuple):
@@ -107,7 +107,8 @@ class Slopes(NamedTuple):
 
 def slopes(rates: Sequence[float], losses: Sequence[float]) -> Slopes:
     """Lines through the points of a window of `_WINDOW` around each, near ones weigh more."""
-    x, y = np.log(rates), np.array(losses, np.float64)
+    x = np.log(rates)
+    y = np.array(losses, np.float64)
     # From neighbours, which differ by noise alone; 0.6745: of a normal distribution's median.
     noise = np.median(np.abs(np.diff(y))) / 0.6745 / np.sqrt(2)
     far = np.abs(x[:, None] - x) / (_WINDOW / 2)

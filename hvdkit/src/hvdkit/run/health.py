@@ -50,8 +50,12 @@ class Health:
     """This rank's votes, and what the votes and figures of all ranks say about the run."""
 
     def __init__(self, run: Run, stop_signal: StopSignal) -> None:
-        self._world, self._config, self._sampler = run.world, run.settings, run.sampler
-        self._feed, self._saver, self._state = run.feed, run.saver, run.state
+        self._world = run.world
+        self._config = run.settings
+        self._sampler = run.sampler
+        self._feed = run.feed
+        self._saver = run.saver
+        self._state = run.state
         self.stop_signal = stop_signal
         self.pace = Pace(run.world, run.sampler.micro_batches * run.sampler.local_micro_size)
         self.bad_samples = BadSamples(run.world, run.settings, run.sampler.num_samples)
@@ -68,9 +72,12 @@ class Health:
         heartbeat.enter_step()
         self._saver.look()
         self._fault = self._found_fault()
-        own = {"data_failed": self._fault is not None, "stop_asked": self.stop_signal.asked}
-        own |= {"failed_saves": self._saver.failed, "replaced": len(self._feed.replaced_at())}
-        return agreement.votes(**own)
+        return agreement.votes(
+            data_failed=self._fault is not None,
+            stop_asked=self.stop_signal.asked,
+            failed_saves=self._saver.failed,
+            replaced=len(self._feed.replaced_at()),
+        )
 
     def _found_fault(self) -> Ending | None:
         if error := self._feed.error:
@@ -103,7 +110,8 @@ class Health:
 
         All ranks must call it after the same steps. Each step is judged once.
         """
-        result, self._waits = self._waits, None
+        result = self._waits
+        self._waits = None
         if result is None:
             return None
         start = time.perf_counter()
@@ -146,7 +154,8 @@ class Health:
 
     def _not_finite(self, result: Result) -> Ending | None:
         """None where the next steps may do without this one."""
-        step, skipped = int(result["step"]), int(result["skipped_in_a_row"])
+        step = int(result["step"])
+        skipped = int(result["skipped_in_a_row"])
         rate = float(result["lr"])
         if not (math.isfinite(rate) and rate >= 0):  # whatever the data
             return Ending(DIVERGED, "diverged", _figures(result), save=False)
@@ -162,13 +171,17 @@ class Health:
         # A gradient that float16's loss scale made too large is usual.
         usual = self._float16 and math.isfinite(float(result["loss"]))
         if not usual:
-            what = f"loss {float(result['loss']):g}, gradient norm {float(result['grad_norm']):g}"
-            say(self._world, f"note: step {step} is skipped, its {what}{whose}")
+            say(
+                self._world,
+                f"note: step {step} is skipped, its loss {float(result['loss']):g}, gradient "
+                f"norm {float(result['grad_norm']):g}{whose}",
+            )
         return None
 
     def _whose(self, result: Result) -> str:
         """Ranks whose loss is no number at a step, with their samples; or ""."""
-        virtual_ranks, before = self._sampler.virtual_ranks, int(result["step"]) - 1
+        virtual_ranks = self._sampler.virtual_ranks
+        before = int(result["step"]) - 1
         ranks = np.flatnonzero(~np.isfinite(losses(self._world, virtual_ranks, result))).tolist()
         kind = "virtual rank" if virtual_ranks else "rank"
         samples = {r: join(self._sampler.ids_of(before, r), 32) for r in ranks[:3]}
@@ -185,8 +198,10 @@ class BadSamples:
     """
 
     def __init__(self, world: World, config: Settings, samples: int) -> None:
-        self._world, self._file = world, Path(config.run_dir) / run_folder.BAD_SAMPLES
-        self._limit, self._most = config.max_bad_samples, config.most_bad_samples(samples)
+        self._world = world
+        self._file = Path(config.run_dir) / run_folder.BAD_SAMPLES
+        self._limit = config.max_bad_samples
+        self._most = config.most_bad_samples(samples)
         self._why: dict[int, str] = {}  # by sample
 
     def begin(self) -> None:
@@ -211,8 +226,7 @@ class BadSamples:
         everyone = self._world.gather_objects([list(one) for one in own], "bad_samples.add")
         found = sorted(Replaced(*one) for theirs in everyone for one in theirs)
         self._why |= {one.sample: one.why for one in found}
-        what = f"{len(found)} bad samples replaced: {found[0].why}"
-        say(self._world, f"note: step {step}: {what}")
+        say(self._world, f"note: step {step}: {len(found)} bad samples replaced: {found[0].why}")
         try:
             if self._world.is_chief:
                 with whole_files.opened(self._file, append=True) as file:
@@ -240,7 +254,8 @@ def losses(world: World, virtual_ranks: int, result: Result) -> np.ndarray:
 
 
 def _figures(result: Result) -> str:
-    skipped, scale = int(result["skipped_in_a_row"]), float(result["loss_scale"])
+    skipped = int(result["skipped_in_a_row"])
+    scale = float(result["loss_scale"])
     scale = f", loss scale {scale:g}" if scale != 1 else ""
     row = f" ({skipped} steps in a row skipped{scale})" if skipped > 1 else ""
     loss = float(result["loss"])

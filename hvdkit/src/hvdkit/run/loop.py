@@ -45,6 +45,7 @@ class Run:
       settings: resolved for this number of ranks.
       world: rank, size and what ranks exchange outside a step.
       task, model, optimizer, state: as the task and the settings make them.
+      loss, losses, update: what a step calls, see hvdkit.train.step.Step.
       weights: the model's trainable variables, what a step's gradients are taken of.
       reduction: what hvd.DistributedGradientTape takes besides `op`.
     """
@@ -78,7 +79,11 @@ class Run:
         self.mode = modes.of(self.settings)
         self.keeps_weights = self.mode == "train"  # its last checkpoint, and where to go back to
         self.parts = Step(context.config, world, self.task, state=self.state, spec=self.feed.spec)
-        self.weights, self.reduction = self.parts.weights, self.parts.reduction
+        self.loss = self.parts.loss
+        self.losses = self.parts.losses
+        self.update = self.parts.update
+        self.weights = self.parts.weights
+        self.reduction = self.parts.reduction
         self.saver = Saver(context.checkpoints)
         self.health = Health(self, stop_signal)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
@@ -113,33 +118,35 @@ class Run:
                 start=self.start.place,
                 shards=shards_of(context.train_source, settings.shuffle_shards),
             )
-            how = {"weight": self.sampler.weight, "virtual_ranks": settings.virtual_ranks}
-            self.sync = batch_norm.make_sync(self.model, settings.bn_sync, **how)
+            self.sync = batch_norm.make_sync(
+                self.model,
+                settings.bn_sync,
+                weight=self.sampler.weight,
+                virtual_ranks=settings.virtual_ranks,
+            )
         workers = settings.data_workers or world.threads
-        how = {"first_step": self.start.step, "num_steps": settings.num_steps, "workers": workers}
-        how["replaces"] = settings.most_bad_samples(len(context.train_source)) > 0
-        parts = context.train_source, self.sampler, train_reader(context)
-        self.feed = TrainingFeed(*parts, device=world_lib.gpu(), **how)
+        self.feed = TrainingFeed(
+            context.train_source,
+            self.sampler,
+            train_reader(context),
+            device=world_lib.gpu(),
+            first_step=self.start.step,
+            num_steps=settings.num_steps,
+            workers=workers,
+            replaces=settings.most_bad_samples(len(context.train_source)) > 0,
+        )
         with world.fail_together("reading the validation data"):
-            reader = task_checks.reader(self.task, context.val_source, training=False)
-            share = {"rank": world.rank, "size": world.size, "workers": workers}
-            parts = context.val_source, reader, settings.eval_batch_size
-            self.val_feed = EvaluationFeed(*parts, **share)
+            self.val_feed = EvaluationFeed(
+                context.val_source,
+                task_checks.reader(self.task, context.val_source, training=False),
+                settings.eval_batch_size,
+                rank=world.rank,
+                size=world.size,
+                workers=workers,
+            )
         self.evaluator = Evaluator(context, self.val_feed)
 
     # ---- the step ---------------------------------------------------------------------------
-
-    def loss(self, batch: Any, losses: Any = None) -> tf.Tensor:
-        """This rank's part of the loss of a batch, to take gradients of: see `Step.loss`."""
-        return self.parts.loss(batch, losses)
-
-    def losses(self, batch: Any, losses: Any = None) -> dict[str, tf.Tensor]:
-        """Each term of the loss by itself, for gradients of their own: see `Step.losses`."""
-        return self.parts.losses(batch, losses)
-
-    def update(self, gradients: list) -> Result:
-        """Applies gradients that are summed over ranks: see `Step.update`."""
-        return self.parts.update(gradients)
 
     def function(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         """One graph of a step, traced at once with the batch's signature, checked on all ranks.
@@ -166,8 +173,10 @@ class Run:
             except tf.errors.OpError as error:
                 if "Horovod" in str(error):  # another rank ended: see ranks/peers.py
                     raise
-                where = f"on rank {self.world.rank}, at step {self._step}"
-                logs.complain(f"the step failed {where}: {reason_of(error)}")
+                logs.complain(
+                    f"the step failed on rank {self.world.rank}, at step {self._step}: "
+                    f"{reason_of(error)}"
+                )
                 sys.exit(BUG)
 
         return step
@@ -236,15 +245,25 @@ class Run:
         make_up = start.found is not None and evaluates_first(context, start.found)
         with world.fail_together("opening the run folder"):
             if world.is_chief:
-                folder, how = Path(settings.run_dir), {"evaluates_first": make_up}
-                how["listed"] = self._listed
-                if note := run_folder.begin(folder, start.found, settings, **how):
+                folder = Path(settings.run_dir)
+                note = run_folder.begin(
+                    folder,
+                    start.found,
+                    settings,
+                    evaluates_first=make_up,
+                    listed=self._listed,
+                )
+                if note:
                     say(world, note)
                 card.keep_names(folder, context.checkpoints.card, context.train_source)
             self.telemetry = Telemetry(settings, world, self.sampler)
             metric = scores.of_task(self.task)
-            about = {"what": self.what, "where": self.where}
-            about |= {"score": metric.name, "score_mode": metric.mode}
+            about = {
+                "what": self.what,
+                "where": self.where,
+                "score": metric.name,
+                "score_mode": metric.mode,
+            }
             first = settings.init_from or settings.backbone_weights
             begun_from = {"new": first, "own": "", "other": str(start.path)}[start.source]
             if begun_from:
@@ -296,9 +315,11 @@ class Run:
         found = self.context.checkpoints.sound_before(ending.bad_since)
         if found and not self.start.place.passed_over:
             step, first = int(self.state.step), found.step + 1
-            left_out = f"the batches of steps {first} to {step} are left out"
-            back = f"Going back to step {found.step}; {left_out}. A run goes back only once"
-            say(self.world, f"note: {ending.message}. {back}")
+            say(
+                self.world,
+                f"note: {ending.message}. Going back to step {found.step}; the batches of "
+                f"steps {first} to {step} are left out. A run goes back only once",
+            )
             raise GoBack(str(found.path), step)
 
     def _summarize(self, ending: Ending | None) -> None:
@@ -311,13 +332,19 @@ class Run:
         world.check_same(sha, "the final weights")
         reason = "benchmark" if self.settings.benchmark else "done"
         self.telemetry.summary(
-            {"step": int(state.step), "exit_reason": ending.reason if ending else reason}
-            | {"exit_code": ending.code if ending else DONE, "skipped_steps": int(state.skipped)}
-            | {"samples_passed_over": self.start.place.passed_over}
-            | {"samples_per_second": self.telemetry.median_speed()}
-            | {f"eval_{name}": value for name, value in self.evaluate.figures.items()}
-            | self.evaluate.best_figures()
-            | {"weights_sha256": sha, "ranks": world.size, "fingerprint": self.context.fingerprint}
+            {
+                "step": int(state.step),
+                "exit_reason": ending.reason if ending else reason,
+                "exit_code": ending.code if ending else DONE,
+                "skipped_steps": int(state.skipped),
+                "samples_passed_over": self.start.place.passed_over,
+                "samples_per_second": self.telemetry.median_speed(),
+                **{f"eval_{name}": value for name, value in self.evaluate.figures.items()},
+                **self.evaluate.best_figures(),
+                "weights_sha256": sha,
+                "ranks": world.size,
+                "fingerprint": self.context.fingerprint,
+            }
         )
         if self.keeps_weights and world.is_chief:
             if told := self.evaluate.describe_best():

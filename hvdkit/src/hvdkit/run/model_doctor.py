@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -43,7 +43,8 @@ _RATE = "try --find_lr, or a --base_lr ten times"
 
 def notes(run: Run) -> list[str]:
     """What can be seen before the first step; without collectives."""
-    logits, names = _logits(run), classes.of(run.context.train_source)
+    logits = _logits(run)
+    names = classes.of(run.context.train_source)
     found = [
         f"the last layer gives {narrow}, in which near logits are equal: give it "
         "dtype=hvdkit.train.preprocessing.wide()"
@@ -66,7 +67,11 @@ def _logits(run: Run) -> list[tf.Tensor]:
 def _of_samples(run: Run, logits: Sequence[tf.Tensor]) -> list[str]:
     """Notes on the inputs and targets of samples from all over the training data."""
     places = np.random.default_rng(0).permutation(min(len(run.context.train_source), 2**24))
-    sizes, count, same, first, highest = 0.0, 0, True, None, -1
+    sizes = 0.0
+    count = 0
+    same = True
+    first = None
+    highest = -1
     end = math.inf
     width = (logits[0].shape[-1] or run.settings.num_classes) if len(logits) == 1 else 0
     with contextlib.suppress(ValueError):  # one that cannot be read is told when it is its turn
@@ -77,12 +82,14 @@ def _of_samples(run: Run, logits: Sequence[tf.Tensor]) -> list[str]:
             targets = tf.nest.flatten(sample["targets"])
             highest = max([highest, *(_highest_label(target, width) for target in targets)])
             first = first or targets
-            same, count = same and all(map(np.array_equal, first, targets)), count + 1
+            same = same and all(map(np.array_equal, first, targets))
+            count = count + 1
             if time.monotonic() > end:
                 break
             if count == 1:  # which makes what reads
                 end = time.monotonic() + _SECONDS
-    found, size = [], sizes / max(count, 1)
+    found = []
+    size = sizes / max(count, 1)
     if size > _LARGE_INPUTS and _weighs_inputs(run.model):
         found.append(
             f"inputs are {size:.3g} in size on average and no layer scales them: begin the model "
@@ -130,7 +137,9 @@ class FirstSteps:
     settles = False
 
     def __init__(self, run: Run) -> None:
-        self._run, self._losses, self._rates = run, [], []
+        self._run = run
+        self._losses = []
+        self._rates = []
         self._last = run.settings.warmup_steps + _JUDGED_AFTER
         self._before = _digests(run) if self.due(1) else {}
 
@@ -138,7 +147,8 @@ class FirstSteps:
         return self._run.start.source == "new" and step <= self._last
 
     def __call__(self, step: int, result: Result) -> None:
-        run, found = self._run, []
+        run = self._run
+        found = []
         self._losses.append(result["loss"])
         self._rates.append(result["lr"])
         if step == 1:
@@ -159,7 +169,8 @@ def _scale(run: Run) -> float:
 
 def _first_step(run: Run, loss: float, grad_norm: float) -> list[str]:
     """Notes on the first step's figures."""
-    found, guess = [], _scale(run)
+    found = []
+    guess = _scale(run)
     if guess and loss > _GUESSES * guess + 1:  # also other terms may be large
         guess = _loss_of_zeros(run)
     if guess and loss > _GUESSES * guess + 1:
@@ -203,24 +214,22 @@ def _still(run: Run, before: dict[str, str], steps: int) -> list[str]:
     ]
 
 
-def _of_layers(run: Run, batch: Any) -> list[str]:
-    """A note on kernels whose gradient on this rank is far from the median one; all ranks."""
-    trained, digests = run.model.trainable_variables, _digests(run)
-    # A bias of attention's keys has two axes, and rightly no gradient: softmax does not see it.
-    moves = [v for v in trained if v.path in digests and v.ndim > 1 and v.name != "bias"]
-    first = tf.nest.map_structure(lambda part: part[0], batch)
-    try:
-        with tf.GradientTape() as tape:
-            made = run.model(first["inputs"], training=True)
-            terms = objective.loss(run.task, made, first["targets"]).values()
-            loss = tf.add_n([tf.reduce_sum(x * w) / tf.reduce_sum(w) for x, w in terms])
-    except Exception:  # on all ranks or on none: some losses are for within a step (across.gather)
-        return []
-    gradients = tape.gradient(loss, [v.value for v in moves], unconnected_gradients="zero")
-    norms = {v.path: float(tf.norm(tf.convert_to_tensor(g))) for v, g in zip(moves, gradients)}
+def _of_layers(run: Run, before: dict[str, str], figures: np.ndarray) -> list[str]:
+    """A note on kernels whose gradient is far from the median one.
+
+    `before`: by the paths of weights that the optimizer moves; `figures`: the step's "layers".
+    """
+    norms = {}
+    for variable, norm in zip(run.model.trainable_variables, figures[:, 1].tolist()):
+        # A bias of attention's keys has two axes, and rightly no gradient: softmax does not see it.
+        is_kernel = variable.ndim > 1 and variable.name != "bias"
+        if is_kernel and variable.path in before:
+            norms[variable.path] = norm
     usual = float(np.median([*norms.values()] or [0]))
-    far = {"large": [p for p, x in norms.items() if x > _APART * usual > 0]}
-    far["small"] = [p for p, x in norms.items() if x * _APART < usual]
+    far = {
+        "large": [path for path, norm in norms.items() if norm > _APART * usual > 0],
+        "small": [path for path, norm in norms.items() if norm * _APART < usual],
+    }
     return [
         f"the gradient of {join(paths, 4)} is over {_APART:.0e} times as {what} as that of the "
         "median layer: is what they compute used, scaled, normalized?"
@@ -235,12 +244,15 @@ def trend(losses: Sequence[float], scale: float) -> list[str]:
     `scale`: how much it may fall, 0: to 0.
     """
     y = np.array(losses)
-    first, last = float(np.median(y[:5])), float(np.median(y[-20:]))
+    first = float(np.median(y[:5]))
+    last = float(np.median(y[-20:]))
     least = _FALL * (scale or abs(first))
     if not (abs(first - last) < least and np.median(np.abs(np.diff(y))) < least):
         return []
-    what = f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g})"
-    return [f"{what}: {_RATE} higher; --dry_run tries whether one batch can be learned"]
+    return [
+        f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g}): {_RATE} higher; "
+        "--dry_run tries whether one batch can be learned"
+    ]
 
 
 def _highest(run: Run) -> tuple[float, int]:
@@ -255,8 +267,12 @@ def by_heart(run: Run) -> Ending | None:
 
     Returns an ending after a stop signal.
     """
-    (_, at), before, batch = _highest(run), _digests(run), run.feed.next()
-    losses, count, start = [], _BY_HEART, time.monotonic()
+    (_, at) = _highest(run)
+    before = _digests(run)
+    batch = run.feed.next()
+    losses = []
+    count = _BY_HEART
+    start = time.monotonic()
     while len(losses) < count:
         run.state.step.assign(at)  # where the rate is highest
         result = run.traced_step(batch, run.health.votes())
@@ -269,9 +285,12 @@ def by_heart(run: Run) -> Ending | None:
         if len(losses) == 3:
             fits = int(_BY_HEART_SECONDS * 3 / (time.monotonic() - start))
             count = run.world.broadcast_object(min(max(fits, 3), count), "by_heart")
-    came = f"the loss of one batch went from {losses[0]:.4g} to {losses[-1]:.4g}"
-    say(run.world, f"learning by heart: in {len(losses)} steps {came}")
-    found = _of_layers(run, batch) + _still(run, before, len(losses))
+    say(
+        run.world,
+        f"learning by heart: in {len(losses)} steps the loss of one batch went from "
+        f"{losses[0]:.4g} to {losses[-1]:.4g}",
+    )
+    found = _of_layers(run, before, result["layers"].numpy()) + _still(run, before, len(losses))
     scale = _scale(run) or abs(losses[0])
     fell = losses[0] - losses[-1] >= _LEARNED * min(scale, losses[0])
     whole = len(losses) == _BY_HEART or not math.isfinite(losses[-1])

@@ -27,5 +27,16 @@ from hvdkit.settings.parse import (
     write,
 )
 
-__all__ = ["Settings", "add_reader", "check", "from_command_line", "load", "load_values"]
-__all__ += ["of_command", "of_project", "parse", "setting", "write"]
+__all__ = [
+    "Settings",
+    "add_reader",
+    "check",
+    "from_command_line",
+    "load",
+    "load_values",
+    "of_command",
+    "of_project",
+    "parse",
+    "setting",
+    "write",
+]

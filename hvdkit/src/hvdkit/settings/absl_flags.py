@@ -23,12 +23,31 @@ from hvdkit.stop import launch_rank
 FLAGS = flags.FLAGS
 
 # absl's own flags that have an effect here; its log files, for example, are not written.
-_OF_ABSL = {"verbosity", "v", "logger_levels", "pdb", "pdb_post_mortem", "run_with_pdb"}
-_OF_ABSL |= {"run_with_profiling", "profile_file", "use_cprofile_for_profiling"}
+_OF_ABSL = {
+    "verbosity",
+    "v",
+    "logger_levels",
+    "pdb",
+    "pdb_post_mortem",
+    "run_with_pdb",
+    "run_with_profiling",
+    "profile_file",
+    "use_cprofile_for_profiling",
+}
 
 # --help shows these first.
-_FIRST = ("task", "model", "data_dir", "run_dir", "num_classes", "image_size")
-_FIRST += ("global_batch_size", "num_steps", "base_lr", "precision")
+_FIRST = (
+    "task",
+    "model",
+    "data_dir",
+    "run_dir",
+    "num_classes",
+    "image_size",
+    "global_batch_size",
+    "num_steps",
+    "base_lr",
+    "precision",
+)
 
 _DEFINED = re.compile(r"""DEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
 _settings: dict[str, flags.Flag] = {}  # what `define` made

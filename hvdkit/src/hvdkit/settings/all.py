@@ -51,7 +51,8 @@ class Settings(
 
     def for_ranks(self, size: int) -> Self:
         """The settings of `size` ranks with --global_batch_size; ValueError if they do not fit."""
-        flag, virtual = f"--virtual_ranks={self.virtual_ranks}", self.virtual_ranks
+        flag = f"--virtual_ranks={self.virtual_ranks}"
+        virtual = self.virtual_ranks
         if 0 < virtual < size:
             raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")
         if self.bn_sync == "full" and virtual not in (0, size):
@@ -71,7 +72,8 @@ class Settings(
 
         `step`, `used`: where the run goes on, and the samples that it has used by then.
         """
-        known, found = fields.of(self), {}
+        known = fields.of(self)
+        found = {}
         for name, given in vars(self).items():
             if not isinstance(given, fields.Epochs):
                 continue
@@ -129,7 +131,8 @@ class Settings(
                 )
         if self.virtual_ranks:
             found.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
-        changed, unread = self.not_defaults(), self.without_effect()
+        changed = self.not_defaults()
+        unread = self.without_effect()
         ignored = [f"--{n}={changed[n]} ({why})" for n, why in unread.items() if n in changed]
         return found + ([f"without effect here: {', '.join(ignored)}"] if ignored else [])
 

@@ -27,12 +27,16 @@ class TaskSettings(Room):
         """Each class's weight in the loss; an empty list where all count alike."""
         if not self.class_weights:
             return []
-        what = "numbers from 0 up, not all 0, with commas between them: 1,2.5,1"
-        fits = lambda w: all(0 <= x < math.inf for x in w) and any(w)  # noqa: E731
-        weights = numbers(self, "class_weights", what, fits=fits)
+        weights = numbers(
+            self,
+            "class_weights",
+            "numbers from 0 up, not all 0, with commas between them: 1,2.5,1",
+            fits=lambda w: all(0 <= x < math.inf for x in w) and any(w),
+        )
         if len(weights) != self.num_classes:
-            classes = f"--num_classes={self.num_classes}"
-            raise ValueError(f"--class_weights has {len(weights)} weights for {classes}")
+            raise ValueError(
+                f"--class_weights has {len(weights)} weights for --num_classes={self.num_classes}"
+            )
         return weights
 
 
@@ -121,7 +125,8 @@ class DataSettings(Room):
                 text = whole_files.read(Path(text), whole_files.JSON_BYTES, links=True).decode()
             parts = [part.split(":") for part in re.split(r"[,\n]", text) if part.strip()]
             pairs = [(int(x), None if to.strip() == "ignore" else int(to)) for x, to in parts]
-            found, numbers = dict(pairs), [n for pair in pairs for n in pair if n is not None]
+            found = dict(pairs)
+            numbers = [n for pair in pairs for n in pair if n is not None]
             once = len(found) == len(pairs) and 255 not in found.values()
             if once and all(0 <= n <= 255 for n in numbers):
                 return found
@@ -139,19 +144,27 @@ class DataSettings(Room):
         """Least and largest factor of a random scale; None where the task chooses."""
         if not self.scale_range:
             return None
-        what = "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2"
         # A factor of 0.1 reads a window of 100 times the crop's pixels.
-        fits = lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10  # noqa: E731
-        return tuple(numbers(self, "scale_range", what, fits=fits))
+        return tuple(
+            numbers(
+                self,
+                "scale_range",
+                "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2",
+                fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10,
+            )
+        )
 
     @property
     def random_operations(self) -> tuple[int, float] | None:
         """How many operations RandAugment applies, and their magnitude; None: it is off."""
         if not self.rand_augment:
             return None
-        what = "a whole number from 1 to 10 and a magnitude from 0 to 30: 2,9"
-        fits = lambda x: len(x) == 2 and x[0] in range(1, 11) and 0 <= x[1] <= 30  # noqa: E731
-        count, magnitude = numbers(self, "rand_augment", what, fits=fits)
+        count, magnitude = numbers(
+            self,
+            "rand_augment",
+            "a whole number from 1 to 10 and a magnitude from 0 to 30: 2,9",
+            fits=lambda x: len(x) == 2 and x[0] in range(1, 11) and 0 <= x[1] <= 30,
+        )
         return int(count), magnitude
 
     def most_bad_samples(self, samples: int) -> int:
@@ -169,14 +182,24 @@ class DataSettings(Room):
         """Shares of brightness, contrast and saturation; None where the task chooses."""
         if not self.colour_range:
             return None
-        what = "three numbers from 0 to 1, of brightness, contrast and saturation; 0,0,0: unchanged"
-        fits = lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1  # noqa: E731
-        return tuple(numbers(self, "colour_range", what, fits=fits))
+        return tuple(
+            numbers(
+                self,
+                "colour_range",
+                "three numbers from 0 to 1, of brightness, contrast and saturation; "
+                "0,0,0: unchanged",
+                fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1,
+            )
+        )
 
     def notes(self) -> list[str]:
-        both = f"--train_split and --val_split are both {self.train_split}"
         alike = self.train_split == self.val_split and not self.synthetic_data
-        return [f"{both}: the score is measured on the training data"] if alike else []
+        if not alike:
+            return []
+        return [
+            f"--train_split and --val_split are both {self.train_split}: the score is measured on "
+            "the training data"
+        ]
 
     def without_effect(self) -> dict[str, str]:
         names = ("train_split", "val_split", "data_dir", "data_format")
@@ -214,6 +237,9 @@ class EvaluationSettings(Room):
     def eval_scale_list(self) -> list[float]:
         """Factors on a picture's size at which it is evaluated."""
         # A scale of 8 takes 64 times the pixels.
-        what = "different numbers above 0, 8 at most, with commas between them: 0.5,1,1.5"
-        fits = lambda s: 0 < min(s) <= max(s) <= 8 and len({*s}) == len(s)  # noqa: E731
-        return numbers(self, "eval_scales", what, fits=fits)
+        return numbers(
+            self,
+            "eval_scales",
+            "different numbers above 0, 8 at most, with commas between them: 0.5,1,1.5",
+            fits=lambda s: 0 < min(s) <= max(s) <= 8 and len({*s}) == len(s),
+        )

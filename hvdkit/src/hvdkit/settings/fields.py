@@ -23,8 +23,12 @@ Fields = Mapping[str, dataclasses.Field]
 # Whole numbers end up in int32 (seeds) and in products that must fit int64 (steps x batch).
 INT_LIMIT = 2**31
 
-PARSERS = {"int": flags.IntegerParser(), "float": flags.FloatParser()}
-PARSERS |= {"bool": flags.BooleanParser(), "str": flags.ArgumentParser()}
+PARSERS = {
+    "int": flags.IntegerParser(),
+    "float": flags.FloatParser(),
+    "bool": flags.BooleanParser(),
+    "str": flags.ArgumentParser(),
+}
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 _LIMITS = {"low": "at least", "above": "greater than", "below": "less than"}
@@ -97,9 +101,17 @@ def setting(
     """
     if type(default) is int:
         below = min(below, INT_LIMIT)
-    meta = {"help": help, "choices": choices, "path": path}
-    meta |= {"words": words, "low": low, "above": above, "below": below}
-    meta |= {"steps": steps or every, "every": every}
+    meta = {
+        "help": help,
+        "choices": choices,
+        "path": path,
+        "words": words,
+        "low": low,
+        "above": above,
+        "below": below,
+        "steps": steps or every,
+        "every": every,
+    }
     return dataclasses.field(default=default, metadata=meta)
 
 
@@ -138,11 +150,12 @@ class Room:
 
 def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclasses.Field:
     """A field with another default: the engine's limits hold beside its own."""
-    own, there = field.metadata, engines.metadata
-    meta = {"help": own["help"], "below": min(own["below"], there["below"])}
-    names = ("choices", "path", "words", "steps", "every")
-    meta |= {name: own[name] or there[name] for name in names}
-    meta |= {name: max(own[name], there[name]) for name in ("low", "above")}
+    own = field.metadata
+    there = engines.metadata
+    meta = {name: own[name] or there[name] for name in there}
+    meta["below"] = min(own["below"], there["below"])
+    for name in ("low", "above"):
+        meta[name] = max(own[name], there[name])
     return dataclasses.field(default=field.default, metadata=meta)
 
 
@@ -155,7 +168,8 @@ def _check_fields(cls: type[Room], inherited: Fields) -> None:
             raise ValueError(f'write {name}: {kinds[name]} = setting(DEFAULT, "help")')
     for name, own_kind in own.items():
         field = vars(cls).get(name)
-        meta, default = getattr(field, "metadata", {}), getattr(field, "default", None)
+        meta = getattr(field, "metadata", {})
+        default = getattr(field, "default", None)
         if name in _TAKEN or (name not in kinds and any(hasattr(b, name) for b in cls.__bases__)):
             raise ValueError(f"{name} has another meaning: choose another name for the field")
         limits = [limit for limit in _LIMITS if math.isfinite(meta.get(limit, math.inf))]
@@ -229,16 +243,19 @@ def value(field: dataclasses.Field, text: str) -> Any:
 
 def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     """The flag under its own name and with a value; `switches`: whether each flag needs none."""
-    name, value = flag.name, flag.value
+    name = flag.name
+    value = flag.value
     if name == "epochs" and name not in switches and value:
         if not re.fullmatch(r"[\d.]+", value):
             raise flag.error(f"--epochs={value}: give a number of epochs, as --epochs=30 or 0.5")
-        name, value = "num_steps", f"{value}epochs"
+        name = "num_steps"
+        value = f"{value}epochs"
     off = name.removeprefix("no")
     if name not in switches and name != off and switches.get(off):
         if value is not None:
             raise flag.error(f"--{name} takes no value: write --{off}={value} or --{name}")
-        name, value = off, "false"
+        name = off
+        value = "false"
     if name not in switches:
         raise flag.error(f"there is no flag --{name}{_nearest(name, switches)} (--help lists all)")
     if value is None and switches[name]:
@@ -281,7 +298,9 @@ def _fits(field: dataclasses.Field, value: Any) -> bool:
     if isinstance(value, str):
         own_line = not re.search(r"\s--\w", value)  # a flagfile has one flag a line
         return own_line and value == value.strip() and not set(value) & set("\n\r\0")
-    low, above, below = meta["low"], meta["above"], meta["below"]
+    low = meta["low"]
+    above = meta["above"]
+    below = meta["below"]
     return math.isfinite(value) and low <= value and above < value < below
 
 

@@ -67,13 +67,15 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
 
     `switches` are flags that take no value; any other may have it as the next word.
     """
-    flags, rest = [], list(words)
+    flags = []
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         match = _FLAG.fullmatch(word)
         if not match:
             raise ValueError(f"unexpected argument {word!r}: flags are written --name=value")
-        name, value = match["name"], match["value"]
+        name = match["name"]
+        value = match["value"]
         if value is None and name not in switches and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         flags.append(Given(name, value))

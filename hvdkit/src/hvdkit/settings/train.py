@@ -121,13 +121,19 @@ class ScheduleSettings(Room):
     @property
     def boundary_steps(self) -> list[int]:
         """Steps at which the step policy lowers the rate, from fractions of num_steps."""
-        what = "rising fractions between 0 and 1, with commas between them: 0.5,0.75"
-        fits = lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f})  # noqa: E731
-        return [round(f * self.num_steps) for f in numbers(self, "lr_boundaries", what, fits=fits)]
+        fractions = numbers(
+            self,
+            "lr_boundaries",
+            "rising fractions between 0 and 1, with commas between them: 0.5,0.75",
+            fits=lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f}),
+        )
+        return [round(fraction * self.num_steps) for fraction in fractions]
 
     def notes(self) -> list[str]:
-        longer = f"--warmup_steps={self.warmup_steps} is more than --num_steps={self.num_steps}"
-        note = f"{longer}: the learning rate does not reach --base_lr"
+        note = (
+            f"--warmup_steps={self.warmup_steps} is more than --num_steps={self.num_steps}: "
+            "the learning rate does not reach --base_lr"
+        )
         return [note] if self.warmup_steps > self.num_steps else []
 
     def without_effect(self) -> dict[str, str]:

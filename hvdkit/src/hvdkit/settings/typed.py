@@ -8,11 +8,11 @@ In a path ~, $NAME and ${NAME} are replaced, and $$ stands for the character $.
 import argparse
 import os
 import re
+import string
 from pathlib import Path
 
 _QUOTED = re.compile(r"""(["'])(?P<inside>(?:(?!\1).|\1\1)*)\1""")
 _COMMENT = re.compile(r"\s+(?:#|//).*", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:(?P<dollar>\$)|(\{)?(?P<name>[A-Za-z_]\w*)(?(2)\}))?", re.ASCII)
 # A shell would make something else of these: quotes inside a value, a backslash that protects or
 # ends a line, a command in backquotes.
 _OF_A_SHELL = re.compile(r"""["'\u201c\u2018].*["'\u201d\u2019]|\\([\s$~"'#]|\Z)|`.*`""")
@@ -68,23 +68,25 @@ def path(text: str, *, is_quoted: bool = False) -> str:
         raise ValueError(
             "quotes go around the whole path, and nothing needs a backslash or backquotes"
         )
-    found = _VARIABLE.sub(_value_of, text)
+    found = _with_variables(text)
     expanded = os.path.expanduser(found)
     if expanded == found and found.startswith("~"):
         raise ValueError(f"there is no user {found[1:].split('/')[0]}: write ./{found} for a file")
     return expanded
 
 
-def _value_of(found: re.Match) -> str:
-    name = found["name"]
-    if found["dollar"]:
-        return "$"
-    if not name:
-        raise ValueError("$ must be followed by a variable's name; $$ stands for the character $")
-    if not os.environ.get(name):
+def _with_variables(text: str) -> str:
+    known = {name: value for name, value in os.environ.items() if value}
+    try:
+        return string.Template(text).substitute(known)
+    except KeyError as error:
+        (name,) = error.args
         state = "empty" if name in os.environ else "not set"
-        raise ValueError(f"the variable {name} is {state}; $$ stands for the character $")
-    return os.environ[name]
+        raise ValueError(f"the variable {name} is {state}; $$ stands for the character $") from None
+    except ValueError:
+        raise ValueError(
+            "$ must be followed by a variable's name; $$ stands for the character $"
+        ) from None
 
 
 def path_argument(text: str) -> Path:

@@ -32,9 +32,12 @@ class Turn:
     """
 
     def __init__(self, first: tf.Tensor, size: int, everyone: Sequence[tf.Tensor] = ()) -> None:
-        self.first, self.size, self._everyone = first, size, everyone
+        self.first = first
+        self.size = size
+        self._everyone = everyone
         self.own: list[tf.Tensor] = []
-        self._graph, self._unknown = tf.compat.v1.get_default_graph(), set()
+        self._graph = tf.compat.v1.get_default_graph()
+        self._unknown = set()
 
     def gather(self, x: tf.Tensor, rows: int) -> tf.Tensor:
         x = tf.identity(x)
@@ -104,12 +107,14 @@ def gather(x: tf.Tensor) -> tf.Tensor:
         --accumulation_steps, where the parts of a batch come one after the other; in a loop or a
         branch of the graph, and outside of `run.loss`.
     """
-    x, batch = tf.convert_to_tensor(x), _batch.get()
+    x = tf.convert_to_tensor(x)
+    batch = _batch.get()
     x = at_least_float32(x) if x.dtype.is_floating else x
     if batch is None:
         return x
     global used
-    sizes, used = _rows(x, batch), True
+    sizes = _rows(x, batch)
+    used = True
     if batch.turn:
         return batch.turn.gather(x, batch.rows)
     if batch.size == 1:
@@ -131,17 +136,20 @@ def gather(x: tf.Tensor) -> tf.Tensor:
 
 def places(x: tf.Tensor) -> tf.Tensor:
     """int64 [n]: the places of x's n rows, a row a sample of this rank, in gather(x)."""
-    x, batch = tf.convert_to_tensor(x), _batch.get()
+    x = tf.convert_to_tensor(x)
+    batch = _batch.get()
     first = 0
     if batch and _rows(x, batch):
-        turn, own = batch.turn, share(batch.rows, batch.rank, batch.size)
+        turn = batch.turn
+        own = share(batch.rows, batch.rank, batch.size)
         first = turn.first if turn else own[0]
     return tf.range(tf.shape(x, tf.int64)[0]) + first
 
 
 def _above(x: tf.Tensor) -> set[tf.Operation]:
     """The operations of its graph that x comes from."""
-    seen, left = set(), [x.op]
+    seen = set()
+    left = [x.op]
     while left:
         seen.add(op := left.pop())
         left += [each.op for each in op.inputs if each.op not in seen]

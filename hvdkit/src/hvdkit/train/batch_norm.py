@@ -70,7 +70,8 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
     @tf.function(autograph=False)
     def sync(share: tf.Tensor) -> None:
         # float64 throughout: E[x^2] - E[x]^2 loses the digits it needs in float32.
-        mean, second = joined(means), joined(variances)
+        mean = joined(means)
+        second = joined(variances)
         if mode == "moments":
             second += tf.square(mean)
         both = tf.math.multiply_no_nan(tf.stack([mean, second]), share)  # 0 times NaN is 0
@@ -144,16 +145,25 @@ def _resting(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = No
 
 def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
     """A batch norm's `call`; Keras's where cuDNN has no kernel or none is needed."""
-    rank, dtype = len(inputs.shape), inputs.dtype
+    rank = len(inputs.shape)
+    dtype = inputs.dtype
     fits = rank == 4 and layer.axis in (-1, 3) and dtype in _FUSED and mask is None
     if not (fits and training and layer.trainable):
         return type(layer).call(layer, inputs, training=training, mask=mask)
     channels = inputs.shape[-1]
     gamma = raw(layer.gamma) if layer.scale else tf.ones([channels])
     beta = raw(layer.beta) if layer.center else tf.zeros([channels])
-    scale, offset = tf.cast(gamma, tf.float32), tf.cast(beta, tf.float32)
-    how = {"mean": [], "variance": [], "epsilon": layer.epsilon, "is_training": True}
-    normed = tf.raw_ops.FusedBatchNormV3(x=inputs, scale=scale, offset=offset, **how)
+    scale = tf.cast(gamma, tf.float32)
+    offset = tf.cast(beta, tf.float32)
+    normed = tf.raw_ops.FusedBatchNormV3(
+        x=inputs,
+        scale=scale,
+        offset=offset,
+        mean=[],
+        variance=[],
+        epsilon=layer.epsilon,
+        is_training=True,
+    )
     # cuDNN's variance is the unbiased one, Keras's moving variance follows the biased one.
     count = tf.cast(tf.size(inputs) // channels, tf.float32)
     variance = tf.math.multiply_no_nan(normed.batch_variance, (count - 1) / count)
@@ -182,7 +192,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         mean, variance = super()._moments(inputs, mask)
         if hvd.size() == 1:
             return mean, variance
-        dtype, shape = mean.dtype, self.moving_mean.shape
+        dtype = mean.dtype
+        shape = self.moving_mean.shape
         mean, variance = (tf.reshape(tf.cast(t, tf.float64), shape) for t in (mean, variance))
         # Keras's masked moments divide by count + epsilon, so that one without positions is 0.
         extra = 0.0 if mask is None else keras.config.epsilon()

@@ -84,7 +84,7 @@ class Combiner:
         with world.fail_together("combining state"):
             self.rules = rules(state, task)
         self._state = state
-        self._device = {"device_dense": reduction.device(settings)}
+        self._device = reduction.device(settings)
         self._assigned: dict[int, tf.Tensor] = {}  # handles
         self._seeds = {id(v) for v in _seeds(state)}
         self._combines = True
@@ -136,7 +136,8 @@ class Combiner:
         """
         if self._size == 1 or not self._combines:
             return
-        candidates, steps = own, 1
+        candidates = own
+        steps = 1
         if own is None:
             steps = self._steps
             candidates = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
@@ -147,7 +148,9 @@ class Combiner:
             if id(v) in self.rules and id(v) not in synced
         ]
         check_micro_batches(changed, self._steps)
-        sums, most, rows = [], [], []
+        sums = []
+        most = []
+        rows = []
         for variable, rule, start in changed:
             value, start = (tf.cast(t, tf.float64) for t in (variable.read_value(), start))
             if rule.kind == "mean":
@@ -159,14 +162,22 @@ class Combiner:
             elif rule.kind == "concatenate":
                 own = variable.read_value()[-self._samples * int(rule.number) :]
                 rows.append(hvd.allgather(own, name=f"state.rows.{len(rows)}"))
-        added = iter(_reduced(sums, op=hvd.Sum, name="state.sums", **self._device))
-        largest = iter(_reduced(most, op=hvd.Max, name="state.most", **self._device))
+        added = iter(self._reduced(sums, hvd.Sum, "state.sums"))
+        largest = iter(self._reduced(most, hvd.Max, "state.most"))
         for variable, rule, start in changed:
             if rule.kind == "concatenate":
                 variable.assign(joined(start, rows.pop(0)))
             elif rule.kind != "same":
                 value = next(largest if rule.kind in ("max", "min") else added)
                 variable.assign(settled(rule, start, value, steps=steps))
+
+    def _reduced(self, values: Sequence[tf.Tensor], op: int, name: str) -> list[tf.Tensor]:
+        """One collective for all; none where there is nothing."""
+        if not values:
+            return []
+        flat = tf.concat([tf.reshape(v, [-1]) for v in values], 0)
+        flat = hvd.allreduce(flat, op=op, name=name, device_dense=self._device)
+        return tf.split(flat, [v.shape.num_elements() for v in values])
 
     def judge(self, wrong: Sequence[str], without: Collection[str]) -> list[str]:
         """Notes on state that is another on two ranks than on one.
@@ -243,14 +254,6 @@ def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> t
         value += rule.number**steps * tf.cast(before, tf.float64)
     value = -value if rule.kind == "min" else value
     return tf.cast(tf.round(value) if before.dtype.is_integer else value, before.dtype)
-
-
-def _reduced(values: Sequence[tf.Tensor], **how: Any) -> list[tf.Tensor]:
-    """One collective for all; none where there is nothing."""
-    if not values:
-        return []
-    flat = hvd.allreduce(tf.concat([tf.reshape(v, [-1]) for v in values], 0), **how)
-    return tf.split(flat, [v.shape.num_elements() for v in values])
 
 
 def parts(changed: Sequence[Changed], flat: tf.Tensor) -> Iterator[tuple[Changed, tf.Tensor]]:

@@ -89,7 +89,8 @@ def _computing(layers: list[keras.Layer], precision: str) -> str:
 
 def _policy_changed(precision: str) -> str:
     """Says that Keras's own settings are not the run's any more; or ""."""
-    policy, floatx = keras.config.dtype_policy().name, keras.config.floatx()
+    policy = keras.config.dtype_policy().name
+    floatx = keras.config.floatx()
     if [policy, floatx] == world_lib.types_of(precision):
         return ""
     return (

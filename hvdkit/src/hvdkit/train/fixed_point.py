@@ -13,9 +13,11 @@ import tensorflow as tf
 from hvdkit.stop import DIVERGED
 
 # The finest bit of a gradient, and of state: a coarse part and what it leaves over.
-GRADIENT_BITS, STATE_BITS = 48, (20, 70)
+GRADIENT_BITS = 48
+STATE_BITS = (20, 70)
 # What V addends may be at most, times V: so far from 2**63 no sum of roundings wraps.
-LARGEST_GRADIENT, LARGEST_STATE = 2.0 ** (62 - GRADIENT_BITS), 2.0 ** (62 - STATE_BITS[0])
+LARGEST_GRADIENT = 2.0 ** (62 - GRADIENT_BITS)
+LARGEST_STATE = 2.0 ** (62 - STATE_BITS[0])
 # Below it fewer than 4 bits of a gradient are left.
 SMALLEST_GRADIENT = 2.0 ** (4 - GRADIENT_BITS)
 

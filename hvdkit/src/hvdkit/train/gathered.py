@@ -39,9 +39,12 @@ class Passes:
 
     def __init__(self, in_turn: Callable, scale: tf.Variable, *, rows: int, addends: int) -> None:
         """`scale`: of the loss; `rows` of the global batch; `addends`: the virtual ranks."""
-        self._in_turn, self._scale, self._addends = in_turn, scale, addends
+        self._in_turn = in_turn
+        self._scale = scale
+        self._addends = addends
         # A row's part of a mean is small: it is brought near to 1, by a power of two.
-        self._rows, self._finest = rows, 2.0 ** -math.floor(math.log2(rows))
+        self._rows = rows
+        self._finest = 2.0 ** -math.floor(math.log2(rows))
         self._targets = 0  # once the second pass is traced
 
     def learn(self, part: Any, number: tf.Tensor) -> list[tf.Tensor]:
@@ -54,7 +57,8 @@ class Passes:
             _, (targets, _) = self._turn(part, everyone)
         self._targets = len(targets)
         found = [g for t in targets for g in tape.gradient(t, floats, unconnected_gradients="zero")]
-        flat, scale = fixed_point.pack(list(map(tf.convert_to_tensor, found))), self._unit()
+        flat = fixed_point.pack(list(map(tf.convert_to_tensor, found)))
+        scale = self._unit()
         finite, fits, _ = fixed_point.judge(flat, self._addends, scale=scale)
         fixed = fixed_point.add_gradients(None, flat, addends=self._addends, scale=scale)
         return tf.concat([fixed, tf.cast([~finite, finite & ~fits], tf.int64)], 0)
@@ -67,10 +71,13 @@ class Passes:
 
     def rows(self, everyone: Sequence[tf.Tensor], total: tf.Tensor) -> Rows:
         """`total`: what `pull` found, added up over all virtual ranks."""
-        shapes, unit = [x.shape for x in _floats(everyone)], self._unit()
+        shapes = [x.shape for x in _floats(everyone)]
+        unit = self._unit()
         sound = tf.where(tf.reduce_any(total[-2:] > 0), math.nan * unit, unit)
-        how = {"shapes": shapes * self._targets, "dtype": tf.float64}
-        found, count = fixed_point.unpack_gradients(total[:-2], sound, **how), len(shapes)
+        found = fixed_point.unpack_gradients(
+            total[:-2], sound, shapes=shapes * self._targets, dtype=tf.float64
+        )
+        count = len(shapes)
         pulls = [found[i * count :][:count] for i in range(self._targets)]
         return Rows(everyone, pulls, beyond=total[-1] > 0)
 

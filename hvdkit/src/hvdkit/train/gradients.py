@@ -52,7 +52,9 @@ class MicroBatches:
     """Forward and backward passes over a step's micro-batches, one after the other."""
 
     def __init__(self, steps: int, weights: Sequence[keras.Variable], *, jit: bool = False) -> None:
-        self._steps, self._weights, self._jit = steps, list(map(raw, weights)), jit
+        self._steps = steps
+        self._weights = list(map(raw, weights))
+        self._jit = jit
         self._overwritten = {i for i, v in enumerate(weights) if overwritten(v)}
         # What XLA compiles with `jit`, once it is traced.
         self.compiled: list[tf.types.experimental.ConcreteFunction] = []
@@ -104,7 +106,8 @@ class MicroBatches:
             return tf.nest.map_structure(lambda t: t[index], batch)
 
         def body(index, total):
-            (*scalars, grads), (*more, further) = total, passes(micro_batch(index))
+            (*scalars, grads) = total
+            (*more, further) = passes(micro_batch(index))
             grads = [
                 [self._joined(i, *pair) for i, *pair in zip(at, known, found)]
                 for at, known, found in zip(connected, grads, further)
@@ -193,7 +196,8 @@ class LossScale(tf.Module):
     """
 
     GROWTH_STEPS = 1000
-    MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**24
+    MIN_SCALE = 2.0**-10
+    MAX_SCALE = 2.0**24
 
     def __init__(self, precision: str) -> None:
         super().__init__(name="loss_scale")

@@ -8,6 +8,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
@@ -15,19 +16,15 @@ from hvdkit.train import compression, losses
 from hvdkit.train.state import State
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
-_DRAWS = {
-    *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
-    *("ParameterizedTruncatedNormal", "RandomShuffle", "Multinomial", "RandomGamma"),
-    *("RandomPoisson", "RandomPoissonV2", "StatefulStandardNormalV2", "StatefulUniform"),
-    *("SampleDistortedBoundingBox", "SampleDistortedBoundingBoxV2", "RandomCrop"),
-    *("RngReadAndSkip", "StatefulUniformInt", "StatefulTruncatedNormal"),  # tf.random.Generator
-}
+_DRAWS = re.compile(
+    "RandomUniform|RandomUniformInt|RandomStandardNormal|(Parameterized)?TruncatedNormal|"
+    "RandomShuffle|Multinomial|RandomGamma|RandomPoisson(V2)?|RandomCrop|"
+    "SampleDistortedBoundingBox(V2)?|"
+    "StatefulStandardNormalV2|StatefulUniform(Int)?|StatefulTruncatedNormal|RngReadAndSkip"
+)
+_DRAWS_WITH_KEY = re.compile("Stateless.*(Random|Normal|Multinomial).*")
+_DRAWS_BY_PLACE = re.compile("Stateless.*(Multinomial|Gamma|Binomial|Poisson|Shuffle|Param).*")
 _ASSIGNS = re.compile(r"Assign(Add|Sub)?VariableOp|Resource(Scatter|Strided).*|Assign(Add|Sub)?")
-# Operations that take a variable's handle and leave the variable as it is.
-_READS = {
-    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
-    *("VarIsInitializedOp", "VarHandleOp"),
-}
 _CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
 # What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
 _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
@@ -42,24 +39,22 @@ _OF_COMPRESSION = re.compile(rf"(^|/){re.escape(compression.NAME)}\d+$")
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
     """Raises ValueError where a graph, or a function it calls, draws without a key or seed."""
-    if drawn := sorted({node.op for node in nodes(graph) if node.op in _DRAWS}):
+    drawn = _operations(graph, _DRAWS)
+    if drawn:
         raise ValueError(
-            f"{what} draws random numbers ({join(drawn)}) that change with the number of ranks "
+            f"{what} draws random numbers ({drawn}) that change with the number of ranks "
             f"and after an interruption: {instead}"
         )
 
 
 def draws(graph: tf.Graph) -> bool:
     """Whether anything in it, or in its functions, draws random numbers."""
-    return any(re.match(r"Stateless.*(Random|Normal|Multinomial)", n.op) for n in nodes(graph))
+    return bool(_operations(graph, _DRAWS_WITH_KEY))
 
 
 def draws_by_place(graph: tf.Graph) -> bool:
     """Whether a sample's place in its batch decides what it draws, also in a trial (dropout.py)."""
-    return any(
-        re.match(r"Stateless.*(Multinomial|Gamma|Binomial|Poisson|Shuffle|Param)", n.op)
-        for n in nodes(graph)
-    )
+    return bool(_operations(graph, _DRAWS_BY_PLACE))
 
 
 def check_stateless(graph: tf.Graph, what: str) -> None:
@@ -67,9 +62,10 @@ def check_stateless(graph: tf.Graph, what: str) -> None:
 
     Examples are made by several threads in any order, and the variable would not be saved.
     """
-    if changes := sorted({node.op for node in nodes(graph) if _ASSIGNS.fullmatch(node.op)}):
+    changes = _operations(graph, _ASSIGNS)
+    if changes:
         raise ValueError(
-            f"{what} changes a variable ({join(changes)}), which would depend on the order of "
+            f"{what} changes a variable ({changes}), which would depend on the order of "
             "threads, and be neither saved nor the same on all ranks: make each example from its "
             "sample and `key` alone"
         )
@@ -106,9 +102,10 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
     Keras does not find a tf.Variable in a layer, nor layers that are no attributes of layers.
     Where it `trains`, what the task holds must be frozen (a teacher), or changed by the function.
     """
-    if tables := sorted({node.op for node in nodes(graph) if _CHANGES_TABLE.fullmatch(node.op)}):
+    changes = _operations(graph, _CHANGES_TABLE)
+    if changes:
         raise ValueError(
-            f"{what} changes a lookup table ({join(tables)}), which is neither saved nor the same "
+            f"{what} changes a lookup table ({changes}), which is neither saved nor the same "
             "on all ranks: keep numbers in a tf.Variable of the task, trainable=False"
         )
     handles = {id(raw(v).handle) for v in state.variables.values()}
@@ -246,6 +243,11 @@ def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:
     return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
 
 
+def _operations(graph: tf.Graph, types: re.Pattern) -> str:
+    """The types of its operations, and of the functions that it calls, that match; "" for none."""
+    return join(sorted({node.op for node in nodes(graph) if types.fullmatch(node.op)}))
+
+
 def _is_used(resource: tf.Tensor) -> bool:
     """Whether a graph does more with this argument than read what nothing uses."""
     for op in resource.consumers():
@@ -269,17 +271,10 @@ def assigned_handles(
     """
     found = {}
     for op in graph.get_operations() if operations is None else operations:
-        if op.type in _READS:
-            continue
-        try:
-            # Of a call or a branch: which of its inputs are only read, by what it calls.
-            only_read = op.get_attr("_read_only_resource_inputs")
-        except ValueError:
-            only_read = ()
-        for place, tensor in enumerate(op.inputs):
-            if tensor.dtype == tf.resource and place not in only_read:
-                handle = _outside(tensor, graph)
-                found[id(handle)] = handle
+        _, changed = get_read_write_resource_inputs(op)
+        for tensor in changed:
+            handle = _outside(tensor, graph)
+            found[id(handle)] = handle
     return list(found.values())
 
 

@@ -84,7 +84,7 @@ def of(task: Task, model: keras.Model, image_size: int) -> Inputs:
         structure, example = _of_data(task)
     task_checks.outputs(task, model, example)
     names = _names(structure)
-    batches = keras.tree.map_structure(_batch, structure)
+    batches = keras.tree.map_structure(batch_of, structure)
     return Inputs(batches, names)
 
 
@@ -113,12 +113,14 @@ def _of_data(task: Task) -> tuple[Any, Any]:
         reader = task_checks.reader(task, source, training=False)
         example = task_checks.read_example(reader, source, training=False)
     except (ValueError, OSError) as error:
-        needed = "the data, which say what the model is called with, cannot be read"
-        raise ValueError(f"{needed}: {error}") from error
+        raise ValueError(
+            f"the data, which say what the model is called with, cannot be read: {error}"
+        ) from error
     return reader.read.structured_outputs["inputs"], example["inputs"]
 
 
-def _batch(part: Any) -> tf.TensorSpec:
+def batch_of(part: Any) -> tf.TensorSpec:
+    """Of any size, of examples such as this tensor."""
     return tf.TensorSpec([None, *part.shape], part.dtype)
 
 

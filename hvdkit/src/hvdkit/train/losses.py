@@ -30,11 +30,19 @@ def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
     """
     wide = tf.reshape(_integers(labels), [-1])
     known = (wide >= 0) & (wide < num_classes)
-    first = tf.reduce_sum(tf.boolean_mask(wide, ~known)[:1])
-    rest = f"is no class: classes are 0 to {num_classes - 1}"
-    text = tf.strings.format(f"label {{}} {rest}", first)
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(known), [text])]):
-        return tf.identity(labels)
+    text = f"label {{}} is no class: classes are 0 to {num_classes - 1}"
+    return required(labels, text, values=wide, sound=known)
+
+
+def required(tensor: tf.Tensor, text: str, *, values: tf.Tensor, sound: tf.Tensor) -> tf.Tensor:
+    """The tensor unchanged.
+
+    When it runs, InvalidArgumentError says `text`, with the first of `values` that is not `sound`.
+    """
+    first = tf.reduce_sum(tf.boolean_mask(values, ~sound)[:1])
+    message = tf.strings.format(text, first)
+    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(sound), [message])]):
+        return tf.identity(tensor)
 
 
 def cross_entropy(
@@ -64,7 +72,8 @@ def cross_entropy(
     _require_logits(logits)
     if wrong := [w for w in class_weights if not 0 <= w < math.inf]:
         raise ValueError(f"class_weights has {wrong[0]}: weights are finite numbers from 0 up")
-    logits, labels = at_least_float32(tf.convert_to_tensor(logits)), _integers(labels)
+    logits = at_least_float32(tf.convert_to_tensor(logits))
+    labels = _integers(labels)
     if valid is not None:
         labels = tf.where(valid, labels, 0)
     # TensorFlow would give NaN on a GPU, and end one rank in mid-step on a CPU.
@@ -96,7 +105,8 @@ def mixed_cross_entropy(
     first, weights = cross_entropy(logits, targets["label"], **how)
     second, others = cross_entropy(logits, targets["other"], **how)
     share = tf.cast(targets["share"], first.dtype)
-    weights, others = share * weights, (1.0 - share) * others
+    weights = share * weights
+    others = (1.0 - share) * others
     total = weights * first + others * second
     return tf.math.divide_no_nan(total, weights + others), weights + others
 

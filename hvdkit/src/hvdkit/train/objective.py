@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
-from hvdkit.train.losses import at_least_float32
+from hvdkit.train.losses import at_least_float32, required
 from hvdkit.train.task import Task
 from hvdkit.train.task_checks import describe, user_code_errors
 
@@ -118,11 +118,8 @@ def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
 
     When it runs, InvalidArgumentError names a weight that is negative or not finite.
     """
-    sound = _sound(weights)
-    first = tf.reduce_sum(tf.boolean_mask(weights, ~sound)[:1])
-    text = tf.strings.format(f"{_weight_of(name)} is {{}}: {_WEIGHTS}", first)
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(sound), [text])]):
-        return tf.identity(weights)
+    text = f"{_weight_of(name)} is {{}}: {_WEIGHTS}"
+    return required(weights, text, values=weights, sound=_sound(weights))
 
 
 def fault(result: Mapping[str, Any]) -> tuple[int, str, str] | None:
@@ -166,7 +163,8 @@ def check_independent(loss: Callable, *parts: Any, made: Terms) -> None:
     except Exception:  # it takes no other number of examples, so there is nothing to compare
         return
     for name, (losses, _) in made.items():
-        shape, other = losses.shape, others[name][0].shape.as_list()
+        shape = losses.shape
+        other = others[name][0].shape.as_list()
         if other[1:] != shape.as_list()[1:]:
             raise ValueError(
                 f"the loss returns losses of shape {shape}, and {other} for one example "
@@ -187,13 +185,14 @@ def divides(settings: Settings, ranks: int) -> bool:
 
 
 def check_sum(
-    whose: str, sums: Callable, samples: Sequence[Any], *, draws: Callable[[], bool], near: float
+    sums: Callable, samples: Sequence[Any], *, draws: Callable[[], bool], near: float
 ) -> None:
     """Raises ValueError where sums of a few samples are not those of each one added up.
 
     `sums`: of samples, by name; `draws`: whether random numbers are in them.
     """
-    together, alone = sums(*samples), list(map(sums, samples))
+    together = sums(*samples)
+    alone = list(map(sums, samples))
     for name, total in together.items():
         parts = [found[name] for found in alone]
         least = near * (1 + sum(map(abs, parts)))
@@ -206,34 +205,24 @@ def check_sum(
         apart = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
         if not (apart and draws()):
             raise ValueError(
-                f"{whose}{name} of {len(alone)} samples together is {total:.6g}, and "
+                f"the task's {name} of {len(alone)} samples together is {total:.6g}, and "
                 f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
                 "ranks, virtual ranks and micro-batches divide. Bring them together with "
                 "hvdkit.train.across.gather, or use one rank"
             )
 
 
-def gradient(task: Task) -> Callable[[Any, Any], float]:
-    """Of a batch's outputs and targets: how large the loss's gradient by each output is, summed."""
-
-    def size(outputs: Any, targets: Any) -> tf.Tensor:
-        tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
-        floats = [x for x in tensors if x.dtype.is_floating]
-        with tf.GradientTape() as tape:
-            tape.watch(floats)
-            found = loss(task, outputs, targets).values()
-            total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*pair)) for pair in found])
+def gradient(task: Task, outputs: Any, targets: Any) -> float:
+    """How large the loss's gradient by each output of a batch is, summed."""
+    tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
+    floats = [x for x in tensors if x.dtype.is_floating]
+    with tf.GradientTape() as tape:
+        tape.watch(floats)
+        found = loss(task, outputs, targets).values()
+        total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*pair)) for pair in found])
+    try:
         by_output = tape.gradient(total, floats, unconnected_gradients="zero")
-        dense = map(tf.convert_to_tensor, by_output)
-        sizes = [tf.reduce_sum(tf.cast(tf.abs(g), tf.float64)) for g in dense]
-        return tf.add_n([tf.zeros([], tf.float64), *sizes])
-
-    traced = tf.function(size, autograph=False)
-
-    def of(outputs: Any, targets: Any) -> float:
-        try:  # not a plain call, by which TensorFlow warns of a function that is traced again
-            return float(traced.get_concrete_function(outputs, targets)(outputs, targets))
-        except LookupError:  # what `predict` returns may be scored by operations without a gradient
-            return 0.0
-
-    return of
+    except LookupError:  # what `predict` returns may be scored by operations without a gradient
+        return 0.0
+    dense = [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in by_output]
+    return sum(float(tf.reduce_sum(tf.abs(g))) for g in dense)

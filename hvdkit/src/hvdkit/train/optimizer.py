@@ -56,7 +56,8 @@ class Lars(keras.optimizers.SGD):
         rate = tf.cast(raw(learning_rate), variable.dtype)
         if self._use_weight_decay(variable):
             decay = tf.constant(self.weight_decay or 0.0, variable.dtype)
-            size, slope = tf.norm(variable), tf.norm(gradient)
+            size = tf.norm(variable)
+            slope = tf.norm(gradient)
             usable = (size > 0) & (slope > 0)
             # The inner where keeps 0 out of the division.
             ratio = tf.constant(_TRUST, rate.dtype) * size
@@ -85,16 +86,19 @@ class Lamb(keras.optimizers.Lamb):
 
     def update_step(self, gradient, variable, learning_rate) -> None:
         dtype = variable.dtype
-        gradient, rate = tf.cast(gradient, dtype), tf.cast(raw(learning_rate), dtype)
+        gradient = tf.cast(gradient, dtype)
+        rate = tf.cast(raw(learning_rate), dtype)
         index = self._get_variable_index(variable)
-        m, v = raw(self._momentums[index]), raw(self._velocities[index])
+        m = raw(self._momentums[index])
+        v = raw(self._velocities[index])
         m.assign(self.beta_1 * m + (1 - self.beta_1) * gradient)
         v.assign(self.beta_2 * v + (1 - self.beta_2) * tf.square(gradient))
         update = self._corrected(m, self.beta_1)
         update /= tf.sqrt(self._corrected(v, self.beta_2)) + self.epsilon
         if self._use_weight_decay(variable):
             update += (self.weight_decay or 0.0) * variable
-            size, step_size = tf.norm(variable), tf.norm(update)
+            size = tf.norm(variable)
+            step_size = tf.norm(update)
             usable = (size > 0) & (step_size > 0)
             # The inner where keeps 0 out of the division.
             update *= tf.where(usable, size / tf.where(usable, step_size, 1.0), 1.0)
@@ -173,8 +177,10 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
 def _check_own(config: Settings, optimizer: Any) -> None:
     """A task's optimizer, or that of a group: refused where it does what the run does."""
     if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
-        what = f"{optimizer!r}{', built' * getattr(optimizer, 'built', False)}"
-        raise ValueError(f"optimizer must return a keras.optimizers.Optimizer to build, not {what}")
+        raise ValueError(
+            "optimizer must return a keras.optimizers.Optimizer that is not built yet, not "
+            f"{optimizer!r}"
+        )
     for name, instead in (
         ("optimizers", "a list of hvdkit.train.groups.Group, each with a rate"),
         ("inner_optimizer", "--precision=float16"),
@@ -182,15 +188,18 @@ def _check_own(config: Settings, optimizer: Any) -> None:
         ("loss_scale_factor", "--precision=float16"),
     ):
         if getattr(optimizer, name, None) not in (None, 0, False):
-            what = f"{type(optimizer).__name__} with {name}"
-            raise ValueError(f"optimizer: {what} is not supported: use {instead}")
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} with {name} is not supported: use {instead}"
+            )
     if _decays(optimizer) and config.weight_decay:
         raise ValueError(
             f"--weight_decay={config.weight_decay} and the task's optimizer both decay: choose one"
         )
-    if callable(rate := optimizer._learning_rate):
-        what = f"optimizer: give it a number as rate, not {rate!r:.80}"
-        raise ValueError(f"{what}; a task's `schedule` sets the rate")
+    if callable(optimizer._learning_rate):
+        raise ValueError(
+            f"optimizer: give it a number as rate, not {optimizer._learning_rate!r:.80}; a task's "
+            "`schedule` sets the rate"
+        )
 
 
 def _decays(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdkit.data import open as open_lib
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
-from hvdkit.train.inputs import name_of
+from hvdkit.train.inputs import batch_of, name_of
 from hvdkit.train.losses import at_least_float32, origin
 from hvdkit.train.task import Task
 
@@ -62,8 +62,10 @@ def decoder(task: Task, outputs: Any, *, of_pictures: bool = True) -> Callable[[
     good = isinstance(found, dict) and found and all(map(tf.is_tensor, found.values()))
     samples = tf.nest.flatten(outputs)[0].shape[0]
     if not good or any(x.shape.rank == 0 or x.shape[0] != samples for x in found.values()):
-        what = "the task's decode must return a dict of tensors [batch, ...]"
-        raise ValueError(f"{what}; it returns {found!r:.99}")
+        raise ValueError(
+            "the task's decode must return a dict of tensors [batch, ...]; it returns "
+            f"{found!r:.99}"
+        )
     return decode
 
 
@@ -92,7 +94,7 @@ def _no_softmax(task: Task, outputs: Any) -> str:
         with open_lib.one_split():
             _, source = task.sources()
         example = task_checks.reader(task, source, training=False).read.structured_outputs
-        batch = tf.nest.map_structure(lambda x: tf.TensorSpec([None, *x.shape], x.dtype), example)
+        batch = tf.nest.map_structure(batch_of, example)
         spec = tf.TensorSpec([None, *outputs.shape[1:]], outputs.dtype, name="logits")
         traced = tf.function(task.loss, autograph=False)
         graph = traced.get_concrete_function(spec, batch["targets"]).graph

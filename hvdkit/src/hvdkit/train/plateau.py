@@ -60,7 +60,8 @@ class Plateau:
         if int(self._resting):
             self._resting.assign_sub(1)
             self._waited.assign(0)
-        best, height = float(self._best), metric.height(value)
+        best = float(self._best)
+        height = metric.height(value)
         if math.isfinite(height) and (math.isnan(best) or height > best + config.plateau_min_delta):
             self._best.assign(height)
             self._waited.assign(0)

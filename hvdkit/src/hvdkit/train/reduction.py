@@ -9,6 +9,7 @@ import inspect
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -146,13 +147,13 @@ def totals(
     up to 2**36 in all, on up to 4,096 ranks; others get float32's precision. Not with
     --deterministic: what arrives first would change the layout of the gradients' message.
     """
-    how = {"op": hvd.Sum, "name": name, "device_dense": device(config)}
+    summed = partial(hvd.allreduce, op=hvd.Sum, name=name, device_dense=device(config))
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
-        return hvd.allreduce(own, **how)
+        return summed(own)
     high = tf.cast(tf.round(own / _PART), tf.float32)  # floor: -0.1 would become -4096 + 4095.9
     rest = tf.cast(own - _PART * tf.cast(high, tf.float64), tf.float32)
     rest = tf.where(tf.math.is_finite(high), rest, high)  # not inf - inf
-    parts = tf.cast(hvd.allreduce(tf.stack([high, rest]), **how), tf.float64)
+    parts = tf.cast(summed(tf.stack([high, rest])), tf.float64)
     return _PART * parts[0] + parts[1]
 
 
@@ -169,8 +170,12 @@ def rank_sums(
     sums = _sums_as_bfloat16(ordinary) if bf16 else _sums_in_groups(ordinary, config, variables)
     if special:
         flat = [tf.reshape(tf.cast(own[i], tf.float64), [-1]) for i in special]
-        how = {"name": "grads.overwriting", "device_dense": device(config)}
-        most = hvd.allreduce(tf.concat(flat, 0), op=hvd.Max, **how)
+        most = hvd.allreduce(
+            tf.concat(flat, 0),
+            op=hvd.Max,
+            name="grads.overwriting",
+            device_dense=device(config),
+        )
         for i, part in zip(special, tf.split(most, [part.shape[0] for part in flat])):
             sums[i] = tf.cast(tf.reshape(part, own[i].shape), own[i].dtype)
     return sums
@@ -180,7 +185,8 @@ def _sums_in_groups(
     own: Gradients, config: Settings, variables: Sequence[keras.Variable]
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
     """Only known gradients show which variables have one: Horovod's tape fails on empty groups."""
-    sums, there = list(own), [i for i, g in enumerate(own) if g is not None]
+    sums = list(own)
+    there = [i for i, g in enumerate(own) if g is not None]
     if hvd.size() == 1:
         return sums
     how = arguments(config) | {"op": hvd.Sum, "ignore_name_scope": True}

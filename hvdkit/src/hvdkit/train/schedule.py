@@ -31,7 +31,8 @@ def of_run(
         return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
     if not optional(task, "schedule"):
         return make(config, world_size, plateau=plateau)
-    policy, factor = _of_task(task, config), config.lr_factor(world_size)
+    policy = _of_task(task, config)
+    factor = config.lr_factor(world_size)
 
     def rate_of(step: tf.Tensor) -> tf.Tensor:
         rate = policy(step)  # tf.cast would make float32 of a Python float first
@@ -77,7 +78,8 @@ def points(task: Task, config: Settings) -> dict[str, str]:
     """
     if config.find_lr or not optional(task, "schedule"):
         return {"rate": "that of --lr_policy"}
-    policy, line = _of_task(task, config), line_of(optional(task, "schedule"))
+    policy = _of_task(task, config)
+    line = line_of(optional(task, "schedule"))
     steps = np.linspace(0, config.num_steps - 1, _POINTS).round().astype(int).tolist()
     rates = {f"rate after {step} steps": _value(policy, step, line) for step in steps}
     return {"rate": "its own"} | {name: f"{rate:.9g}" for name, rate in rates.items()}
@@ -114,7 +116,8 @@ def make(config: Settings, world_size: int, *, plateau: Plateau | None = None) -
     During the first warmup_steps W the result is multiplied by (step + 1) / W.
     """
     factor = config.lr_factor(world_size)
-    base, end = config.base_lr * factor, config.end_lr * factor
+    base = config.base_lr * factor
+    end = config.end_lr * factor
     edges = config.boundary_steps if config.lr_policy == "step" else []
 
     def rate(step: tf.Tensor) -> tf.Tensor:

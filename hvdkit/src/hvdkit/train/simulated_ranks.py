@@ -128,7 +128,8 @@ class SimulatedRank:
 
     def _as_many_rows(self, own: tf.Tensor, rank: int) -> tf.Tensor:
         """This rank's rows, as many as another has if they are rows of samples."""
-        rows, samples = own.shape[0], self._samples[self.rank]
+        rows = own.shape[0]
+        samples = self._samples[self.rank]
         if rows % samples:
             return own
         wanted = rows // samples * self._samples[rank]
@@ -167,14 +168,18 @@ def acting(rank: SimulatedRank) -> Iterator[None]:
     """Inside, what this thread calls of Horovod is the simulated rank's."""
     basics = mpi_ops._basics
     everyone = process_sets.global_process_set
-    operations, library, ranks = mpi_ops.MPI_LIB, basics.MPI_LIB_CTYPES, everyone.ranks
+    operations = mpi_ops.MPI_LIB
+    library = basics.MPI_LIB_CTYPES
+    ranks = everyone.ranks
     mpi_ops.MPI_LIB = rank
     basics.MPI_LIB_CTYPES = _Place(library, rank)
     everyone.ranks = list(range(rank.size))
     try:
         yield
     finally:
-        mpi_ops.MPI_LIB, basics.MPI_LIB_CTYPES, everyone.ranks = operations, library, ranks
+        mpi_ops.MPI_LIB = operations
+        basics.MPI_LIB_CTYPES = library
+        everyone.ranks = ranks
 
 
 def outcomes(act: Callable[[int], Any], samples: Sequence[int]) -> list[Any]:

@@ -41,7 +41,8 @@ class Held:
         """`others`: variables that have names of their own, besides the model's."""
         self.of_task: dict[str, Variable] = {}
         self.of_new_run: list[str] = []
-        self._seen, roots = {id(raw(v)) for v in (*model.variables, *others)}, [model]
+        self._seen = {id(raw(v)) for v in (*model.variables, *others)}
+        roots = [model]
         self._visit(dict(sorted(vars(task).items())) if task else {}, "task", roots)
         layers = [layer for root in roots for layer in root._flatten_layers()]
         self.layers = list({id(layer): layer for layer in layers}.values())
@@ -162,7 +163,9 @@ class State:
         *,
         task: Any = None,
     ) -> None:
-        self.model, self.optimizer, self.averages = model, rule.optimizer, rule.averages
+        self.model = model
+        self.optimizer = rule.optimizer
+        self.averages = rule.averages
         self.held = Held(task, model, self.optimizer.variables)
         self._of_model = model.variables
         self.loss_scale = LossScale(precision)
@@ -179,10 +182,14 @@ class State:
         model/0003/dense/kernel, its moving average ema/0/0003/dense/kernel where there is one, of
         the first group, which had ema_updates/0; optimizer/0007/adam/dense/kernel/momentum.
         """
-        named = {"step": self.step, "skipped": self.skipped}
-        named |= {"loss_scale": self.loss_scale.value, "sound_steps": self.loss_scale.sound_steps}
-        named |= {"skipped_in_a_row": self.loss_scale.skipped_in_a_row}
-        named |= self.plateau.variables
+        named = {
+            "step": self.step,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scale.value,
+            "sound_steps": self.loss_scale.sound_steps,
+            "skipped_in_a_row": self.loss_scale.skipped_in_a_row,
+            **self.plateau.variables,
+        }
         model = self.model.variables
         names = dict(zip(map(id, model), names_of_model(self.model)))
         # The position makes it unique: two layers may have been given the same name.
@@ -287,7 +294,8 @@ def names_of_model(model: keras.Layer) -> list[str]:
         # Functional (it knows its operations) or sequential.
         plain = isinstance(layer, keras.Model) and hasattr(layer, "operations")
         if not (plain or isinstance(layer, keras.Sequential)):
-            prefix, counts = f"{prefix}{_renumbered(layer, counts)}/", Counter()
+            prefix = f"{prefix}{_renumbered(layer, counts)}/"
+            counts = Counter()
         children = layer._flatten_layers(include_self=False, recursive=False)
         below = {id(v) for child in children for v in child.variables}
         own_counts: Counter = Counter()

@@ -92,8 +92,11 @@ class Step:
         self, settings: Settings, world: World, task: Task, *, state: State, spec: Any
     ) -> None:
         """`spec`: of a batch, nested tensors [micro-batches, samples, ...]."""
-        self._settings, self._world, self._task = settings, world, task
-        self._state, self._spec = state, spec
+        self._settings = settings
+        self._world = world
+        self._task = task
+        self._state = state
+        self._spec = spec
         self._variables = state.model.trainable_variables
         self.weights = [raw(v) for v in self._variables]
         self.reduction = reduction.arguments(settings)
@@ -103,14 +106,18 @@ class Step:
         # What a step's function may change by itself, outside of forward passes.
         self._guarded = [*self.weights, *state.untrained]
         self._combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
-        self._losses: dict[Losses | None, None] = {}  # each that run.loss was given
+        self.own_losses = False  # whether run.loss was given losses in place of the task's
         with world.fail_together("making the schedule"):
             self._rate = schedule.of_run(task, settings, world.size, plateau=state.plateau)
         steps = settings.accumulation_steps
         self._micro_batches = gradients_lib.MicroBatches(steps, self._variables, jit=settings.jit)
         across.used = False
-        why = "computes a batch in parts, one after the other: leave it out"
-        refused = f"--accumulation_steps={steps} {why}" if steps > 1 else ""
+        refused = ""
+        if steps > 1:
+            refused = (
+                f"--accumulation_steps={steps} computes a batch in parts, one after the other: "
+                "leave it out"
+            )
         self._rows = across.Batch(settings.global_batch_size, world.rank, world.size, refused)
         self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
         self._traced: _Traced | None = None
@@ -184,7 +191,7 @@ class Step:
                 f"run.loss takes as many samples as the step's batch, {list(own)}, not "
                 f"{list(given)}: for two views of a sample return the mean of their losses"
             )
-        self._losses[losses] = None
+        self.own_losses = self.own_losses or losses is not None
         with self._own_operations():
             forward = partial(self._forward, losses=losses)
             targets, sums = self._micro_batches.loss(forward, batch)
@@ -227,15 +234,19 @@ class Step:
 
     def apply(self, found: Reduced) -> Result:
         """From means over the global batch to updated weights and the step's figures."""
-        settings, state, traced = self._settings, self._state, self._step("run.update")
+        settings = self._settings
+        state = self._state
+        traced = self._step("run.update")
         if all(gradient is None for gradient in found.grads):
             raise ValueError(reduction.NO_GRADIENTS)
         traced.means = list(found.grads)
         scale = state.loss_scale.read(tf.float64)
         terms = gradients_lib.of_terms(found.sums)
-        means, loss_sum = gradients_lib.means_of(found.sums), tf.reduce_sum(terms[:, 0])
+        means = gradients_lib.means_of(found.sums)
+        loss_sum = tf.reduce_sum(terms[:, 0])
         self._connected = [g is not None for g in found.grads]
-        layers = gradients_lib.layer_figures(found.grads) if settings.log_gradients else None
+        looks = settings.log_gradients or settings.dry_run
+        layers = gradients_lib.layer_figures(found.grads) if looks else None
         rate = self._rate(state.step)
         numbers = tf.stack([loss_sum, tf.reduce_sum(terms[:, 1]), rate])
         sound = tf.reduce_all(tf.math.is_finite(numbers)) & (rate >= 0)
@@ -243,18 +254,28 @@ class Step:
         known = [g for g in found.grads if g is not None]
         norm, finite = self._end(updating.Offered(known, rate, sound, readable))
         state.advance(finite, readable)
-        result = {"step": state.step.read_value(), "loss": tf.reduce_sum(means), "lr": rate}
-        result |= {"grad_norm": norm, "finite": finite, "loss_scale": scale, "layers": layers}
-        result |= {"votes": found.votes, "losses": found.losses}
-        result["skipped_in_a_row"] = state.loss_scale.skipped_in_a_row.read_value()
+        names = traced.terms or self._terms
+        result = {
+            "step": state.step.read_value(),
+            "loss": tf.reduce_sum(means),
+            "lr": rate,
+            "grad_norm": norm,
+            "finite": finite,
+            "loss_scale": scale,
+            "layers": layers,
+            "votes": found.votes,
+            "losses": found.losses,
+            "skipped_in_a_row": state.loss_scale.skipped_in_a_row.read_value(),
+            "refused_weights": dict(zip(names, tf.unstack(terms[:, 3:]))),
+        }
         if self._world.size > 1:
             result["moments"] = tf.stack([found.ready, moment(norm)])
-        result |= {} if found.faults is None else {"faults": found.faults}
-        result |= {"keras_loss": found.sums[-1]} if traced.adds_losses else {}
-        names = traced.terms or self._terms
+        if found.faults is not None:
+            result["faults"] = found.faults
+        if traced.adds_losses:
+            result["keras_loss"] = found.sums[-1]
         if any(names):
             result["terms"] = dict(zip(names, tf.unstack(means)))
-        result["refused_weights"] = dict(zip(names, tf.unstack(terms[:, 3:])))
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
@@ -272,7 +293,8 @@ class Step:
         """As updating.py describes it."""
         optimizer = self._state.optimizer
         variables = [v for v, there in zip(self._variables, self._connected) if there]
-        l2, most = optimizers.l2_weight(self._settings, optimizer), self._settings.clip_norm
+        l2 = optimizers.l2_weight(self._settings, optimizer)
+        most = self._settings.clip_norm
         grads, norm = gradients_lib.finish(grads, variables, l2=l2, clip_norm=most)
         optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
 
@@ -392,7 +414,8 @@ class Step:
         self, micro: Example, losses: Losses | None = None, turn: across.Turn | None = None
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
-        settings, model = self._settings, self._state.model
+        settings = self._settings
+        model = self._state.model
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
         graph = tf.compat.v1.get_default_graph()
         before = graph_checks.names(graph)
@@ -402,9 +425,9 @@ class Step:
                 if losses:
                     found = losses(micro)
                 else:
-                    what = "the model, called in training,"
                     with task_checks.user_code_errors(
-                        what, getattr(self._task, "build_model", None)
+                        "the model, called in training,",
+                        getattr(self._task, "build_model", None),
                     ):
                         outputs = model(micro["inputs"], training=True)
             added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
@@ -421,7 +444,8 @@ class Step:
         graph_checks.check_collectives(graph, "the model or the task's loss", before)
         self._combiner.look(graph, before)
         graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
-        targets, sums = [], []
+        targets = []
+        sums = []
         for each, weights in terms.values():
             # Weight 0 leaves a position out of the sum, also one whose loss is no number.
             loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
@@ -517,11 +541,6 @@ class Step:
             self._stand_in = None
         means = [None if g is None else g.numpy() for g in traced.means]
         return trial.Outcome(state, means, [sums.numpy() for sums in traced.sums], traced.terms)
-
-    @property
-    def own_losses(self) -> bool:
-        """Whether run.loss was given losses in place of the task's."""
-        return any(self._losses)
 
     def _check(self, graph: tf.Graph) -> None:
         optimizers.check_trainable(self._state.optimizer, self._state.model)

@@ -19,16 +19,51 @@ from hvdkit.train.groups import Group
 
 # Settings that only tasks read, and those that a task's own function leaves without a reader.
 EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split")
-_OF_TASKS = ("model", "num_classes", "dropout", "label_smoothing", "class_weights", "image_size")
-_OF_TASKS += ("data_dir", "data_format", "synthetic_data", "train_split", "mirror", "scale_range")
-_OF_TASKS += ("label_map", "colour_range", "rand_augment", "mixup", "cutmix", *EVALUATION)
-_SCHEDULE = ("lr_policy", "power", "end_lr", "warmup_steps", "lr_boundaries", "lr_gamma", "base_lr")
-_SCHEDULE += ("plateau_factor", "plateau_patience", "plateau_min_delta", "plateau_cooldown")
-_SCHEDULE += ("plateau_min_lr",)
+_OF_TASKS = (
+    "model",
+    "num_classes",
+    "dropout",
+    "label_smoothing",
+    "class_weights",
+    "image_size",
+    "data_dir",
+    "data_format",
+    "synthetic_data",
+    "train_split",
+    "mirror",
+    "scale_range",
+    "label_map",
+    "colour_range",
+    "rand_augment",
+    "mixup",
+    "cutmix",
+    *EVALUATION,
+)
+_SCHEDULE = (
+    "lr_policy",
+    "power",
+    "end_lr",
+    "warmup_steps",
+    "lr_boundaries",
+    "lr_gamma",
+    "base_lr",
+    "plateau_factor",
+    "plateau_patience",
+    "plateau_min_delta",
+    "plateau_cooldown",
+    "plateau_min_lr",
+)
 _OPTIMIZER = ("optimizer", "momentum", "nesterov", "adam_beta1", "adam_beta2", "adam_epsilon")
 _REPLACED = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE}
-_REQUIRED = ("sources", "training_example", "evaluation_example", "build_model")
-_REQUIRED += ("loss", "sums", "metrics")
+_REQUIRED = (
+    "sources",
+    "training_example",
+    "evaluation_example",
+    "build_model",
+    "loss",
+    "sums",
+    "metrics",
+)
 
 # A dict with "inputs" (what the model is called with) and "targets" (what the loss compares to);
 # each a tensor, or tensors in dicts and tuples (of a list, tf.data makes one tensor). In training
@@ -233,7 +268,8 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[
     for function, names in _REPLACED.items() if not among else ():
         if optional(task, function) and not (config.find_lr and function == "schedule"):
             readers[f"the {function} of --task={config.task}"] = names
-    given, without = config.not_defaults(), config.without_effect()
+    given = config.not_defaults()
+    without = config.without_effect()
     passed_over: dict[str, list[str]] = {}
     for reader, names in readers.items() if reads is not None else ():
         for name in names:

@@ -179,7 +179,8 @@ def _check_upsampling(model: keras.Model) -> None:
 
 
 def _check_input_names(model: keras.Model, inputs: Any) -> None:
-    by_name, is_dict = isinstance(model._inputs_struct, dict), isinstance(inputs, Mapping)
+    by_name = isinstance(model._inputs_struct, dict)
+    is_dict = isinstance(inputs, Mapping)
     wanted = sorted(model._inputs_struct if by_name else [x.name for x in model.inputs])
     if not (set(wanted) <= set(inputs) if is_dict else not by_name):
         given = sorted(inputs) if is_dict else "no dict"

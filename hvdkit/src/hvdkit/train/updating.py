@@ -47,7 +47,8 @@ def by_choice(
     """
     floats = [(v, value) for v, value in undo if v.dtype.is_floating]
     others = [(v, value) for v, value in undo if not v.dtype.is_floating]
-    variables, before = [*trained, *(v for v, _ in floats)], [value for _, value in floats]
+    variables = [*trained, *(v for v, _ in floats)]
+    before = [value for _, value in floats]
 
     @tf.function(autograph=False, jit_compile=True)
     def compiled(offered, before):

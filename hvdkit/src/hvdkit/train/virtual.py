@@ -37,7 +37,8 @@ _Values = list[tuple[tf.Variable, tf.Tensor]]
 # the grid, state beyond it, all gradients below it.
 _NUM_FAULTS = 4
 
-_SUMMED, _LARGEST = ("mean", "sum"), ("max", "min", "same")
+_SUMMED = ("mean", "sum")
+_LARGEST = ("max", "min", "same")
 
 
 class _Sums(NamedTuple):
@@ -67,11 +68,14 @@ class Passes:
         self._count = config.virtual_ranks
         self._samples = config.global_batch_size // config.accumulation_steps
         shares = [share(self._samples, v, self._count) for v in range(self._count)]
-        self._firsts, self._sizes = [s[0] for s in shares], [s[1] - s[0] for s in shares]
+        self._firsts = [s[0] for s in shares]
+        self._sizes = [s[1] - s[0] for s in shares]
         self._own = range(*share(self._count, world.rank, world.size))
         self._jit = config.jit
         self._device = reduction.device(config)
-        self._forward, self._state, self._micro_batches = forward, state, micro_batches
+        self._forward = forward
+        self._state = state
+        self._micro_batches = micro_batches
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
@@ -79,7 +83,8 @@ class Passes:
         # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
         # that it only reads stays as it is, to the last bit.
         self._changed: list[Changed] = []
-        self._rules, self._steps = rules, config.accumulation_steps
+        self._rules = rules
+        self._steps = config.accumulation_steps
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
@@ -147,8 +152,8 @@ class Passes:
 
     def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
         """Two passes more, where the loss gathers rows."""
-        scale, size = self._state.loss_scale.read(), {"rows": self._samples, "addends": self._count}
-        passes = gathered.Passes(self._in_turn, scale, **size)
+        scale = self._state.loss_scale.read()
+        passes = gathered.Passes(self._in_turn, scale, rows=self._samples, addends=self._count)
         learn, pull = (self._turn(body, batch, start) for body in (passes.learn, passes.pull))
         own = [(tf.constant(v, tf.int64), self._sizes[v]) for v in self._own]
         everyone = passes.over_ranks([learn(*part) for part in own])
@@ -164,9 +169,11 @@ class Passes:
 
     def _over(self, group: list[int], total: _Sums | None, one: Callable[..., _Sums]) -> _Sums:
         """Virtual ranks of one size, one after the other, added to `total`."""
-        numbers, begun = tf.constant(group, tf.int64), 0
+        numbers = tf.constant(group, tf.int64)
+        begun = 0
         if total is None:
-            total, begun = self._add(None, one(numbers[0])), 1
+            total = self._add(None, one(numbers[0]))
+            begun = 1
         if begun == len(group):
             return total
         return tf.while_loop(
@@ -243,7 +250,8 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        rules, start = self._rules, self._start
+        rules = self._rules
+        start = self._start
         moved = [v for v in self._untrained if id(v.handle) in changed]
         self._changed = [Changed(v, rules.get(id(v), SAME), start[id(v)]) for v in moved]
         check_micro_batches(self._changed, self._steps)
