@@ -268,6 +268,14 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new, 1))
 
 
+def test_make_elsewhere_says_what_to_type(forks, tmp_path):
+    makefile = forks["blank"] / "Makefile"
+    with pytest.raises(
+        AssertionError, match=rf"type `make -C {makefile.parent}/ lint`, which runs"
+    ):
+        shell(f"make -f {makefile} lint", tmp_path)
+
+
 # Of what is at the top of a project, an update replaces these. All else is the owner's.
 REPLACED = {".copier-answers.yml", "Dockerfile", "pyproject.toml", "uv.lock", "vendor", *LINKS}
 REWRITTEN = ("launch/stop.sh", "launch/README.md", "examples/gan/train.py", "Dockerfile")

@@ -1,6 +1,8 @@
 """hvdkit.testing in a fork: its own flags, its default.cfg, a train.py without make_step."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +45,26 @@ def test_a_train_py_without_make_step_is_refused_in_one_sentence(fork):
     replace(fork / "train.py", "make_step", "another_step")
     with pytest.raises(AssertionError, match=r"^train.py has no make_step\(run\): [^\n]+$"):
         testing.assert_learns_one_batch()
+
+
+WHERE = """from hvdkit import testing
+
+def test_where():
+    assert testing.launch(1, ["train.py"]).output == "{name}\\n"
+"""
+
+
+def test_a_test_is_of_the_project_that_it_lies_in(tmp_path):
+    """In two folders of a larger repository, called from its root, from the other, by a link."""
+    for name in ("one", "two"):
+        (tmp_path / "models" / name / "tasks").mkdir(parents=True)
+        (tmp_path / "models" / name / "tests").mkdir()
+        (tmp_path / "models" / name / "train.py").write_text(f"print({name!r})")
+        (tmp_path / f"models/{name}/tests/test_{name}.py").write_text(WHERE.format(name=name))
+    (tmp_path / "link").symlink_to(tmp_path / "models" / "one")
+    called = {".": "models", "models/two": "../one", "models/one": "../../link/tests"}
+    for folder, tests in called.items():
+        words = [sys.executable, "-m", "pytest", "-q", tests]
+        ended = subprocess.run(words, cwd=tmp_path / folder, capture_output=True, text=True)
+        count = 2 if tests == "models" else 1
+        assert f"{count} passed" in ended.stdout, (folder, ended.stdout)

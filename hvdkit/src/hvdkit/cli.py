@@ -4,7 +4,6 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from hvdkit import streams
 from hvdkit.logs import refuse
@@ -46,10 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
     if name == "compare":  # the others continue when the reader of their output ends
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if here := project.above(Path.cwd()):  # not the fork that this program is installed for
-        project.use(here)
     if name in _RUNS_A_TASK and not project.is_fork(project.folder()):
-        refuse(f"hvdkit {name}: run it in your fork, the folder that holds train.py and tasks/")
+        refuse(project.elsewhere(name))
     sys.path.insert(0, str(project.folder()))
     if name in _NEEDS_TENSORFLOW:
         importlib.import_module("hvdkit.ranks.quiet")

@@ -77,7 +77,9 @@ def launch(
     }[backend]
     words = [*prefix, sys.executable, *map(str, command)]
     with tempfile.TemporaryFile("w+") as log:
-        how = {"cwd": project.folder(), "env": os.environ | ENVIRONMENT | (env or {})}
+        # Not the working folder: a test knows its project, wherever pytest was started.
+        where = project.of_caller() or project.folder()
+        how = {"cwd": where, "env": os.environ | ENVIRONMENT | (env or {})}
         how |= {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
         process = subprocess.Popen(words, **how)
         try:

@@ -94,10 +94,13 @@ def test_a_wrong_command_line_is_refused_in_one_sentence(digits, flags, words, c
 
 
 def test_outside_a_fork_it_says_where_to_run_it(tmp_path):
+    (tmp_path / "models/mine/tasks").mkdir(parents=True)
+    (tmp_path / "models/mine/train.py").touch()
     words = [sys.executable, "-m", "hvdkit", "evaluate", "--run_dir=run"]
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr == (
-        "error: hvdkit evaluate: run it in your fork, the folder that holds train.py and tasks/\n"
+        "error: hvdkit evaluate: run it in your fork, the folder that holds train.py and tasks/; "
+        "type `cd models/mine`\n"
     )
 
 

@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     own.folder = own.folder or Path("runs", f"sweep-{own.base.stem}")
     own.command = logs.printable(shlex.join(["hvdkit", "sweep", *argv[1:]]))
     if not project.is_fork(Path.cwd()):
-        logs.refuse("hvdkit sweep: run it in your fork, the folder that holds train.py and tasks/")
+        logs.refuse(project.elsewhere("sweep"))
     if min(own.trials, own.jobs) < 1:
         logs.refuse("--trials and --jobs: 1 or more")
     try:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ENGINE = Path(__file__).resolve().parents[1]  # this package
+_OF_PYTHON = ("stdlib", "platlib", "scripts")
 
 _folder: list[Path] = []  # once it is known
 
@@ -17,12 +18,38 @@ def use(path: Path) -> None:
 
 
 def folder() -> Path:
-    """The nearest fork from the script's or working folder upward; else the working folder."""
+    """The nearest fork from the calling files upward, then from the working folder; else this one.
+
+    Last comes the fork that a program of this environment (hvdkit, pytest) is installed in.
+    """
     if not _folder:
-        script = getattr(sys.modules["__main__"], "__file__", None)
-        starts = [Path(script).resolve().parent] if script else []
-        use(next(filter(None, map(above, [*starts, Path.cwd()])), Path.cwd()))
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or Path.cwd()).resolve()
+        places = [Path.cwd(), script.parent]
+        if script.parent != Path(sysconfig.get_path("scripts")).resolve():
+            places.reverse()
+        forks = [of_caller(), *map(above, places)]
+        use(next(filter(None, forks), Path.cwd()))
     return _folder[0]
+
+
+def of_caller() -> Path | None:
+    """The nearest fork from the files that call upward, from the innermost on; None: in no fork."""
+    for frame in reversed(traceback.extract_stack()):
+        file = Path(frame.filename)
+        if is_own(file) and not file.is_relative_to(ENGINE):
+            fork = above(file.resolve().parent)
+            if fork:
+                return fork
+    return None
+
+
+def elsewhere(command: str) -> str:
+    """The refusal of a command that is called outside a fork; it names one that lies below."""
+    below = [path.parent for path in Path.cwd().glob("*/train.py")]
+    below += [path.parent for path in Path.cwd().glob("*/*/train.py")]
+    forks = sorted(path.relative_to(Path.cwd()) for path in below if is_fork(path))
+    hint = f"; type `cd {forks[0]}`" if forks else ""
+    return f"hvdkit {command}: run it in your fork, the folder that holds train.py and tasks/{hint}"
 
 
 def find() -> None:
@@ -55,7 +82,7 @@ def is_own(file: str | Path) -> bool:
     path = Path(file)
     if path.is_relative_to(ENGINE):
         return True
-    of_python = any(path.is_relative_to(sysconfig.get_path(kind)) for kind in ("stdlib", "platlib"))
+    of_python = any(map(path.is_relative_to, map(sysconfig.get_path, _OF_PYTHON)))
     generated = path.name.startswith("__autograph_generated")  # TensorFlow's, in /tmp
     return path.is_file() and not (of_python or generated or "site-packages" in path.parts)
 
