@@ -1,6 +1,9 @@
 """Layouts of public sets: read by their levels, or refused with a folder's name."""
 
+import itertools
 import os
+import random
+import shutil
 import unicodedata
 from pathlib import Path
 
@@ -115,6 +118,10 @@ def test_pictures_have_the_masks_of_their_names(tmp_path, name):
         (files("{k}", ending="png", k=("scans", "masks")), "scans lies beside masks, which may be masks"),
         (files("{s}/{c}", s=("train", "val", "valid"), c=CATS), "say the same, val: remove one"),
         (files("{c}", "cat/more/9.jpg", c=CATS), "cat holds more, which would be left out"),
+        (files("{c}/{s}", "cat/9.jpg", c=CATS, s=("train", "val")), "cat holds pictures beside its splits"),
+        (files("train/{c}", "train/ant/a.txt", c=CATS), "ant holds no picture"),
+        (files("images/{c}", c=CATS) + files("masks/{c}", ending="png", c=CATS), "--layout=kind/any trains on the masks"),
+        (files("{c}/images", c=CATS) + files("{c}/masks", ending="png", c=CATS), "--layout=any/kind trains on the masks"),
         (files("{c}", "cover.jpg", c=CATS), "does not say what its 5 pictures are (cover.jpg"),
         (files("{s}", "annotations/of.json", s=("train2017", "val2017")), "4 files lack the mask"),
         (files("images", "groundTruth/0.mat"), "2 files lack the mask"),
@@ -135,6 +142,17 @@ def test_what_a_layout_does_not_say_is_refused(tmp_path, paths, words):
 def test_classes_of_one_letter_or_called_na_are_classes(tmp_path):
     items = arrangement.recognized(write(tmp_path, files("{c}", c=("A", "a", "NA"))))
     assert {item.label for item in items} == {"A", "a", "NA"}
+
+
+def test_classes_with_masks_are_segmented_when_the_layout_says_so(tmp_path):
+    names = [f"{kind}/{name}/1.png" for kind in ("images", "masks") for name in CATS]
+    items = arrangement.recognized(write(tmp_path, names), "kind/any")
+    assert len(items) == 2 and all(item.mask and not item.label for item in items)
+
+
+def test_a_missing_validation_split_is_not_guessed(tmp_path):
+    write(tmp_path, files("{s}/{c}", s=("train", "test"), c=CATS))
+    refused(lambda: ClassFolders(tmp_path, "val"), "val is missing", "--val_split=test scores on")
 
 
 @pytest.mark.parametrize(
@@ -180,3 +198,73 @@ def test_patients_in_folders_are_in_one_split(tmp_path):
         splits[item.picture.parent.name].add(item.split)
     assert all(len(found) == 1 for found in splits.values())
     assert {"train", "val"} == set().union(*splits.values())
+
+
+def tree(draws: random.Random) -> list[str]:
+    """Paths of a set by chance: splits above or in classes or none, words of ours, things beside."""
+    splits = draws.choice([(), ("train", "val"), ("train", "test"), ("train", "val", "test"),
+                           ("training", "valid"), ("Train", "Val", "extra"), ("train",)])  # fmt: skip
+    words = ("cat", "dog", "bus", "label", "photo", "mask", "train", "n01", "1", "test")
+    levels = [draws.sample(words, draws.randint(1, 4))]
+    if splits:
+        levels.insert(draws.randint(0, 1), [*splits])
+    for more in (["x"], ["p1", "p2"], ["images", "masks"], ["art", "photo"]):
+        if draws.random() < 0.15:
+            levels.insert(draws.randint(0, len(levels)), more)
+    folders = ["/".join(parts) for parts in itertools.product(*levels)]
+    paths = []
+    for number, folder in enumerate(folders):
+        name = 0 if draws.random() < 0.1 else number
+        paths += [f"{folder}/{name}.png", f"{folder}/{name}b.png"]
+        if draws.random() < 0.03:
+            paths[-2:] = [f"{folder}/notes.txt"]
+    for beside in ("cover.png", "notes.txt", "docs/notes.txt", "@eaDir/1.png", "test/loose.png"):
+        if draws.random() < 0.1:
+            paths.append(beside)
+    return paths
+
+
+def by_start(root: Path) -> dict[str, set] | str:
+    """Class and picture of each split as `hvdkit start` finds them, "" for no split; or why not."""
+    try:
+        items = arrangement.recognized(root)
+    except ValueError as error:
+        return str(error)
+    found = {"train": set(), "val": set(), "test": set(), "": set()}
+    for item in items:
+        found[item.split].add((item.label, str(item.picture), str(item.mask or "")))
+    return found
+
+
+def by_reader(root: Path, split: str) -> set | str:
+    try:
+        source = ClassFolders(root, split)
+    except ValueError as error:
+        return str(error)
+    labels = np.repeat(source.class_names, source.class_counts())
+    return {(str(labels[n]), str(source.picture_file(n)), "") for n in range(len(source))}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_start_and_the_reader_find_the_same_or_refuse(seed, tmp_path):
+    readers.save(tmp_path / "one.png", PICTURE)
+    root = tmp_path / "set"
+    for path in tree(random.Random(seed)):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tmp_path / "one.png", root / path)
+    found = by_start(root)
+    read = {split: by_reader(root, split) for split in ("train", "val", "test")}
+    if isinstance(found, str):
+        # It asks where the reader was told that they are classes.
+        asks = "--layout=" in found
+        refused_too = isinstance(read["train"], str) or isinstance(read["val"], str)
+        assert asks or refused_too or "is missing" not in read["test"], found
+    elif found[""]:
+        assert f"type hvdkit start {root}" in read["train"]
+    elif any(item[2] for item in set.union(*found.values())):
+        assert "no classes" in read["train"]
+    else:
+        for split in ("train", "val", "test"):
+            assert found[split] == read[split] or (not found[split] and "missing" in read[split])
+        if not found["val"] and found["test"]:
+            assert "--val_split=test" in read["val"]

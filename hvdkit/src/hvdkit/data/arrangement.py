@@ -43,6 +43,7 @@ def recognized(root: Path, levels: str = "") -> list[Item]:
     with_files = [place for place in places if len(place.files[1])]
     if any(place.kind for place in with_files):
         return _pairs(root, with_files)
+    layout.by_class(places)
     return _classes(root, with_files)
 
 

@@ -13,7 +13,8 @@ A set is a sentence of levels from the top; `any` may stand everywhere if its le
 
 What all names of a level begin with (ISIC_Training_) says nothing. What fits no sentence, or two,
 is refused with the folder's name: a split beside other folders, folders in classes (domains,
-patients), a third folder beside images and masks. `--layout=any/class` says what the levels are.
+patients), a third folder beside images and masks, names without a number (cat, dog) in or above
+images and masks. `--layout=any/class` says what the levels are.
 `hvdkit start` and the reader of class folders both read by this module; to the reader, which knows
 that they are classes, a word of ours among other names is a class.
 """
@@ -38,6 +39,7 @@ MASKS = "mask masks label labels labelids annotation annotations annot gt target
 MASKS += "groundtruth ground_truth seg segmentation segmentations segmentationclass"
 _SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words.split()}
 _KIND_OF = dict.fromkeys(_IMAGE.split(), "image") | dict.fromkeys(MASKS.split(), "mask")
+_NOTES = (".txt", ".md", ".csv", ".json", ".xml", ".html", ".pdf")  # which may lie beside pictures
 _WORD = "|".join([*_SPLIT_OF, *_KIND_OF])
 _NAME = re.compile(rf"[\W\d_]*({_WORD})(?:[\W\d_]*({_WORD}))?[\W\d_]*", re.IGNORECASE)
 
@@ -93,6 +95,7 @@ def arranged(root: Path, given: list[str], *, split: str = "") -> tuple[list[Pla
     depth = len(roles)
     found: list[Place] = []
     left_out: list[Path] = []
+    splits: set[str] = set()
     with ThreadPoolExecutor(listing.THREADS) as pool:
         while level:
             listed = [*pool.map(_listed, level)]
@@ -112,14 +115,48 @@ def arranged(root: Path, given: list[str], *, split: str = "") -> tuple[list[Pla
                 role = _role(below, roles, known=bool(split))
             level = _named(below, role)
             if split and role == "split":
+                splits = {place.split for place in level}
                 level = [place for place in level if place.split == split_of(split)]
             roles.append(role)
     if split and ("split" not in roles or not any(place.split for place in found)):
-        how = "put a folder for each class there, or let hvdkit start hold a fifth back"
+        how = f"put a folder for each class there, or type hvdkit start {root}, which makes splits"
+        if splits:
+            how = f"there is {join(sorted(splits))}: name another by --train_split or --val_split"
+        if "test" in splits and split_of(split) == "val":
+            how = "--val_split=test scores on the test split"
         raise ValueError(f"{root / split} is missing; {how}")
     if "kind" in roles:  # what looked like classes above was part of the pictures' names
         found = [p._replace(label="", names=(*filter(None, [p.label]), *p.names)) for p in found]
     return found, left_out
+
+
+def by_class(places: list[Place]) -> dict[tuple[str, str], list[Place]]:
+    """The folders that hold the pictures of a split and a class, which lie in it or in one below.
+
+    Raises ValueError for a class without pictures, and for files that would be left out.
+    """
+    found = defaultdict(list)
+    for place in places:
+        if not place.label:
+            continue
+        if others := [name for name in place.others if not name.lower().endswith(_NOTES)]:
+            how = f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
+            what = f"{join(others)}, which would be left out: move pictures of folders up"
+            raise ValueError(f"{place.folder} holds {what}, {how}")
+        found[place.split, place.label].append(place)
+    full = {}
+    split_up = {label for split, label in found if split}
+    for key, folders in found.items():
+        full[key] = [place for place in folders if len(place.files[1])]
+        if key[1] in split_up and not key[0]:  # its splits are folders in it
+            if full.pop(key):
+                what = "holds pictures beside its splits: move them into one"
+                raise ValueError(f"{folders[0].folder} {what}")
+        elif not full[key]:
+            what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
+            how = "add some, or remove the class from every split"
+            raise ValueError(f"{folders[-1].folder} holds {what}; {how}")
+    return full
 
 
 def _listed(place: Place) -> tuple[Place, list[str]]:
@@ -182,11 +219,14 @@ def _role(below: list[tuple[Place, str]], roles: list[str], *, known: bool) -> s
             raise ValueError(f"{first[others[0]]} lies beside {beside}, which may be masks: {rule}")
         if not others and ("image" in kinds or bare_splits):
             _check_once(below, words)
+            labels = {place.label: place.folder for place, _ in below}
+            _check_parts(labels, "/".join([*roles, "kind"]).replace("class", "any"))
             return "kind"
     if "split" not in roles and all(split for split, _ in words.values()):
         _check_once(below, words)
         return "split"
     if "kind" in roles:
+        _check_parts(first, "/".join([*roles, "any"]))
         return "any"
     if "class" in roles:
         _check_below_classes(below, first)
@@ -213,6 +253,18 @@ def _check_once(below: list[tuple[Place, str]], words: dict[str, tuple[str, str]
         if other != name:
             both = f"{place.folder / other} and {place.folder / name}"
             raise ValueError(f"{both} say the same, {split} {kind}".rstrip() + ": remove one")
+
+
+def _check_parts(folders: dict[str, Path], levels: str) -> None:
+    """Raises ValueError where a set of pictures and masks may as well be one of classes.
+
+    Names with a number (patient01, 2019) are no classes.
+    """
+    names = sorted(folders)
+    if len(names) > 1 and not any(re.search(r"\d", name) for name in names):
+        what = f"{folders[names[0]]} and {names[1]} beside it may be classes, and there are masks"
+        how = f"--layout={levels} trains on the masks; for classes move the masks away"
+        raise ValueError(f"{what}: {how}")
 
 
 def _check_below_classes(below: list[tuple[Place, str]], first: dict[str, Path]) -> None:

@@ -20,10 +20,8 @@ from hvdkit.data import contents, layout, shared_listing, source, spelling
 from hvdkit.data.layout import Place
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed
-from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
+from hvdkit.data.readers.pictures import OTHER_SUFFIXES
 from hvdkit.logs import join
-
-_NOTES = (".txt", ".md", ".csv", ".json", ".xml", ".html", ".pdf")  # which may lie beside pictures
 
 
 class ClassFolders:
@@ -107,14 +105,14 @@ class ClassFolders:
 def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Packed]:
     """Classes, the folder of each in `root`, how many pictures each has, and these."""
     places, _ = layout.arranged(root, [], split=split)
-    of_class = {}
-    for place in sorted(places, key=lambda place: place.label):
+    for place in places:
         if place.kind:
             what = "are pictures and masks, no classes"
             how = "hvdkit start finds out how to read them; if they are classes, rename them"
             raise ValueError(f"{place.folder} and others beside it {what}: {how}")
-        if place.label:
-            of_class[place.label] = _fuller(of_class.get(place.label), place)
+    of_class = {
+        label: folders[0] for (_, label), folders in sorted(layout.by_class(places).items())
+    }
     loose = [place for place in places if not place.label and _pictures(place)]
     if loose or not of_class:
         files = _pictures(loose[0]) if loose else []
@@ -122,11 +120,6 @@ def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Pa
         rule = "must hold a folder for each class, and no picture beside them"
         how = "sort pictures in, ImageNet's val by synsets"
         raise ValueError(f"{folder} {rule} ({join(files) or 'it has no folder'}): {how}")
-    for place in of_class.values():
-        if not len(place.files[1]):
-            what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
-            how = "add some, or remove the class from every split"
-            raise ValueError(f"{place.folder} holds {what}; {how}")
     spelling.check_classes(of_class, places[0].folder)
     folders = [str(place.folder.relative_to(root)) for place in of_class.values()]
     parts = [place.files for place in of_class.values()]
@@ -138,12 +131,3 @@ def _pictures(place: Place) -> list[str]:
     """Its pictures, and its files of other formats."""
     others = [name for name in place.others if name.lower().endswith(OTHER_SUFFIXES)]
     return listing.unpacked(place.files) + others
-
-
-def _fuller(one: Place | None, other: Place) -> Place:
-    """That of a class's folders which holds the pictures; ValueError for files left out."""
-    if others := [name for name in other.others if not name.lower().endswith(_NOTES)]:
-        how = f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
-        what = f"{join(others)}, which would be left out: move pictures of folders up"
-        raise ValueError(f"{other.folder} holds {what}, {how}")
-    return one if one and len(one.files[1]) else other
