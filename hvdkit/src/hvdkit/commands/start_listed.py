@@ -16,8 +16,9 @@ from typing import Any
 
 from PIL import Image
 
-from hvdkit.data import arrangement, layout, spelling
+from hvdkit.data import layout, spelling
 from hvdkit.data.arrangement import Item
+from hvdkit.data.readers import listing
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
 
@@ -206,7 +207,7 @@ def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
     files = [*path.parent.glob("*"), *path.parent.glob("*/*")]
     # All below only where pictures are named: a table may lie in a home folder.
     if any(value.lower().endswith(_ENDINGS) for column in table.values() for value in column):
-        files = [*arrangement.files(path.parent)]
+        files = [*listing.files(path.parent)]
     there = defaultdict(set)
     for file in files:
         if file.suffix.lower() in IMAGE_SUFFIXES:

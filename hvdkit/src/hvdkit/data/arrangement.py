@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,15 +95,6 @@ def _items(place: Place) -> list[Item]:
         full = "_".join((*place.names, stem))
         items.append(Item(place.split, full, place.folder / name, place.label))
     return items
-
-
-def files(folder: Path) -> Iterator[Path]:
-    """All files of a folder and of those below, without links to folders."""
-    for entry in listing.contents(folder, ())[1]:
-        if not entry.is_dir():
-            yield Path(entry.path)
-        elif not entry.is_symlink():
-            yield from files(Path(entry.path))
 
 
 def _pairs(root: Path, places: list[Place]) -> list[Item]:

@@ -19,7 +19,6 @@ images and masks. `--layout=any/class` says what the levels are.
 that they are classes, a word of ours among other names is a class.
 """
 
-import os
 import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -168,8 +167,7 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
     files, rest = listing.contents(place.folder, endings)
     for entry in rest:
         if not entry.is_dir():
-            if entry.is_symlink() and not os.path.exists(entry.path):
-                raise ValueError(f"{entry.path} is a link that leads nowhere; fix or remove it")
+            listing.check_link(entry)
             others.append(entry.name)
             continue
         target = Path(entry.path).resolve() if entry.is_symlink() else None
@@ -183,11 +181,8 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
 def _holds(place: Place, name: str) -> bool:
     """Whether there is a picture in a folder or below."""
     endings = IMAGE_SUFFIXES + OTHER_SUFFIXES
-    for _, folders, files in os.walk(place.folder / name, followlinks=False):
-        folders[:] = [folder for folder in folders if not listing.is_of_system(folder)]
-        if any(f.lower().endswith(endings) and not listing.is_of_system(f) for f in files):
-            return True
-    return False
+    there = listing.files(place.folder / name)
+    return any(file.name.lower().endswith(endings) for file in there)
 
 
 def _words(below: list[tuple[Place, str]]) -> dict[str, tuple[str, str]]:
@@ -210,11 +205,12 @@ def _role(below: list[tuple[Place, str]], roles: list[str], *, known: bool) -> s
     words = _words(below)
     others = [name for name, word in words.items() if not any(word)]
     kinds = {kind for _, kind in words.values()}
+    as_classes = "/".join([*roles, "class"])
     if "kind" not in roles and "mask" in kinds:
         bare_splits = ("train", "") in words.values()
         in_doubt = "image" in kinds or len(first) == 2
         if in_doubt and others and not known and "class" not in roles:
-            rule = "move it away, or say what the levels are, as --layout=class"
+            rule = f"move it away, or say what the levels are, as --layout={as_classes}"
             beside = join(name for name, (_, kind) in words.items() if kind)
             raise ValueError(f"{first[others[0]]} lies beside {beside}, which may be masks: {rule}")
         if not others and ("image" in kinds or bare_splits):
@@ -229,7 +225,7 @@ def _role(below: list[tuple[Place, str]], roles: list[str], *, known: bool) -> s
         _check_parts(first, "/".join([*roles, "any"]))
         return "any"
     if "class" in roles:
-        _check_below_classes(below, first)
+        _check_below_classes(below, first, roles)
         return "any"
     if len(first) == 1:
         folder = below[0][0].folder / below[0][1]
@@ -239,7 +235,7 @@ def _role(below: list[tuple[Place, str]], roles: list[str], *, known: bool) -> s
         for name, (split, _) in words.items():
             if split:
                 what = "may be a split or a class"
-                rule = "rename it or move it away, or give --layout=class"
+                rule = f"rename it or move it away, or give --layout={as_classes}"
                 raise ValueError(f"{first[name]} {what}, beside {join(others)}: {rule}")
     return "class"
 
@@ -267,7 +263,9 @@ def _check_parts(folders: dict[str, Path], levels: str) -> None:
         raise ValueError(f"{what}: {how}")
 
 
-def _check_below_classes(below: list[tuple[Place, str]], first: dict[str, Path]) -> None:
+def _check_below_classes(
+    below: list[tuple[Place, str]], first: dict[str, Path], roles: list[str]
+) -> None:
     """Raises ValueError unless the folders in classes say nothing: one name, and all pictures."""
     for place, name in below:
         if len(place.files[1]):
@@ -276,8 +274,9 @@ def _check_below_classes(below: list[tuple[Place, str]], first: dict[str, Path])
     if len(first) > 1:
         place, name = below[0]
         both = f"{place.folder} and {name} in it may both be classes"
-        rule = "of the levels from the top, each any, split or class"
-        raise ValueError(f"{both}: give hvdkit start --layout=, as class/any or any/class, {rule}")
+        upper = "/".join([*roles, "any"])
+        lower = "/".join([*roles, "class"]).replace("class", "any", 1)
+        raise ValueError(f"{both}: give hvdkit start --layout={upper} or --layout={lower}")
 
 
 def _named(below: list[tuple[Place, str]], role: str) -> list[Place]:

@@ -146,6 +146,14 @@ def test_every_orientation_as_pillow_turns_it(format):
     assert len(seen) == 8
 
 
+def test_a_model_that_is_exported_can_turn_pictures():
+    """Python stays behind: the orientation is found by operations of the graph."""
+    spec = tf.TensorSpec([], tf.string)
+    graph = tf.function(pictures.decode_image).get_concrete_function(spec).graph.as_graph_def()
+    nodes = [*graph.node, *(node for part in graph.library.function for node in part.node_def)]
+    assert len(nodes) > 100 and not [node.name for node in nodes if "PyFunc" in node.op]
+
+
 def test_segments_before_the_exif_are_passed():
     """JFIF's, a comment and a colour profile come before it in files of some programs."""
     data = picture(6)

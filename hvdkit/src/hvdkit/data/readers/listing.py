@@ -107,6 +107,15 @@ def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os
     return files, rest
 
 
+def files(folder: Path) -> Iterator[Path]:
+    """All files of a folder and of those below, without links to folders."""
+    for entry in contents(folder, ())[1]:
+        if not entry.is_dir():
+            yield Path(entry.path)
+        elif not entry.is_symlink():
+            yield from files(Path(entry.path))
+
+
 def folder_names(folder: Path) -> list[str]:
     """Names of folders in it, sorted, and of links to folders, without hidden and system ones.
 
@@ -114,9 +123,14 @@ def folder_names(folder: Path) -> list[str]:
     """
     entries = contents(folder, ())[1]
     for entry in entries:
-        if entry.is_symlink() and not os.path.exists(entry.path):
-            raise ValueError(f"{entry.path} is a link that leads nowhere; fix or remove it")
+        check_link(entry)
     return [entry.name for entry in entries if entry.is_dir()]
+
+
+def check_link(entry: os.DirEntry) -> None:
+    """Raises ValueError for a link that leads nowhere."""
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        raise ValueError(f"{entry.path} is a link that leads nowhere; fix or remove it")
 
 
 def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
