@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from hvdkit.ranks import messages
 from ranks import HELPERS, last_lines, launch
 
 WAITS = HELPERS / "waits.py"
@@ -74,6 +75,73 @@ def test_a_rank_that_hangs_within_a_step_is_named_in_the_time_of_some_steps(tiny
     assert ended.code == 1 and "step 9/" in ended.output, last_lines(ended.output)
     assert "its own part of the step not done: its GPU, driver or code hangs" in message
     assert f"hangs: rank 1 on {HOST}" in message
+
+
+# A training whose rank 1 reads from a disk of its own, which hangs once step 3 was made: whoever
+# opens a file there waits. Of a hard mount without its server, it is the same.
+HANGS_IN_A_READ = """
+import os, pathlib, shutil, sys
+sys.path.insert(0, os.getcwd())
+import hvdkit
+from settings import Settings
+from hvdkit.stop import launch_rank
+own = pathlib.Path(sys.argv.pop(1))
+if launch_rank() == 1:
+    [given] = [word for word in sys.argv if word.startswith("--data_dir=")]
+    shutil.copytree(given.removeprefix("--data_dir="), own)
+    sys.argv.append(f"--data_dir={own}")
+hvdkit.check_flags(Settings)
+import train
+from hvdkit.ranks import messages
+from hvdkit.run import actions
+messages._LEAST_PATIENCE = 4
+log = actions.Log.__call__
+def log_and_hang(self, step, result):
+    log(self, step, result)
+    if step == 3 and launch_rank() == 1:
+        for picture in own.rglob("*.png"):
+            picture.unlink()
+            os.mkfifo(picture)
+actions.Log.__call__ = log_and_hang
+sys.exit(hvdkit.main(train.train, Settings))
+"""
+
+
+def test_a_read_that_hangs_is_part_of_a_step_and_ends_the_run_as_a_disk_that_is_away(
+    tiny, tmp_path
+):
+    flags = [*tiny, "--num_steps=1000", "--eval_every=0", "--log_every=1"]
+    ended = launch(2, ["-c", HANGS_IN_A_READ, tmp_path / "own", *flags], "mpirun", timeout=250)
+    # The other rank is told to save, and cannot.
+    (message,) = [error for error in ended.errors() if "the run ends" in error]
+    assert ended.code == 76 and "step 3/" in ended.output, last_lines(ended.output)
+    assert f"the run ends: rank 1 on {HOST} has waited " in message
+    assert "s for a batch of data: its disk, mount or file server hangs" in message
+
+
+def test_how_long_a_rank_may_be_still(monkeypatch: pytest.MonkeyPatch):
+    """Limits: 600 s until the first step has ended, 1,800 s elsewhere."""
+    now = [0.0]
+    monkeypatch.setattr(messages.time, "monotonic", lambda: now[0])
+    heartbeat = messages.Heartbeat()
+
+    def in_steps(*lengths: float) -> float:
+        """Each reads and computes for half of so many seconds; patience in the next one."""
+        for seconds in lengths:
+            for leave in (heartbeat.pause_step, heartbeat.leave_step):
+                heartbeat.enter_step()
+                now[0] += seconds / 2
+                leave()
+                now[0] += 500  # an action, or the user's own code between the parts
+                assert heartbeat.patience(600, 1800) in (600, 1800)
+        heartbeat.enter_step()
+        return heartbeat.patience(600, 1800)
+
+    assert in_steps() == 600
+    assert in_steps(1) == 60, "step 2"
+    assert in_steps(90) == 60, "one of the first was slow"
+    assert in_steps(40, 40, 40) == 600, "steps of the first ten"
+    assert in_steps(*[40] * 20) == 1200
 
 
 @pytest.mark.slow

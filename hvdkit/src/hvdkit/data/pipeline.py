@@ -252,7 +252,9 @@ class TrainingFeed:
         good, pauses = None, iter(_PAUSES)
         while True:
             try:
-                batch, self._step = next(self._batches), self._step + 1
+                with heartbeat.reading():
+                    batch = next(self._batches)
+                self._step += 1
                 return batch
             except _READ_ERRORS as error:
                 # Which of the samples it is, is found below. Once all are good by themselves, it is
@@ -353,7 +355,7 @@ class EvaluationFeed:
         done, pauses = 0, iter(_PAUSES)
         while self.ids(done):
             try:
-                for batch in _begun(self._batches(done) if done else self._all):
+                for batch in _each(_begun(self._batches(done) if done else self._all)):
                     yield batch
                     done, pauses = done + 1, iter(_PAUSES)
             except _READ_ERRORS as error:
@@ -379,6 +381,16 @@ def _begun(batches: tf.data.Dataset) -> Iterator[Example]:
         return iter(batches)
     finally:
         _pywrap_determinism.enable(is_on)
+
+
+def _each(batches: Iterator[Example]) -> Iterator[Example]:
+    """The batches; the watch over ranks knows of each wait for one."""
+    while True:
+        with heartbeat.reading():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def pause(error: Exception, pauses: Iterator[float]) -> bool:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hvdkit.data.source import Source
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
 _PREFIX = "packed-"  # other folders beside these are never touched
@@ -198,6 +199,7 @@ class Cache:
                         break
                     if os.pwrite(file.fileno(), data, first) < len(data):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
+                    heartbeat.beat()  # a server that is slow is not one that hangs
                 else:
                     if not (fault := check(file)):
                         os.fsync(file)  # else a power cut may leave zeros under its name
@@ -234,6 +236,7 @@ class Cache:
             if time.monotonic() > until:
                 full = f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
                 raise OSError(f"{full}{self._all}, or of its disk, is in use: raise it")
+            heartbeat.beat()
             time.sleep(0.2)
 
     def _free(self, size: int) -> bool:
@@ -275,6 +278,7 @@ def _wait_for_lock(file: BinaryIO, kind: int, path: Path) -> None:
             return
         except BlockingIOError:
             waited = time.monotonic() - since
+        heartbeat.beat()  # this wait has a limit of its own
         with contextlib.suppress(FileNotFoundError):
             waited = min(waited, time.time() - partial.stat().st_mtime)
         if waited > _LOCKED:

@@ -8,11 +8,12 @@ Horovod gives all collectives of a kind outside a graph one name, and MPI gives 
 """
 
 import collections
+import contextlib
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -32,11 +33,14 @@ class Heartbeat:
     """When this rank last finished a message, a step or a batch of evaluation.
 
     `parts`: how often it was done with its own part of a step, before it waits for others.
+    `reads`: whether it waits for a batch of data.
     """
 
     parts = 0
+    reads = False
     _last = time.monotonic()
-    _entered = 0.0  # when it came to the step that it is in; 0: it is in none
+    _entered = 0.0  # when it came to the part of a step that it is in; 0: it is in none
+    _spent = 0.0  # seconds in earlier parts of the step
 
     def __init__(self) -> None:
         self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)  # seconds of each
@@ -49,12 +53,30 @@ class Heartbeat:
         return time.monotonic() - self._last
 
     def enter_step(self) -> None:
+        """Before a part of a step: its input, or what is computed of it."""
         self._entered = self._last = time.monotonic()
 
-    def leave_step(self) -> None:
+    def pause_step(self) -> None:
+        """Between the parts: code of the user may take long there."""
         self.beat()
-        self._steps.append(self._last - self._entered)
+        self._spent += self._last - self._entered
         self._entered = 0.0
+
+    def leave_step(self) -> None:
+        self.pause_step()
+        self._steps.append(self._spent)
+        self._spent = 0.0
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a wait for a batch of data."""
+        self.reads = True
+        self.beat()
+        try:
+            yield
+        finally:
+            self.reads = False
+            self.beat()
 
     def own_part_done(self) -> float:
         """Called within the step; the time, in seconds since 1970."""
@@ -65,13 +87,17 @@ class Heartbeat:
         """Seconds for which this rank may be still where it is.
 
         `start` before the first step has ended. In a step 30 times the median step, but at least
-        60; elsewhere `most`, as saving or a task's own action may take long.
+        60, and of the first ten steps at most `start`: the first one may be slow. Elsewhere `most`,
+        as saving or a task's own action may take long.
         """
+        most_at_first = min(start, most)
         if not self._steps:
-            return min(start, most)
-        if not self._entered or len(self._steps) < _STEPS // 2:
+            return most_at_first
+        if not self._entered:
             return most
-        return min(most, max(_LEAST_PATIENCE, 30 * statistics.median(self._steps)))
+        if len(self._steps) >= _STEPS // 2:
+            most_at_first = most
+        return min(most_at_first, max(_LEAST_PATIENCE, 30 * statistics.median_low(self._steps)))
 
 
 heartbeat = Heartbeat()

@@ -51,7 +51,8 @@ class _Answer(NamedTuple):
     at: str  # the place in the code that it is at, or "asking"
     still: float  # seconds for which it has not moved
     left: float = 0.0  # seconds for which it may stay where it is
-    parts: int = 0  # see `Heartbeat`
+    parts: int = 0  # see `Heartbeat`, also of the next
+    reads: bool = False
 
 
 class Peers:
@@ -72,9 +73,15 @@ class Peers:
         self._limits = start_seconds or stall_seconds, stall_seconds
         self._room = threading.Semaphore(_ANSWERED_AT_ONCE)
         self._main = threading.main_thread().ident
-        if world.size == 1:  # nobody asks
-            self._places = [_Place(hostname(), [])]
-            return
+        self._places = [_Place(hostname(), [])]
+        if world.size > 1:
+            self._open(world)
+        # A rank that is alone may be a debugger's or a notebook's; not under hvdkit supervise.
+        if stall_seconds and (world.size > 1 or "LAUNCH_BY" in os.environ):
+            threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True).start()
+
+    def _open(self, world: World) -> None:
+        """Ports that answer other ranks, and where theirs are."""
         self._key = world.key
         addresses = ["127.0.0.1"] if world.local_size == world.size else _addresses()
         servers = [socket.create_server((address, 0), backlog=128) for address in addresses]
@@ -82,8 +89,6 @@ class Peers:
         self._places = [_Place(*place) for place in world.gather_objects(own, "peers.places")]
         for server in servers:
             threading.Thread(target=self._serve, args=(server,), name="peers", daemon=True).start()
-        if stall_seconds:
-            threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True).start()
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +134,10 @@ class Peers:
     def _stuck(self) -> str:
         """Where all ranks stand, if all have been where they are for too long; else ""."""
         found = {self._rank: _Answer("", *self._own())} | self._ask_all()
-        if any(one.left > 0 for one in found.values()):
+        if any(one.left > 0 or one.reads for one in found.values()):  # who reads tells it itself
+            return ""
+        ended = any(one.how == "gone" for one in found.values())
+        if ended and -found[self._rank].left < _SILENT:  # launchers see to that
             return ""
         seconds = round(min(one.still for one in found.values()))
         by_place: dict[str, list[int]] = {}
@@ -143,11 +151,15 @@ class Peers:
         parts = [f"{where}: {join(map(self._who, ranks), 1)}" for where, ranks in shown]
         return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
 
-    def _own(self) -> tuple[str, float, float, int]:
+    def _own(self) -> tuple[str, float, float, int, bool]:
         still = heartbeat.still()
         left = heartbeat.patience(*self._limits) - still
         at = "asking" if self._asking else self._main_thread()
-        return at, still, left, heartbeat.parts
+        return at, still, left, heartbeat.parts, heartbeat.reads
+
+    def _without_data(self, still: float) -> str:
+        what = f"{self._who(self._rank)} has waited {still:.0f} s for a batch of data"
+        return f"the run ends: {what}: its disk, mount or file server hangs"
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:
@@ -252,9 +264,13 @@ class Peers:
                 heartbeat.beat()
             computed = used
             stuck, before_that = "", stuck
-            # One watch a host; those of later ranks leave time to the earlier ones.
-            _, _, left, parts = self._own()
-            if self._rank == first and -left > min(first, 30):
+            # Those of later ranks leave time to the earlier ones.
+            _, still, left, parts, reads = self._own()
+            if reads and -left > min(self._rank, 30):
+                complain(self._without_data(still))
+                os._exit(NOT_NOW)
+            # One watch a host; a rank that is alone waits for nobody.
+            if self._rank == first and -left > min(first, 30) and len(self._places) > 1:
                 stuck = self._stuck()
             if stuck and before_that:
                 complain(stuck)

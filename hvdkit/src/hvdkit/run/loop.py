@@ -24,6 +24,7 @@ from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
@@ -212,7 +213,9 @@ class Run:
             if self._ending:
                 return
             self._step = step
+            heartbeat.enter_step()
             batch = self.feed.next()
+            heartbeat.pause_step()
             self._waits_for_result, self._stepped = True, 0
             self._called = time.perf_counter()
             yield batch
