@@ -108,6 +108,10 @@ def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
     name += f".{jobset['spec']['network']['subdomain']}:{spec['slotsPerWorker']}"
     assert hosts == [name % n for n in range(worker["template"]["spec"]["completions"])]
     del words[at : at + 2], others[there : there + 2]
+    # JobSet makes a failed worker anew, the MPI Operator does not: a person must be told soon.
+    there = others.index("--patience")
+    assert others[there + 1] == "1800"
+    del others[there : there + 2]
     assert words == others and said["Worker"][0] == said["Worker"][1]
     # Only its own pods reach its pods.
     label = policy["spec"]["podSelector"]["matchLabels"]

@@ -245,6 +245,17 @@ def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines
     assert f" -np {sum(counts)} " in ended.output if expected else ended.code == 2, ended.output
 
 
+def test_the_words_of_ssh_are_shown_while_hosts_are_waited_for(tmp_path: Path, answering):
+    changed = 'echo "@ REMOTE HOST IDENTIFICATION HAS CHANGED! @" >&2\n'
+    changed += 'echo "Host key verification failed." >&2; exit 255'
+    executable(tmp_path / "ssh", f'case " $* " in *" node2 "*) {changed} ;; esac')
+    words = [*FAST, "--hosts-from", "echo node1:1; echo node2:1", "--patience", "0.5", "--", "true"]
+    ended = run(words, 30, env=answering)
+    said = "no answer to ssh from node2 (Host key verification failed.)"
+    assert ended.code == 76 and f"waiting for hosts: {said}\n" in ended.output, ended.output
+    assert f"error: {said} for " in ended.output, ended.output
+
+
 def test_a_host_that_failed_is_left_out_where_there_are_spares(tmp_path: Path, answering):
     """And the folder of the list was cleaned from /tmp meanwhile; the program's flags are not ssh's."""
     executable(tmp_path / "ssh", f'echo "$@" >> {tmp_path}/asked')

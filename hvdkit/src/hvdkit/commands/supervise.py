@@ -260,7 +260,11 @@ class Supervisor:
                     refuse(str(error))
                 listed, lack = {}, str(error)
             there = self._hosts.answering(listed)
-            missing = ", ".join(name for name in listed if name not in there)
+            words = self._hosts.silent
+            away = [
+                f"{name} ({words.get(name, 'no words')})" for name in listed if name not in there
+            ]
+            missing = logs.printable(logs.join(away, 8))
             waited = time.monotonic() - self._ended
             if not (lack or missing) and len(there) < options.min_hosts:
                 lack = f"of --min-hosts={options.min_hosts} hosts there are {len(there)}"

@@ -14,9 +14,10 @@ _FAILED = re.compile(
     r"|error: .* \(rank \d+ on (\S+)\)$"
 )
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?")
-_ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'timeout 30 ssh -o ConnectTimeout=5 \
--o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true >/dev/null 2>&1 \
-&& echo {} || true'"""
+# A line a host: its name, and ssh's last words where it does not answer.
+_ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'said=$(timeout 30 ssh -o ConnectTimeout=5 \
+-o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true 2>&1 >/dev/null) \
+&& echo {} || echo "{} $(echo "${said:-no words}" | tail -n 1)"'"""
 _READ = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True, "check": False}
 
 
@@ -30,6 +31,7 @@ class Hosts:
     def __init__(self, hosts_from: str, most: int, command: Sequence[str]) -> None:
         self._from, self._most, self._ssh = hosts_from, most, shlex.join(_of_ssh(command))
         self._failed: dict[str, int] = {}  # how often, by the first part of a host's name
+        self.silent: dict[str, str] = {}
 
     def hear(self, line: str) -> None:
         """A line of the run's log, which may name a host that it failed on."""
@@ -56,10 +58,15 @@ class Hosts:
         return {}, f"no host from '{self._from}', which ended with exit code {asked.returncode}"
 
     def answering(self, hosts: dict[str, int]) -> dict[str, int]:
-        """Those that ssh reaches; last, to be left out first, those that a run has failed on."""
+        """Those that ssh reaches; last, to be left out first, those that a run has failed on.
+
+        `silent` has ssh's last words about the others, by name.
+        """
         env = os.environ | {"SSH_OPTIONS": self._ssh}
-        asked = subprocess.run(["sh", "-c", _ASK, "", *hosts], env=env, **_READ)
-        there = [name for name in hosts if name in asked.stdout.split()]
+        asked = subprocess.run(["sh", "-c", _ASK, "", *hosts], env=env, errors="replace", **_READ)
+        words = dict(line.partition(" ")[::2] for line in asked.stdout.splitlines())
+        self.silent = {name: said.strip() for name, said in words.items() if said}
+        there = [name for name in hosts if name in words and not words[name]]
         there.sort(key=lambda name: self._failed.get(_short(name), 0))
         return {name: hosts[name] for name in there}
 
