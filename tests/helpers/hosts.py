@@ -80,6 +80,10 @@ class Host:
             echo {last_pid} >/proc/sys/kernel/ns_last_pid
             mount --bind {self._folder}/hosts /etc/hosts
             mount --bind {self._folder}/passwd /etc/passwd
+            mkdir {self._folder}/sys
+            mount -t sysfs sysfs {self._folder}/sys # which lists its own network cards
+            mount --bind {self._folder}/sys/class/net /sys/class/net
+            mount --bind {self._folder}/sys/devices/virtual/net /sys/devices/virtual/net
             read -r _ # until its network is there
             umask 077
             exec env --ignore-environment /usr/sbin/sshd -D -e -f {self._folder}/sshd_config
@@ -141,6 +145,18 @@ class Host:
         ended = self.run("sh", "-ec", script, timeout=30)
         assert ended.code == 0, ended.output
         return ended.output
+
+    @contextlib.contextmanager
+    def login(self, shell: str, bashrc: str = "") -> Iterator[None]:
+        """Who logs in by ssh gets this shell; `bashrc` is what bash runs first."""
+        file, users = self._folder / "passwd", (self._folder / "passwd").read_text()
+        file.write_text(re.sub(r"^(root(?::[^:\n]*){5}):.*$", rf"\1:{shell}", users, flags=re.M))
+        (self.home / ".bashrc").write_text(bashrc)
+        try:
+            yield
+        finally:
+            file.write_text(users)
+            (self.home / ".bashrc").unlink()
 
     def end(self) -> None:
         """As if its power were cut."""

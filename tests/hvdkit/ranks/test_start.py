@@ -11,15 +11,17 @@ from hvdkit.ranks import start
 
 # What rank 1 of three leaves out: MPI's start, the meeting after it, or nothing.
 SCRIPT = """
-import sys, time
+import os, sys, time
 from hvdkit.ranks import start
 from hvdkit.stop import launch_rank
 start._SAY_AFTER, start._ROLL_CALL = int(sys.argv[2]), 2
 if launch_rank() == 1 and sys.argv[1] == "start": time.sleep(60)
 if launch_rank() == 1 and sys.argv[1] == "meeting": start._meet = lambda *_: time.sleep(60)
-start.leave_out_interfaces()
+start.tell_networks()
 start.start_mpi(6)
 from mpi4py import MPI
+told = [os.environ.get(name) for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")]
+os.write(1, f"NCCL {told[0]} {told[1]}\\n".encode())
 print(f"met {sum(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank))}")
 """
 
@@ -43,14 +45,52 @@ def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(left_out, 
 
 @pytest.mark.timeout(200)
 def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
-    """Every host has one, with the same address; plain mpirun is told of no network."""
+    """Every host has one, with the same address; plain mpirun is told of no network.
+
+    Nor does NCCL take it, or what else leads to no other host, whatever it is called.
+    """
     prefix = os.path.dirname(os.path.dirname(sys.executable))
     words = ["mpirun", "--prefix", prefix, "-x", f"OPAL_PREFIX={prefix}", "-H"]
     words += ["node1:1,node2:1,node3:1", "-mca", "plm_rsh_args"]
     words += ["-p 2222 -o StrictHostKeyChecking=accept-new", "-mca", "oob_tcp_if_include", "eth0"]
     env = {"OPAL_PREFIX": prefix, "PYTHONPATH": str(ROOT / "hvdkit/src")}
-    ended = hosts[1].run(*words, sys.executable, "-c", SCRIPT, "nothing", "3", timeout=90, env=env)
+    hosts[2].sh(
+        "ip link add br-1f3 type bridge; ip link add usb0 type veth peer name veth7\n"
+        "ip address add 172.18.0.1/16 dev br-1f3; ip address add 169.254.3.1/16 dev usb0\n"
+        "for name in br-1f3 usb0 veth7; do ip link set $name up; done"
+    )
+    try:
+        ended = hosts[1].run(*words, *MEETS, timeout=90, env=env)
+    finally:
+        hosts[2].sh("ip link del br-1f3; ip link del usb0")
     assert ended.code == 0 and ended.output.count("met 3") == 3, ended.output
+    assert ended.output.count("NCCL =eth0 None") == 3, ended.output
+
+
+MEETS = [sys.executable, "-c", SCRIPT, "nothing", "3"]
+
+
+@pytest.mark.timeout(200)
+def test_nccl_is_told_the_network_that_mpi_is_told(hosts: Hosts):
+    """By the name that it has on each host; another network is there too, on all of them."""
+    words = [str(ROOT / "launch/hosts.sh"), "-H", "node1:1,node2:1,node3:1", "-p", "2222"]
+    env = {"PYTHONPATH": str(ROOT / "hvdkit/src"), "NCCL_IB_HCA": "=mlx5_0"}
+    rename = "ip link set {} down; ip link set {} name {}; ip link set {} up"
+    for number, host in enumerate(hosts):
+        host.sh("ip link add ib0 type veth peer name ib1; ip link set ib0 up")
+        host.sh(f"ip address add 10.88.0.{number}/24 dev ib0")
+    hosts[3].sh(rename.format("eth0", "eth0", "ens5", "ens5"))
+    try:
+        ended = hosts[1].run(*words, *MEETS, timeout=90, env=env)
+        own = hosts[1].run(*words, *MEETS, timeout=90, env=env | {"NCCL_SOCKET_IFNAME": "eth"})
+    finally:
+        hosts[3].sh(rename.format("ens5", "ens5", "eth0", "eth0"))
+        for host in hosts:
+            host.sh("ip link del ib0")
+    assert ended.code == 0, ended.output
+    assert ended.output.count("NCCL =eth0 =mlx5_0") == 2, ended.output
+    assert ended.output.count("NCCL =ens5 =mlx5_0") == 1, ended.output
+    assert own.output.count("NCCL eth =mlx5_0") == 3, own.output
 
 
 # Adds up over the world that it gets, or says why there is none.

@@ -12,7 +12,6 @@ gets a nonce, and an answer only to a question that is signed (HMAC-SHA256) with
 import concurrent.futures
 import contextlib
 import hmac
-import ipaddress
 import json
 import math
 import os
@@ -83,7 +82,9 @@ class Peers:
     def _open(self, world: World) -> None:
         """Ports that answer other ranks, and where theirs are."""
         self._key = world.key
-        addresses = ["127.0.0.1"] if world.local_size == world.size else _addresses()
+        addresses = [address for _, address in ways()]
+        if world.local_size == world.size:
+            addresses = ["127.0.0.1"]
         servers = [socket.create_server((address, 0), backlog=128) for address in addresses]
         own = (hostname(), [server.getsockname() for server in servers])
         self._places = [_Place(*place) for place in world.gather_objects(own, "peers.places")]
@@ -294,19 +295,3 @@ def _in_words(how: str) -> str:
     if how == "silent":
         return "does not answer: its process was stopped, or its host or network hangs"
     return f"did not come to where the others waited for it: it is at {how}"
-
-
-def _addresses() -> list[str]:
-    """Of this host on the networks that MPI was told to use; else all `ways`."""
-    own = ways()
-    networks = os.environ.get("OMPI_MCA_btl_tcp_if_include", "").split(",")  # noqa: SIM112
-    chosen = [at for name, at in own if any(_is_in(network, name, at) for network in networks)]
-    return chosen or [at for _, at in own]
-
-
-def _is_in(network: str, name: str, address: str) -> bool:
-    """Whether an interface and its address belong to `network`: eth0, or 10.0.0.0/24."""
-    try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
-    except ValueError:
-        return name == network

@@ -6,11 +6,13 @@ a limit (--start_limit_s); then the process ends with NOT_NOW, which a superviso
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -20,25 +22,62 @@ from hvdkit.stop import NOT_NOW, launch_rank
 
 _SAY_AFTER = 30.0  # seconds, if the limit is not less
 _ROLL_CALL = 5.0  # seconds in which ranks that are there tell rank 0
-_NOWHERE = ("lo", "docker", "virbr", "cni")  # interfaces that lead to no other host begin so
+_NOWHERE = ("lo", "docker", "virbr", "cni", "cilium", "flannel", "cali")  # names begin so
+_DEVICES = "/sys/class/net"
+_INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # eth0,10.0.0.0/24
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
 
 
 def ways() -> list[tuple[str, str]]:
-    """(interface, IPv4 address) by which other hosts may reach this one."""
-    every = psutil.net_if_addrs().items()
-    found = [(name, a.address) for name, its in every for a in its if a.family == socket.AF_INET]
-    return [(name, address) for name, address in found if not name.startswith(_NOWHERE)]
+    """(interface, IPv4 address) by which other hosts may reach this one.
+
+    Those of the network that MPI was told to use; else all that may lead to another host.
+    """
+    there = []
+    for name, addresses in psutil.net_if_addrs().items():
+        for entry in addresses:
+            if entry.family == socket.AF_INET:
+                there.append((name, entry.address))
+    told = os.environ.get(_INCLUDE, "").split(",")
+    chosen = [way for way in there if any(_is_in(network, way) for network in told)]
+    return chosen or [way for way in there if not _leads_nowhere(*way)]
 
 
-def leave_out_interfaces() -> None:
-    """For MPI and NCCL, unless whoever started the run named some: an idle docker0 has the same
-    address on every host, where connections wait for ever."""
-    here = [name for name in psutil.net_if_addrs() if name.startswith(_NOWHERE)]
-    if ways():  # else it is loopback that ranks of one host need
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"^{','.join(_NOWHERE)}")
-        if "OMPI_MCA_btl_tcp_if_include" not in os.environ:
-            os.environ.setdefault("OMPI_MCA_btl_tcp_if_exclude", ",".join(here))
+def _is_in(network: str, way: tuple[str, str]) -> bool:
+    """Whether an interface and its address belong to `network`: eth0, or 10.0.0.0/24."""
+    name, address = way
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+    except ValueError:
+        return name == network
+
+
+def _leads_nowhere(name: str, address: str) -> bool:
+    """An interface of this host alone: loopback, a bridge of containers, a controller's USB."""
+    if name.startswith(_NOWHERE) or ipaddress.ip_address(address).is_link_local:
+        return True
+    return Path(_DEVICES, name, "bridge").exists() and not _has_card(name)
+
+
+def _has_card(name: str) -> bool:
+    """Whether it is a network card, or joins one: a bond, a bridge."""
+    if Path(_DEVICES, name, "device").exists():
+        return True
+    below = Path(_DEVICES, name).glob("lower_*")
+    return any(_has_card(link.name.removeprefix("lower_")) for link in below)
+
+
+def tell_networks() -> None:
+    """NCCL the network that MPI was told to use; where there is none, neither takes what leads to
+    no other host: an idle docker0 has the same address on every host, where connections wait for
+    ever. What whoever started the run has set stays."""
+    names = sorted({name for name, _ in ways()})
+    if not names:  # it is loopback that ranks of one host need
+        return
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(names)}")
+    if _INCLUDE not in os.environ:
+        others = [name for name in psutil.net_if_addrs() if name not in names]
+        os.environ.setdefault("OMPI_MCA_btl_tcp_if_exclude", ",".join(others))
 
 
 def carrier_of_one() -> dict[str, str]:

@@ -194,7 +194,7 @@ def connect(limit: int = 0) -> World:
     if not any(name in os.environ for name in LAUNCHED):
         os.environ |= start.carrier_of_one()
     elif messages.in_mpi_world():
-        start.leave_out_interfaces()
+        start.tell_networks()
         start.start_mpi(limit)
     elif fault := start.gloo_fault():
         raise Stop(WRONG_USE, fault)
