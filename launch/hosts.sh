@@ -99,54 +99,14 @@ ssh_options=(-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ServerAlive
 [ -z "$key" ] || ssh_options+=(-i "$key")
 reach=(ssh -o ServerAliveInterval=5 "${ssh_options[@]}" -o ConnectTimeout=10 -o LogLevel=ERROR)
 others=() # hosts besides this one
-networks=''
+networks='' limit=0
 
-# Whether a host is this one: its ranks are started without ssh.
-is_here() {
-    local address own
-    own=" ::1 localhost $(uname -n) $(hostname -I 2>/dev/null || true) "
-    for address in "$1" $(getent ahosts "$1" | cut -d' ' -f1); do
-        [[ $own != *" $address "* && $address != 127.* ]] || return 0
-    done
-    return 1
-}
-
-# try_host NAME: prints the network of each end of an ssh connection, as 10.0.0.0/24, or `unknown`;
-# or an error with ssh's own words. A shell that hangs, as on a dead disk, has a minute.
-try_host() {
-    local PATH=$PATH:/usr/sbin:/sbin output own
-    if output=$(timeout 60 "${reach[@]}" "$1" "sh -c '$network_there'" 2>&1 </dev/null); then
-        own=$(ip -4 route show scope link src "$(sed -n 's/^from: //p' <<<"$output")" 2>/dev/null || true)
-        printf '%s\n' "${own%% *}" "$(sed -n 's/^its network: *\([^ ]*\).*/\1/p' <<<"$output")" | sed 's/^$/unknown/'
-    else
-        echo "error: cannot reach $1, port $(ssh -G "${reach[@]:1}" "$1" | sed -n 's/^port //p')," \
-            "by ssh: $(tail -n 1 <<<"${output:-no answer in 60 s}")"
-    fi
-}
-# In one line, as tcsh wants it.
-# shellcheck disable=SC2016 # the other host expands it
-network_there='PATH=$PATH:/usr/sbin:/sbin; set -- $SSH_CONNECTION; echo "from: $1"; echo "its network: $(ip -4 route show scope link src "$3" 2>/dev/null)"'
-
-# Sets `others` and `networks`; names the hosts that ssh does not reach, as mpirun would not.
+# Sets `others`, `networks` and `limit`; names each host that cannot take part, as mpirun would not.
 check_hosts() {
-    local name found failed
-    found=$(for name in "${names[@]}"; do # at once: each may ask a slow name server
-        { if is_here "$name"; then echo "$name"; fi; } &
-    done && wait)
-    for name in "${names[@]}"; do grep -qxF -- "$name" <<<"$found" || others+=("$name"); done
-    found=$(
-        for name in "${others[@]}"; do
-            while [ "$(jobs -rp | wc -l)" -ge 64 ]; do wait -n || true; done
-            try_host "$name" &
-        done
-        wait
-    )
-    if failed=$(grep '^error: ' <<<"$found"); then
-        head -n 8 <<<"$failed" >&2
-        [ "$(wc -l <<<"$failed")" -le 8 ] || echo "and $(($(wc -l <<<"$failed") - 8)) more hosts" >&2
-        exit 76
-    fi
-    [[ $found == *unknown* ]] || networks=$(sort -u <<<"$found" | paste -sd,)
+    local found python
+    python=$(command -v python || command -v python3) || die "no Python: activate the environment"
+    found=$("$python" "$here/reach.py" "$interface" "${names[*]}" "${reach[*]}" "$@") || exit
+    { read -ra others && read -r networks && read -r limit; } <<<"$found"
 }
 
 mpi_words() {
@@ -161,16 +121,19 @@ mpi_words() {
             "where there is a compiler" >&2
     fi
     words=("${guarded[@]}" mpirun -np "$np" -H "${hosts:-localhost:$np}" --tag-output --bind-to none --map-by slot)
-    words+=(-mca pml ob1 -mca btl "^openib${alone:+,tcp}" -mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]}")
+    # Other transports, as UCX: by these two variables, with slurm.sbatch too.
+    words+=(-mca pml "${OMPI_MCA_pml:-ob1}" -mca btl "${OMPI_MCA_btl:-^openib${alone:+,tcp}}")
+    words+=(-mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]} --")
+    words+=(-mca plm_rsh_agent "bash $here/daemon.sh ssh -x") # for any login shell
     words+=(-mca mpi_yield_when_idle true) # a rank that waits leaves the core to others
     # mpirun ends ranks only where one has failed: set-up's 5 s, for plain mpirun, would be 10 s more.
     words+=(-mca odls_base_sigkill_timeout "${OMPI_MCA_odls_base_sigkill_timeout:-1}")
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
-    [ -z "$interface" ] || export NCCL_SOCKET_IFNAME=$interface
-    # Not docker0, which may have the same address on every host and lead nowhere.
+    # Not docker0, which may have the same address on every host and lead nowhere. Ranks tell NCCL the
+    # same, by their host's own names: hvdkit/ranks/start.py.
     if [ -n "$include" ]; then
         words+=(-mca btl_tcp_if_include "$include" -mca oob_tcp_if_include "$include")
-    elif [ -z "$alone" ]; then # ranks leave more out by themselves: hvdkit/ranks/start.py
+    elif [ -z "$alone" ]; then # ranks leave more out
         words+=(-mca oob_tcp_if_exclude "${OMPI_MCA_oob_tcp_if_exclude:-lo,docker0,virbr0,cni0}")
     fi
     # A daemon that is cut off ends after 30 s, not 8 minutes, if none of its output waits to be sent.
@@ -221,7 +184,8 @@ link_hosts() {
 
 # Until the run ends: tells the hosts that this one is there; ends the run if one of them is not.
 keep_hosts() {
-    local number
+    local number begun=''
+    SECONDS=0
     while kill -0 "$job" 2>/dev/null && ! read -r -t 5 -u "$over"; do
         mkdir -p "$work" && touch -c "$work" "$work"/* || true # cleaners of /tmp take what is old
         if ! kill -0 $$ 2>/dev/null; then # hosts.sh was killed: as if its host were lost
@@ -235,13 +199,39 @@ keep_hosts() {
         for number in "${!connections[@]}"; do
             kill -0 "${connections[number]}" 2>/dev/null && continue
             kill -0 "$job" 2>/dev/null || return 0
-            echo "error: lost ${others[number]}, which has not answered for 15 s: ending the run" >&2 || true
-            touch "$work/lost"
-            kill -TERM "$job"
-            read -r -t 2 -u "$over" || kill -KILL -- "-$job"
+            lose "lost ${others[number]}, which has not answered for 15 s: ending the run"
             return
         done
+        if [ -n "$begun" ] || has_begun; then
+            begun=yes
+        elif [ "$SECONDS" -ge "$limit" ]; then
+            lose "$(late)"
+            return
+        fi
     done
+}
+
+# Whether a rank has been seen; on one host nothing keeps it.
+has_begun() {
+    [ "$limit" = 0 ] || grep -qsx 'launch: rank' "$work"/output-* || bash "$here/stop.sh" "$LAUNCH_ID" BEGUN
+}
+
+# lose MESSAGE: ends the run
+lose() {
+    echo "error: $1" >&2 || true
+    touch "$work/lost"
+    kill -TERM "$job"
+    read -r -t 2 -u "$over" || kill -KILL -- "-$job"
+}
+
+# Why no rank has begun in time. reach.py has seen each host run daemon.sh and reach this one.
+late() {
+    local name why="no rank has begun within $limit s (--start_limit_s)"
+    for name in "${others[@]}"; do
+        grep -qsx 'launch: daemon' "$work/output-$name" && continue
+        echo "cannot start on $name: $why, and Open MPI's daemon is not there: look at its disks" && return
+    done
+    echo "the run ends: $why, though Open MPI's daemons are there: look at firewalls between all hosts"
 }
 
 # send WORD: to stop.sh on every other host
@@ -300,11 +290,18 @@ interrupt() {
 show() {
     trap '' INT TERM USR1 HUP
     { if [ -n "$plain" ]; then sed -u 's/\[1,0\]<std[a-z]*>://g'; else cat; fi || cat >/dev/null; } 2>/dev/null
-    touch "$work/$1"
+    touch "$work/$1" 2>/dev/null || true
 }
 
-# Waits until all output was shown, but not for ssh to a lost host.
+# Waits until all output was shown, but not for ssh to a lost host: that is in a group of its own.
 drain() {
+    local file fields
+    for file in /proc/[0-9]*/stat; do
+        [ -e "$work/lost" ] || break
+        fields=$(cat "$file" 2>/dev/null) || continue
+        read -ra fields <<<"${fields%% *} ${fields##*) }" # number, state, parent, group, session, ...
+        [ "${fields[4]}" != "$job" ] || kill -KILL "${fields[0]}" 2>/dev/null || true
+    done
     for _ in {1..50}; do [ -e "$work/lost" ] || { [ -e "$work/shown" ] && [ -e "$work/shown2" ]; } || sleep 0.1; done
     rm -rf "$work"
 }
@@ -351,7 +348,7 @@ end_all() {
 }
 
 trap 'exit 75' TERM USR1 HUP # nothing runs yet
-if [ -n "$hosts" ] && [ -z "$dry" ]; then check_hosts; fi
+if [ -n "$hosts" ] && [ -z "$dry" ]; then check_hosts "$@"; fi
 if [ -n "$check" ]; then
     python=$(command -v python || command -v python3)
     checking=yes

@@ -6,6 +6,7 @@
 #   stop.sh ID         only those of the run that was launched with LAUNCH_ID=ID
 #   stop.sh ID KILL    ends them at once, with all processes that they started; nothing is saved
 #   stop.sh ID LEFT    ends what is left after the launcher has ended: 12 s to save, then SIGKILL
+#   stop.sh ID BEGUN   whether one is here
 #   stop.sh ID WATCH   takes lines from hosts.sh, each USR1, KILL or LEFT, or DONE at the end of the
 #                      run, or empty: the launcher is still there. LEFT when none comes for 15 s
 
@@ -62,11 +63,25 @@ end_left() {
     done
 }
 
+# report ID: prints that Open MPI's daemon of the run is here, and that a rank has begun, once each;
+# a rank without that environment (env -i) is known by its parent.
+report() {
+    [ "${begun:-}" != rank ] || return 0
+    daemon=$(grep -lsF "launch-$1." /proc/[0-9]*/cmdline | while IFS=/ read -r _ _ pid _; do
+        if [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = orted ]; then echo "$pid"; fi
+    done)
+    [ -z "${daemon:-}" ] || [ -n "${begun:-}" ] || { begun=daemon && echo "launch: daemon"; }
+    if [ -n "$(ranks "$1")" ] || { [ -n "$daemon" ] && grep -qsx "PPid:[[:space:]]*$daemon" /proc/[0-9]*/status; }; then
+        begun=rank
+        echo "launch: rank"
+    fi
+}
+
 # watch ID
 watch() {
     while read -r -t 15 word; do
         case $word in
-        '') ;;
+        '') report "$1" ;;
         DONE) return ;;
         USR1) signal_ranks USR1 "$1" ;;
         KILL) signal_ranks KILL "$1" || true; return ;;
@@ -82,5 +97,6 @@ WATCH)
     rm -rf -- "${TMPDIR:-/tmp}/launch-$1."* # which daemon.sh made
     ;;
 LEFT) end_left "$1" ;;
+BEGUN) [ -n "$(ranks "$1")" ] ;;
 *) signal_ranks "${2:-USR1}" "${1:-}" ;;
 esac

@@ -136,16 +136,27 @@ def ways() -> list[tuple[str, str]]:
 
 
 def addresses() -> tuple[list[str], list[Fault]]:
-    """Of all `ways`, or of those that Open MPI may take, by name or as 10.0.0.0/24."""
+    """Of all `ways`, or of those that Open MPI may take."""
     there, setting = ways(), os.environ.get(_NETWORK, "")
-    asked = setting.split(",")
-    networks = [ipaddress.ip_network(word, strict=False) for word in asked if "/" in word]
-    inside = {a for _, a in there if any(ipaddress.ip_address(a) in its for its in networks)}
-    taken = [a for name, a in there if not setting or name in asked or a in inside]
+    if not setting:
+        return [address for _, address in there], []
+    taken = addresses_in(setting)
     todo = f"name one that every host has; there: {', '.join(f'{n} ({a})' for n, a in there)}"
     fault = (f"{_NETWORK}={setting} names no network there", todo, "fatal")
-    own = "lo" in asked or any(its.is_loopback for its in networks)  # horovodrun, on one host
-    return taken, [fault] if setting and not taken and not own else []
+    # horovodrun, on one host
+    own = any(word == "lo" or word.startswith("127.") for word in setting.split(","))
+    return taken, [] if taken or own else [fault]
+
+
+def addresses_in(setting: str) -> list[str]:
+    """Of all `ways`, those of interfaces and networks as Open MPI names them: eth0,10.0.0.0/24."""
+    asked = setting.split(",")
+    networks = [ipaddress.ip_network(word, strict=False) for word in asked if "/" in word]
+    taken = []
+    for name, address in ways():
+        if name in asked or any(ipaddress.ip_address(address) in its for its in networks):
+            taken.append(address)
+    return taken
 
 
 def resolve(name: str) -> tuple[list[str], str]:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, require, run, start
+from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, executable, require, run, start
 from terminal import CTRL_C, Terminal
 
 from hvdkit.testing import kill_session
@@ -273,6 +273,89 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):
     hosts[1].sh("rm ~/.ssh/known_hosts")
 
 
+# A .bashrc that prints; .profile is what mpirun reads for sh.
+TALKS = "echo hello from bashrc; printf 'without an end'\n"
+
+
+@pytest.mark.parametrize(
+    "shells", [("/usr/bin/fish", "/usr/bin/tcsh"), ("/usr/bin/tcsh", "/usr/bin/fish"), ("/bin/sh",)]
+)
+def test_ranks_start_by_any_login_shell(hosts: Hosts, shells: tuple[str, ...]):
+    """Of the launching host, of another; the third one's .bashrc prints text."""
+    require("fish", "tcsh")
+    words = [HOSTS_SH, "-H", "node1:1,node2:1,node3:1", "-p", "2222"]
+    with contextlib.ExitStack() as logins:
+        for host, shell in zip(hosts, shells):
+            logins.enter_context(host.login(shell))
+        logins.enter_context(hosts[3].login("/bin/bash", TALKS))
+        ended = hosts[1].run(*words, "sh", "-c", "echo on $(hostname)", timeout=60)
+    assert ended.code == 0, ended.output
+    assert all(f">:on {host.name}\n" in ended.output for host in hosts), ended.output
+
+
+def not_now(hosts: Hosts, *words: str) -> str:
+    """What hosts.sh prints where node2 cannot take part; it ends within 30 s."""
+    start = time.monotonic()
+    flags = ["-H", "node1:1,node2:1", "-p", "2222"]
+    ended = hosts[1].run(HOSTS_SH, *flags, *words, timeout=60)
+    assert ended.code == 76 and time.monotonic() - start < 30, ended.output
+    assert "error: cannot start on node2: " in ended.output and "node3" not in ended.output
+    return ended.output
+
+
+@pytest.mark.parametrize(
+    ("shell", "bashrc"),
+    [("/bin/bash", "exec tcsh"), ("/bin/bash", "exec cat"), ("/bin/true", ""), ("/bin/false", "")],
+)
+def test_a_login_shell_that_runs_nothing_is_named(hosts: Hosts, shell: str, bashrc: str):
+    """ssh itself ends with 0, and mpirun would wait for ever."""
+    require("tcsh")
+    with hosts[2].login(shell, bashrc):
+        assert "its login shell did not run " in not_now(hosts, "echo", "started")
+
+
+def test_a_forced_command_is_named_with_what_it_says(hosts: Hosts):
+    keys = hosts.key.with_suffix(".pub")
+    key = keys.read_text()
+    keys.write_text(f'command="echo only backups here" {key}')
+    try:
+        assert "with exit code 0 and said 'only backups here'" in not_now(hosts, "echo", "started")
+    finally:
+        keys.write_text(key)
+
+
+@pytest.mark.parametrize(
+    ("action", "why"), [("DROP", "no answer in 8 s"), ("REJECT", "Connection refused")]
+)
+def test_a_firewall_on_the_way_back_is_named(hosts: Hosts, action: str, why: str):
+    """It lets node2 open connections to node1's ssh only."""
+    require("iptables")
+    rule = f"INPUT -s {hosts[2].address} -p tcp --syn ! --dport 2222 -j {action}"
+    hosts[1].sh(f"PATH=$PATH:/usr/sbin; iptables -A {rule}")
+    try:
+        said = not_now(hosts, "echo", "started")
+    finally:
+        hosts[1].sh(f"PATH=$PATH:/usr/sbin; iptables -D {rule}")
+    assert f" of {hosts[1].address}: {why}): open the ports above 1023" in said
+
+
+def test_a_daemon_that_hangs_is_named_after_the_start_limit(hosts: Hosts, tmp_path: Path):
+    """As where Open MPI's files are on a disk that does not answer. A start that is no fault of
+    its own goes on, also where ranks hide their environment."""
+    train = [*STAND_IN, f"--run_dir={tmp_path}", "--start_limit_s=6"]
+    daemon = Path(sys.executable).with_name("orted")
+    hangs = executable(tmp_path / "hangs", "exec sleep 300")
+    hosts[2].sh(f"mount --bind {hangs} {daemon}")
+    try:
+        said = not_now(hosts, *train)
+    finally:
+        hosts[2].sh(f"pkill -x sleep; umount {daemon}")
+    assert "no rank has begun within 6 s (--start_limit_s), and Open MPI's daemon is not" in said
+    hidden = ["env", "-i", "sh", "-c", "sleep 13; echo ended", *train]
+    ended = hosts[1].run(HOSTS_SH, "-H", "node2:1", "-p", "2222", *hidden, timeout=60)
+    assert ended.code == 0 and "ended" in ended.output, ended.output
+
+
 def test_the_environment_is_passed_on_and_its_values_are_in_no_command(hosts: Hosts, tmp_path):
     """But for launchers' own variables and CUDA_VISIBLE_DEVICES, which is each host's own."""
     env = {"WANDB_API_KEY": "secret-7", "https_proxy": "http://p:1", "KERAS_HOME": "/k"}
@@ -289,7 +372,7 @@ json.dump([dict(os.environ), secret, len(commands)], open("{tmp_path}/" + os.una
     for name in ("node1", "node2"):
         found, told, commands = json.loads((tmp_path / name).read_text())
         assert not told and commands > 3
-        assert found["NCCL_SOCKET_IFNAME"] == "eth0"
+        assert found["OMPI_MCA_btl_tcp_if_include"] == "eth0"
         assert found.get("CUDA_VISIBLE_DEVICES") == ("0" if name == "node1" else None)
         assert env.items() - found.items() <= {("CUDA_VISIBLE_DEVICES", "0")}
 
@@ -367,7 +450,9 @@ LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
     ([HOSTS_SH, "--hostfile", "{tmp}/hosts"], [r"-np 15 -H node1:8\,node2:4\,node3:2\,node4:1 "]),
     ([HOSTS_SH, "-H", "a:1,b:1", "-p", "2222", "-i", "/k", "--interface", "ib0"],
      [r"\ -p\ 2222\ -i\ /k", "btl_tcp_if_include ib0 -mca oob_tcp_if_include ib0",
-      "-x NCCL_SOCKET_IFNAME -x"]),
+      r"-mca pml ob1 -mca btl \^openib "]),
+    (["env", "OMPI_MCA_pml=ucx", "OMPI_MCA_btl=self", HOSTS_SH, "-H", "a:1,b:1"],
+     ["-mca pml ucx -mca btl self "]),
     ([HOSTS_SH, "-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
      ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
     # Else a for a.cluster.

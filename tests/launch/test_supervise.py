@@ -165,6 +165,16 @@ def test_a_time_limit_between_two_starts_of_a_run_without_a_step_is_no_reason_to
         assert "no step was made in this start" in job.stderr.read() and job.wait(20) == 1
 
 
+def test_a_signal_that_the_launcher_loses_is_sent_again():
+    """As srun loses one that comes before it has started the ranks."""
+    deaf = 'trap "" USR1; echo deaf; sleep 3; trap "exit 75" USR1; while :; do sleep 0.1; done'
+    words = [*SUPERVISE, "--stop-ends", "--", "bash", "-c", deaf]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout.readline() == "deaf\n"
+        job.send_signal(signal.SIGUSR1)
+        assert "no step was made in this start" in job.stderr.read() and job.wait(20) == 1
+
+
 def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
     words = [*SUPERVISE, "--", "sh", "-c", "echo start; exit 1"]
     begun = time.monotonic()
@@ -256,13 +266,23 @@ def test_the_words_of_ssh_are_shown_while_hosts_are_waited_for(tmp_path: Path, a
     assert f"error: {said} for " in ended.output, ended.output
 
 
-def test_a_host_that_failed_is_left_out_where_there_are_spares(tmp_path: Path, answering):
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("mpirun noticed that process rank 1 with PID 7 on node node2 exited on", 137),
+        ("error: cannot start on node2: ssh answers, but its login shell", 76),
+        ("error: cannot reach node2, port 22, by ssh: Connection refused", 76),
+    ],
+)
+def test_a_host_that_failed_is_left_out_where_there_are_spares(
+    tmp_path: Path, answering, line: str, code: int
+):
     """And the folder of the list was cleaned from /tmp meanwhile; the program's flags are not ssh's."""
     executable(tmp_path / "ssh", f'echo "$@" >> {tmp_path}/asked')
     fails = 'paste -sd, "$LAUNCH_HOSTFILE"; grep -q node2 "$LAUNCH_HOSTFILE" || exit 0\n'
     fails += 'rm -r "${LAUNCH_HOSTFILE%/*}"\n'
-    fails += 'echo "mpirun noticed that process rank 1 with PID 7 on node node2 exited on" >&2\n'
-    executable(tmp_path / "hosts.sh", f"{fails}exit 137")
+    fails += f'echo "{line}" >&2\n'
+    executable(tmp_path / "hosts.sh", f"{fails}exit {code}")
     words = [*FAST, "--hosts-from", "for n in 1 2 3; do echo node$n:1; done", "--max-np", "2"]
     ended = run([*words, "--", "bash", tmp_path / "hosts.sh"], 30, answering)
     assert ended.code == 0 and "node1:1,node2:1\n" in ended.output, ended.output

@@ -11,6 +11,7 @@ from pathlib import Path
 _FAILED = re.compile(
     r"mpirun noticed that process rank \d+ with PID \d+ on node (\S+) exited"
     r"|error: the run ends: rank \d+ on (\S+) |error: lost (\S+),"
+    r"|error: cannot (?:reach|start on) ([^\s,:]+)"
     r"|error: .* \(rank \d+ on (\S+)\)$"
 )
 _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?")

@@ -1,0 +1,230 @@
+#!/usr/bin/env python3
+"""For hosts.sh, before it starts mpirun: which hosts are others, and whether each can take part.
+
+    reach.py INTERFACE "HOST ..." "SSH OPTION ..." COMMAND...
+
+It starts daemon.sh on each other host as mpirun will, and has it connect back to this host. So it
+proves that ssh answers, that the login shell runs what it is given, that this folder is there, and
+that Open MPI's daemon will reach mpirun. Prints, a line each: the other hosts; the networks over
+which ssh reached them, empty if not known; --start_limit_s of the training command.
+
+Exit code 76: a host cannot take part; each is named, with the reason.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import os
+import secrets
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+try:
+    from preflight import facts
+except ImportError as missing:
+    print(f"error: {sys.executable}: {missing}: activate the environment", file=sys.stderr)
+    sys.exit(2)
+
+_START_LIMIT = 600  # the default of --start_limit_s, for programs that do not have it
+_ANSWER = 60  # seconds that a login shell may take
+_SHOWN = 8  # hosts that are named
+_NOT_NOW = 76
+_SYSTEM = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+_PORTS = "OMPI_MCA_oob_tcp_dynamic_ipv4_ports"  # those that mpirun may take: 10000-10100,11000
+
+
+@dataclasses.dataclass
+class Answer:
+    """What daemon.sh said on another host."""
+
+    runs: bool = False
+    origin: str = ""  # this host's address, as ssh came from it
+    network: str = ""  # the other host's network, 10.0.0.0/24
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
+    reached: list[str] = dataclasses.field(default_factory=list)  # addresses of this host
+
+
+class Door:
+    """A port of this host that answers a word to whoever connects, while hosts are asked."""
+
+    def __init__(self) -> None:
+        self.word = secrets.token_hex(8)
+        self._server = _listen()
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            link, _ = self._server.accept()
+            with link, contextlib.suppress(OSError):
+                link.sendall(f"{self.word}\n".encode())
+
+
+def _listen() -> socket.socket:
+    """On a port that mpirun may take, where a firewall may leave some open."""
+    for part in os.environ.get(_PORTS, "").split(","):
+        first, _, last = part.partition("-")
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal()):
+            continue
+        for port in range(int(first), int(last) + 1):
+            with contextlib.suppress(OSError):  # in use
+                return socket.create_server(("", port), backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def is_here(name: str) -> bool:
+    """Whether a host is this one: its ranks are started without ssh."""
+    own = {"::1", "localhost", os.uname().nodename, *(address for _, address in facts.ways())}
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    addresses = {name, *(str(entry[4][0]) for entry in found)}
+    return any(address in own or address.startswith("127.") for address in addresses)
+
+
+def ask(name: str, ssh: list[str], door: Door, limit: int) -> tuple[Answer | None, str]:
+    """What daemon.sh says on that host; or why it says nothing, as an error's text."""
+    script = Path(__file__).resolve().with_name("daemon.sh")
+    given = [address for _, address in facts.ways() if ":" not in address]
+    words = ["bash", shlex.quote(str(script)), "prove", door.word, str(door.port), *given]
+    seconds = min(_ANSWER, limit or _ANSWER)
+    try:
+        ended = subprocess.run(
+            [*ssh, name, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, _unreached(name, ssh, f"no answer in {seconds} s")
+    output = ended.stdout.decode(errors="replace")
+    answer = _read(output, door.word)
+    said = (output.strip().splitlines() or ["nothing"])[-1]
+    if answer.runs:
+        return answer, ""
+    if ended.returncode == 255:
+        return None, _unreached(name, ssh, said)
+    return None, (
+        f"cannot start on {name}: ssh answers, but its login shell did not run {script}: it ended "
+        f"with exit code {ended.returncode} and said '{said}'. Is this folder there? Does "
+        "~/.bashrc start another shell, or authorized_keys have a command=?"
+    )
+
+
+def _unreached(name: str, ssh: list[str], why: str) -> str:
+    """With the port that ssh takes for this host."""
+    asked = subprocess.run([*ssh, "-G", name], capture_output=True, text=True, check=False)
+    port = "unknown"
+    for line in asked.stdout.splitlines():
+        if line.startswith("port "):
+            port = line.removeprefix("port ")
+    return f"cannot reach {name}, port {port}, by ssh: {why}"
+
+
+def _read(output: str, word: str) -> Answer:
+    """A login shell may print text of its own before."""
+    answer = Answer()
+    for line in output.splitlines():
+        mark, _, rest = line.partition(" ")
+        if mark != word:
+            continue
+        what, _, value = rest.partition(" ")
+        answer.runs = True
+        if what == "from":
+            answer.origin = value
+        if what == "network":
+            answer.network = value
+        if what == "back":
+            address, _, why = value.partition(" ")
+            # A bash that was built without /dev/tcp cannot tell.
+            if why == word or why == "No such file or directory":
+                answer.reached.append(address)
+            else:
+                answer.refused[address] = why or "no answer in 8 s"
+    return answer
+
+
+def networks_of(answers: list[Answer]) -> str:
+    """Those at each end of each connection, 10.0.0.0/24,10.1.0.0/24; "" if one is not known."""
+    found = set()
+    for origin in {answer.origin for answer in answers}:
+        words = ["ip", "-4", "route", "show", "scope", "link", "src", origin]
+        try:
+            routes = subprocess.run(
+                words, capture_output=True, text=True, check=False, env=os.environ | _SYSTEM
+            )
+        except OSError:
+            return ""
+        found.add((routes.stdout.split() or [""])[0])
+    found.update(answer.network for answer in answers)
+    return "" if "" in found else ",".join(sorted(found))
+
+
+def closed_ways(answers: dict[str, Answer], network: str, door: Door) -> list[str]:
+    """An error's text for each host from which no address that mpirun names is reached.
+
+    `network`: interfaces and networks that MPI takes; empty: all.
+    """
+    wanted = {address for _, address in facts.ways()}
+    if network:
+        wanted = set(facts.addresses_in(network))
+    found = []
+    for name, answer in answers.items():
+        tried = {address: why for address, why in answer.refused.items() if address in wanted}
+        if tried and not wanted.intersection(answer.reached):
+            shown = "; ".join(f"{address}: {why}" for address, why in sorted(tried.items()))
+            found.append(
+                f"cannot start on {name}: it does not reach this host, as Open MPI's daemon must "
+                f"(TCP port {door.port} of {shown}): open the ports above 1023 between the hosts, "
+                "or name another network (--interface)"
+            )
+    return found
+
+
+def start_limit(command: list[str]) -> int:
+    """--start_limit_s of a training command, or its default."""
+    # Its project's own code may print or fail; the ranks will say how.
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr):
+        from hvdkit.settings import of_command
+
+        if settings := of_command(command):
+            return settings.start_limit_s
+    return _START_LIMIT
+
+
+def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -> int:
+    limit = start_limit(command)
+    door = Door()
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        here = list(pool.map(is_here, names))
+        others = [name for name, own in zip(names, here) if not own]
+        asked = list(pool.map(lambda name: ask(name, ssh, door, limit), others))
+    answers = {}
+    errors = []
+    for name, (answer, error) in zip(others, asked):
+        if answer:
+            answers[name] = answer
+        else:
+            errors.append(error)
+    networks = networks_of(list(answers.values()))
+    errors += closed_ways(answers, interface or networks, door)
+    for error in errors[:_SHOWN]:
+        print(f"error: {error}", file=sys.stderr)
+    if len(errors) > _SHOWN:
+        print(f"and {len(errors) - _SHOWN} more hosts", file=sys.stderr)
+    print(" ".join(others), networks, limit, sep="\n")
+    return _NOT_NOW if errors else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(main(sys.argv[1], sys.argv[2].split(), sys.argv[3].split(), sys.argv[4:]))
