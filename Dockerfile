@@ -58,12 +58,14 @@ FROM ${RUNTIME_IMAGE} AS run
 ARG APT_MIRROR=
 # InfiniBand's user space (ibverbs, rdmacm), signals and zombies (tini).
 # Host keys that the ssh server's package makes are removed: one for all users is nobody's.
-# Under plain mpirun, ranks have 5 s to save after SIGTERM, not 1.
+# Under plain mpirun, ranks have 5 s to save after SIGTERM, not 1. Plain mpirun and srun take the
+# transports that hosts.sh takes: launch/README.md.
 COPY docker/apt-install.sh /usr/local/sbin/apt-install
 RUN --mount=type=secret,id=ca,mode=0444 apt-install \
-        ca-certificates ibverbs-providers libgomp1 libibverbs1 librdmacm1 openmpi-bin \
+        ca-certificates ibverbs-providers iproute2 libgomp1 libibverbs1 librdmacm1 openmpi-bin \
         openssh-client openssh-server python3 rsync tini \
-    && echo "odls_base_sigkill_timeout = 5" >>/etc/openmpi/openmpi-mca-params.conf \
+    && printf '%s\n' "odls_base_sigkill_timeout = 5" "pml = ob1" "btl = ^openib" \
+        >>/etc/openmpi/openmpi-mca-params.conf \
     && rm -f /etc/ssh/ssh_host_*
 
 # Further system packages, as in EXTRA_PACKAGES="libnuma1 strace".

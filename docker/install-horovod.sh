@@ -138,7 +138,8 @@ set_up_environment() {
     mkdir -p "${venv}s"
     (umask 077 && : >>"${venv}s/.lock") # who may read it may lock it
     exec 9>"${venv}s/.lock"
-    flock -n 9 || { echo "waiting for another set-up in ${venv}s to end" && flock 9; }
+    # 1: another has it; else the disk has no locks, as flock says, and nothing keeps two apart.
+    flock -n 9 || [ $? != 1 ] || { echo "waiting for another set-up in ${venv}s to end" && flock 9; }
     if ! whole "$new"; then
         echo "$("$python" --version), $DEVICE: $new"
         check_machine "${venv}s"

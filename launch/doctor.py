@@ -15,7 +15,9 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,13 @@ def start_horovod(options: argparse.Namespace) -> None:
     import tensorflow as tf
 
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+    if hvd.nccl_built() and "NCCL_DEBUG" not in os.environ:
+        log = Path(tempfile.mkdtemp(prefix="doctor-"), "nccl")
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+        os.environ["NCCL_DEBUG_FILE"] = str(log)
+    from hvdkit.ranks import start
+
+    start.tell_networks()  # as training does
     with watch("starting Horovod", options.timeout, _NETWORK):
         hvd.init()
     seen = tf.config.list_physical_devices("GPU") if options.device != "cpu" else []
@@ -124,6 +133,16 @@ def start_horovod(options: argparse.Namespace) -> None:
     tf.config.set_visible_devices(own, "GPU")
     for gpu in own:
         tf.config.experimental.set_memory_growth(gpu, True)
+
+
+def network_of_nccl() -> str:
+    """What NCCL sends by, from its own log, which is removed; "" where it says nothing."""
+    log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
+    if not log.parent.name.startswith("doctor-") or not log.is_file():
+        return ""
+    found = facts.network_of_nccl(log.read_text(errors="replace"))
+    shutil.rmtree(log.parent, ignore_errors=True)
+    return found
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
@@ -238,13 +257,19 @@ class Examination:
         advice = "look at links and firewalls; NCCL_DEBUG=INFO says more; try a smaller --mb"
         with self.watch("timing an allreduce of all ranks", advice):
             timed = [allreduce(self.options.mb, hvd.global_process_set)]
+        network = network_of_nccl()
+        timed[0]["network"] = network
         # Two ranks on two hosts are all ranks.
         for pairs in rounds(len(firsts)) if self.ranks.size > 2 else []:
             of_two = [[firsts[one], firsts[other]] for one, other in pairs]
             shown = " and ".join(f"{one} and {other}" for one, other in of_two)
             with self.watch(f"timing an allreduce between ranks {shown}", advice):
                 sets = [hvd.add_process_set(pair) for pair in of_two]  # by every rank
-                timed += [allreduce(self.options.mb, one) for one in sets if one.included()]
+                timed += [
+                    allreduce(self.options.mb, one) | {"network": network}
+                    for one in sets
+                    if one.included()
+                ]
                 for one in sets:
                     hvd.remove_process_set(one)
         return timed
@@ -267,6 +292,11 @@ class Examination:
             who = place(self.hosts, pair) if pair else "all ranks"
             print(f"allreduce of {self.options.mb} MB, {who}: {speeds}")
         self.found += findings.of_times(self.hosts, seen)
+        self.found += findings.of_links(self.facts, seen)
+        of_all = seen.get((), [])  # none where hosts do not reach each other
+        self.found += findings.of_nccl(self.facts, of_all)
+        if of_all and of_all[0]["network"]:
+            print(f"NCCL sends by {of_all[0]['network']}")
         bad = sum(one.level != "note" for one in self.found)
         print(*filter(None, [self.known()]), sep="\n")
         print(f"{bad} thing(s) wrong" if bad else "nothing is wrong", flush=True)

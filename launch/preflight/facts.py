@@ -1,6 +1,7 @@
 """What one rank knows of its host, without other ranks. Nothing here raises."""
 
 import contextlib
+import fcntl
 import hashlib
 import importlib
 import importlib.metadata
@@ -8,6 +9,8 @@ import ipaddress
 import itertools
 import os
 import platform
+import re
+import resource
 import socket
 import sys
 import uuid
@@ -23,6 +26,11 @@ _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4p
 _MOST_FILES = 300_000  # of a data folder: the first ones by name
 _NETWORK = "OMPI_MCA_btl_tcp_if_include"
 
+_CARDS = Path("/sys/class/infiniband")
+_CARD_FILES = Path("/dev/infiniband")
+_DEVICES = Path("/sys/class/net")
+_CAP_IPC_LOCK = 1 << 14
+
 Fault = tuple[str, str, str]  # what is wrong, how to fix it, level as in `findings.Finding`
 
 
@@ -36,6 +44,9 @@ def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
         alike |= {"GPU driver": shown.pop("driver"), "kind of GPU": shown.pop("kinds")}
         faults += more if first else []
         found["gpus"] = shown | (gpus_of_tensorflow() if sound else {})
+    found["cards"] = cards()
+    found["link"] = link()
+    faults += card_faults(found["cards"]) if first else []
     found["every_address"] = [address for _, address in ways()]
     found["addresses"], more = addresses()
     faults += more + (unwritable(run_dir) if run_dir and first else [])
@@ -124,6 +135,70 @@ def gpus_of_tensorflow() -> dict[str, Any]:
     return found | {"nccl": bool(hvd.nccl_built())}
 
 
+def cards() -> dict[str, float]:
+    """Of each InfiniBand or RoCE port that is up: bytes a second, by card and port (mlx5_0:1)."""
+    found = {}
+    for port in sorted(_CARDS.glob("*/ports/*")):
+        rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))  # 100 Gb/sec (4X EDR)
+        if rate and "ACTIVE" in _read(port / "state"):
+            found[f"{port.parent.parent.name}:{port.name}"] = float(rate[1]) * 1e9 / 8
+    return found
+
+
+def link() -> float:
+    """Bytes a second of the fastest network card that MPI may take; 0: not known.
+
+    What has no device behind it, as a container's eth0, only claims a speed.
+    """
+    taken, _ = addresses()
+    rates = [0.0]
+    for name, address in ways():
+        speed = _read(_DEVICES / name / "speed")  # in Mbit/s, -1 if not known
+        if address in taken and (_DEVICES / name / "device").exists() and speed.isdecimal():
+            rates.append(int(speed) * 1e6 / 8)
+    return max(rates)
+
+
+def card_faults(there: dict[str, float]) -> list[Fault]:
+    """What keeps NCCL from InfiniBand cards that are there."""
+    if not there:
+        return []
+    shown = ", ".join(there)
+    found: list[Fault] = []
+    if not list(_CARD_FILES.glob("uverbs*")):
+        what = f"InfiniBand is there ({shown}), but {_CARD_FILES} is not: NCCL takes Socket"
+        found.append((what, f"give the container {_CARD_FILES}: launch/README.md", "note"))
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    rights = re.search(r"^CapEff:\s*(\w+)", _read(Path("/proc/self/status")), re.MULTILINE)
+    may_lock = rights and int(rights[1], 16) & _CAP_IPC_LOCK
+    if limit != resource.RLIM_INFINITY and not may_lock:
+        what = f"{limit / 1024:,.0f} KiB of memory may be locked; InfiniBand ({shown}) locks more"
+        todo = (
+            "ulimit -l unlimited where ranks are started: in limits.conf for ssh, as LimitMEMLOCK "
+        )
+        todo += "of slurmd and of the container service, docker --ulimit memlock=-1"
+        found.append((what, todo, "wrong"))
+    return found
+
+
+def network_of_nccl(log: str) -> str:
+    """What NCCL_DEBUG=INFO says that NCCL sends by, as `Socket ([0]eth0:10.0.0.1<0>)`; or ""."""
+    name = re.search(r"Using network (.+)|Assigned NET plugin (\S+) to comm", log)
+    if not name:
+        return ""
+    chosen = (name[1] or name[2]).strip()
+    devices = re.search(rf"NET/{re.escape(chosen)} : Using (.+)", log)
+    return f"{chosen} ({devices[1].strip()})" if devices else chosen
+
+
+def _read(path: Path) -> str:
+    """Empty where there is no such file, or it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
 def ways() -> list[tuple[str, str]]:
     """(interface, address) by which another host might reach this one."""
     found = [
@@ -182,7 +257,7 @@ def unheard(name: str) -> str:
 
 
 def unwritable(path: str) -> list[Fault]:
-    """A fault if no file can be written where the run folder is or will be."""
+    """A fault if no file can be written where the run folder is or will be, or none be locked."""
     folder = Path(path).absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -192,7 +267,7 @@ def unwritable(path: str) -> list[Fault]:
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-        return []
+            return _without_locks(file.fileno(), folder)
     except OSError as error:
         what = f"the run folder cannot be written to: {folder}: {error.strerror}"
         todo = "free some space there, give the right to write, or choose another folder"
@@ -200,6 +275,17 @@ def unwritable(path: str) -> list[Fault]:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
+
+
+def _without_locks(handle: int, folder: Path) -> list[Fault]:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        what = f"the file system of {folder} has no locks (flock: {error.strerror})"
+        todo = "mount it with them (Lustre: -o flock); else a start takes 8 s to see that no other "
+        todo += "run is in the folder, and --cache_dir must be on another disk"
+        return [(what, todo, "note")]
+    return []
 
 
 def listing(folder: str) -> tuple[str, list[Fault]]:

@@ -15,6 +15,8 @@ except ImportError:  # which `facts.import_faults` reports
 
 
 Facts = dict[str, Any]
+_OVERHEAD = 0.002  # seconds of an allreduce in which nothing is sent
+_OF_MPI = 1.25e9  # bytes a second that one rank sends by TCP without NCCL, on any faster link
 _SLOW = 4  # how many times less bandwidth than the fast pairs of hosts is slow
 
 
@@ -179,4 +181,52 @@ def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list
         who = "between them" if len(ranks) > 1 else "with any other host"
         what = f"allreduce {who} reaches {rate:,.1f} MB/s, others {usual:,.1f} MB/s"
         found.append(Finding(place(hosts, ranks), what, todo, "note"))
+    return found
+
+
+def of_links(facts: Sequence[Facts], seen: dict[tuple[int, ...], list[Facts]]) -> list[Finding]:
+    """Allreduces between hosts that take long for the slowest of their links.
+
+    `seen`: as in `of_times`; its "network" is what NCCL sends by, or "".
+    """
+    hosts = [fact["host"] for fact in facts]
+    found = []
+    for pair, timed in sorted(seen.items()):
+        ranks = pair or leaders(hosts)
+        if len({hosts[rank] for rank in ranks}) < 2:
+            continue
+        links = [_link(facts[rank], timed[0].get("network", "")) for rank in ranks]
+        seconds = timed[0]["seconds"]
+        sent = timed[0]["rate"] * seconds
+        if not min(links) or seconds < _SLOW * (sent / min(links) + _OVERHEAD):
+            continue
+        what = f"allreduce between them reaches {timed[0]['rate'] / 1e6:,.1f} MB/s, their link has "
+        what += f"{min(links) / 1e6:,.1f} MB/s"
+        todo = "look at cable, errors (ip -s link), shaping (tc qdisc), the network that is taken"
+        found.append(Finding(place(hosts, ranks), what, todo, "note"))
+    return found
+
+
+def _link(fact: Facts, network: str) -> float:
+    """Bytes a second that an allreduce may reach from there; 0: not known."""
+    if network and not network.startswith("Socket"):
+        return max(fact["cards"].values(), default=0.0)
+    return fact["link"] if network else min(fact["link"], _OF_MPI)
+
+
+def of_nccl(facts: Sequence[Facts], timed: list[Facts]) -> list[Finding]:
+    """Ranks whose NCCL sends by TCP where InfiniBand is there."""
+    hosts = [fact["host"] for fact in facts]
+    found = []
+    for one in timed:
+        its = facts[one["rank"]]["cards"]
+        if its and one.get("network", "").startswith("Socket"):
+            what = f"NCCL sends by {one['network']}, though InfiniBand is there: {', '.join(its)}"
+            todo = (
+                "see why with NCCL_DEBUG=INFO; NCCL_IB_DISABLE, NCCL_NET and NCCL_IB_HCA must not "
+            )
+            todo += (
+                "leave it out; ibstat must show it as active; memory must be lockable (ulimit -l)"
+            )
+            found.append(Finding(place(hosts, [one["rank"]]), what, todo, "note"))
     return found

@@ -37,6 +37,14 @@ def test_it_runs_as_an_ordinary_user_by_number_with_ssh_by_key_only():
     assert "HostKey " not in settings  # made at start
 
 
+def test_the_image_and_the_launchers_pin_the_same_transports():
+    hosts_sh = (ROOT / "launch" / "hosts.sh").read_text()
+    slurm = (ROOT / "launch" / "slurm.sbatch").read_text()
+    assert '"pml = ob1" "btl = ^openib"' in DOCKERFILE and " iproute2 " in DOCKERFILE
+    for script in (hosts_sh, slurm):
+        assert "${OMPI_MCA_pml:-ob1}" in script and "${OMPI_MCA_btl:-^openib" in script
+
+
 def test_every_source_of_a_copy_is_let_through():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     sources = re.findall(r"^COPY (?:--chown=\S+ )?([^-\s]\S*) ", DOCKERFILE, re.MULTILINE)

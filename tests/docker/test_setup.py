@@ -158,6 +158,23 @@ def test_a_second_set_up_waits_for_the_first(checkout, stopped):
     assert second.wait(60) == 0 and (checkout / ".venv").is_symlink()
 
 
+def test_on_a_disk_without_locks_set_up_goes_on(checkout, stopped, tmp_path: Path):
+    """As Lustre without -o flock."""
+    code = "#include <errno.h>\nint flock(int file, int how) { errno = ENOSYS; return -1; }\n"
+    (tmp_path / "flock.c").write_text(code)
+    no_locks = tmp_path / "flock.so"
+    run("cc", "-shared", "-fPIC", tmp_path / "flock.c", "-o", no_locks)
+    name = wanted(copy_checkout(checkout.with_name("copy")), stopped).name
+    pretend(checkout / ".venvs" / name)
+    words = [checkout / SCRIPT, "--venv", checkout / ".venv"]
+    env = {"PYTHON": sys.executable, "DEVICE": "cpu", "LD_PRELOAD": str(no_locks), **stopped}
+    ended = subprocess.run(
+        words, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "Function not implemented" in ended.stderr and "waiting" not in ended.stdout
+
+
 def test_what_runs_keeps_its_environment_when_the_link_is_switched(tmp_path):
     for name in ("one", "two"):
         folder = tmp_path / ".venvs" / name

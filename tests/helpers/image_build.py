@@ -126,6 +126,9 @@ def test_what_is_in_it(roots: list[Path]):
     for tool in ("gcc", "c++", "make", "nvcc"):
         assert run(inside(root, "sh", "-c", f"command -v {tool}"), 20).code == 127, tool
     assert run(inside(root, "id", "-u"), 20).output.splitlines()[-1] == "1000"
+    settings = run(inside(root, "cat", "/etc/openmpi/openmpi-mca-params.conf"), 20).output
+    assert "\npml = ob1\nbtl = ^openib\n" in settings  # also under srun without slurm.sbatch
+    assert run(inside(root, "ip", "-4", "route"), 20).code == 0  # by which hosts.sh finds networks
     built = run(inside(root, "horovodrun", "--check-build"), 400).output
     for part in ("MPI", "Gloo") + ("NCCL",) * (DEVICE == "gpu"):
         assert f"[X] {part}" in built

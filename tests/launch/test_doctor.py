@@ -1,6 +1,7 @@
 """doctor.py: it finds nothing on sound hosts and names each fault with its host."""
 
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -162,9 +163,19 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
     """Sound, by hosts.sh; then with a way that is closed, which a collective would wait for."""
     words = ["-H", "node1:1,node2:1,node3:1", "-p", "2222", "--interface", "eth0"]
     words = [str(ROOT / "launch/hosts.sh"), *words, sys.executable, DOCTOR, "--mb=1", *folders]
-    ended = hosts[1].run(*words, timeout=190)
+    card = tmp_path / "card"
+    (card / "device").mkdir(parents=True)
+    (card / "speed").write_text("10000\n")
+    for host in hosts:  # whose network is slowed down to 400 Mbit/s
+        host.sh(f"mount --bind {card} /sys/class/net/eth0")
+    try:
+        ended = hosts[1].run(*words, timeout=190)
+    finally:
+        for host in hosts:
+            host.sh("umount /sys/class/net/eth0")
     assert ended.code == 0, ended.output
     assert "3 rank(s) on 3 host(s), by MPI" in ended.output
+    assert re.search(r"allreduce between them .*, their link has 1,250\.0 MB/s", ended.output)
     notes = re.findall("NOTE  .*", ended.output)  # of speed: busy cores slow a pair of hosts
     assert all("allreduce" in note for note in notes), ended.output
     assert "nothing is wrong\n" in ended.output, ended.output
@@ -205,7 +216,8 @@ def every() -> list[dict]:
     """Two ranks on each of three hosts, sound, with two GPUs each."""
     gpus = {"shown": 2, "seen": 2, "cuda": True, "nccl": True, "each": [["a", ""], ["b", ""]]}
     return [
-        {"host": f"node{n}", "every_address": [f"10.0.0.{n}"], "local_rank": local, "faults": []}
+        {"link": 0.0, "cards": {}}
+        | {"host": f"node{n}", "every_address": [f"10.0.0.{n}"], "local_rank": local, "faults": []}
         | {"alike": {"keras": "3.15", "GPU driver": "550"}, "gpus": gpus}
         for n in (1, 2, 3)
         for local in range(2)
@@ -276,6 +288,121 @@ def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
     seen[0, 4][1]["right"] = False
     [*_, sums] = sorted(findings.of_times(hosts_of_ranks, seen), key=lambda f: f.level)
     assert (sums.level, sums.where) == ("wrong", "node3 (rank 4)")
+
+
+@pytest.mark.parametrize(
+    ("link", "cards", "network", "seconds", "text"),
+    [
+        (1.25e9, {}, "", 0.3, "reaches 55.9 MB/s, their link has 1,250.0 MB/s"),
+        (1.25e9, {}, "", 0.02, ""),
+        # What only latency costs, and what one rank's TCP reaches without NCCL, on a faster link.
+        (25e9, {}, "", 0.03, ""),
+        (
+            25e9,
+            {},
+            "Socket ([0]eth0:10.0.0.1<0>)",
+            0.03,
+            "reaches 559.2 MB/s, their link has 25,000",
+        ),
+        (1.25e9, {"mlx5_0:1": 50e9}, "IB ([0]mlx5_0:1/IB)", 0.02, "their link has 50,000.0 MB/s"),
+        (1.25e9, {"mlx5_0:1": 50e9}, "IB ([0]mlx5_0:1/IB)", 0.003, ""),
+        (0.0, {}, "", 9.0, ""),
+    ],
+)
+def test_speeds_are_held_against_what_the_link_has(every, link, cards, network, seconds, text: str):
+    """Also where all are alike, and of two ranks, which are all."""
+    every = [one | {"link": link, "cards": cards} for one in every]
+    every[2]["link"] = every[2]["link"] and max(link, 99e9)  # the slowest end counts
+    sent = 16 << 20
+    timed = {"rank": 0, "seconds": seconds, "rate": sent / seconds, "right": True}
+    for pair in ((), (0, 2)):
+        found = findings.of_links(every, {pair: [timed | {"network": network}]})
+        assert len(found) == bool(text) and all(text in one.what for one in found), found
+        assert all(one.level == "note" for one in found)
+    assert not findings.of_links(every[:2], {(): [timed | {"network": network}]}), "of one host"
+
+
+def test_hosts_that_do_not_reach_each_other_are_reported_without_times(every, capsys):
+    everyone = types.SimpleNamespace(rank=0, size=len(every), name="MPI")
+    options = types.SimpleNamespace(mb=1)
+    examination = doctor.Examination(everyone, every[0], options)
+    examination.facts = every
+    examination.hosts = [one["host"] for one in every]
+    examination.found.append(
+        findings.Finding("node1 to node2", "no connection", "open it", "fatal")
+    )
+    examination.report([])
+    assert "WRONG  node1 to node2: no connection" in capsys.readouterr().out
+
+
+NCCL_LOG = """node1:7:9 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
+node1:7:9 [0] NCCL INFO NET/IB : No device found.
+node1:7:9 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "network"),
+    [
+        ("NCCL INFO Using network Socket", "Socket ([0]eth0:10.0.0.1<0>)"),
+        ("NCCL INFO Assigned NET plugin Socket to comm", "Socket ([0]eth0:10.0.0.1<0>)"),
+        ("NCCL INFO Using network AWS Libfabric", "AWS Libfabric"),
+        ("", ""),
+    ],
+)
+def test_what_nccl_has_chosen_is_read_and_named(every, last: str, network: str):
+    assert facts.network_of_nccl(f"{NCCL_LOG}node1:7:9 [0] {last}\n") == network
+    every[0]["cards"] = {"mlx5_0:1": 50e9}
+    timed = [{"rank": 0, "network": network}, {"rank": 2, "network": network}]
+    found = [(one.where, one.what) for one in findings.of_nccl(every, timed)]
+    words = f"NCCL sends by {network}, though InfiniBand is there: mlx5_0:1"
+    assert found == [("node1 (rank 0)", words)] * network.startswith("Socket")
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path: Path) -> Path:
+    """A host with an InfiniBand card; its /dev/infiniband."""
+    port = tmp_path / "class" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    down = tmp_path / "class" / "mlx5_1" / "ports" / "1"
+    down.mkdir(parents=True)
+    (down / "state").write_text("1: DOWN\n")
+    (down / "rate").write_text("10 Gb/sec (4X)\n")
+    monkeypatch.setattr(facts, "_CARDS", tmp_path / "class")
+    monkeypatch.setattr(facts, "_CARD_FILES", tmp_path / "dev")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "uverbs0").touch()
+    return tmp_path / "dev"
+
+
+def test_what_keeps_nccl_from_infiniband(monkeypatch, card: Path):
+    monkeypatch.setattr(facts, "_CAP_IPC_LOCK", 0)
+    limits = [(65536, 65536)]
+    monkeypatch.setattr(facts.resource, "getrlimit", lambda _: limits[0])
+    assert facts.cards() == {"mlx5_0:1": 50e9}
+    [(what, todo, level)] = facts.card_faults(facts.cards())
+    assert what == "64 KiB of memory may be locked; InfiniBand (mlx5_0:1) locks more"
+    assert "ulimit -l unlimited" in todo and level == "wrong"
+    limits[0] = (facts.resource.RLIM_INFINITY, facts.resource.RLIM_INFINITY)
+    assert facts.card_faults(facts.cards()) == []
+    (card / "uverbs0").unlink()
+    [(what, _, level)] = facts.card_faults(facts.cards())
+    assert what.endswith("is not: NCCL takes Socket") and level == "note"
+    assert facts.card_faults({}) == []
+
+
+def test_a_run_folder_without_locks_is_noted(monkeypatch, tmp_path: Path):
+    assert facts.unwritable(str(tmp_path)) == []
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(facts.fcntl, "flock", flock)
+    [(what, todo, level)] = facts.unwritable(str(tmp_path))
+    assert what == f"the file system of {tmp_path} has no locks (flock: Function not implemented)"
+    assert "-o flock" in todo and level == "note"
 
 
 @pytest.mark.parametrize("count", [2, 7, 16, 33, 1000])

@@ -39,6 +39,9 @@ class Job:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
+    def has_begun(self) -> bool:
+        return self._log.exists()
+
     def facts(self) -> dict[str, str]:
         return self._slurm.job(self.number)
 
@@ -127,12 +130,12 @@ def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
     """task/affinity gave each a core of its own; ranks that mpirun starts share those of the job."""
     show = "import os; host, cores = os.uname().nodename, sorted(os.sched_getaffinity(0)); e = "
     show += 'os.environ.get; os.write(1, f\'on {host} {cores} {e("OMPI_MCA_btl_tcp_if_include")} '
-    show += '{e("NCCL_SOCKET_IFNAME")}\\n\'.encode())'
+    show += '{e("OMPI_MCA_pml")} {e("OMPI_MCA_btl")}\\n\'.encode())'
     sbatch = "--exclusive --ntasks-per-node=2 --cpus-per-task=1"
     command = (SBATCH, sys.executable, "-c", show)
     job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,INTERFACE=eth0,{launch}")
     assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
-    assert job.log().count("eth0 eth0") == 4, job.log()
+    assert job.log().count("eth0 ob1 ^openib\n") == 4, job.log()
     found = sorted(re.findall(r"on (node\d) (\[[\d, ]*\])", job.log()))
     each = ["[0]", "[1]"] if launch == "LAUNCH=srun" else ["[0, 1]", "[0, 1]"]
     assert found == [(node, cores) for node in ("node1", "node2") for cores in each], job.log()
@@ -166,6 +169,27 @@ def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
     assert job.end() == ("FAILED", "75:0", "1"), job.log()
     assert "it was started again 1 times" in job.log()
     assert not [host.name for host in hosts if STAND_IN[1] in host.sh("ps ax")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("USR1", "no step was made in this start|its time limit is near .*: back into the queue"),
+        ("TERM", "stopped by someone"),
+    ],
+)
+def test_a_signal_in_the_first_second_says_what_follows(
+    slurm: Slurm, tmp_path: Path, name: str, words: str
+):
+    """Before the script, the supervisor, srun or the ranks can hear it."""
+    job = stand_in(slurm, tmp_path, "--steps=999")
+    job.wait_for(job.has_begun)
+    slurm("scancel", "--batch", f"--signal={name}", job.number)
+    job.wait_for(lambda: re.search(words, job.log()))
+    if "back into the queue" in job.log():
+        job.wait_for(lambda: job.state() == "PENDING")  # a cancel before that would be undone
+    slurm("scancel", job.number)
+    job.end()
 
 
 def test_a_preempted_job_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path):

@@ -1,6 +1,10 @@
 """A used folder: what lies ahead of where a run begins is set aside, never mixed; by one rank."""
 
+import errno
+import fcntl
 import json
+import os
+import threading
 from collections import Counter
 
 import numpy as np
@@ -11,7 +15,7 @@ from small_checkpoints import ALONE, of_step
 
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
-from hvdkit.checkpoint import files, run_folder, writing
+from hvdkit.checkpoint import files, lease, run_folder, writing
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.data.place import Place
 from hvdkit.settings import Settings, project
@@ -142,6 +146,34 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     assert {p.name for p in run_dir.iterdir()} == expected
     written = settings_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
     assert written == config
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_disk_without_locks_is_in_use_while_its_lease_is_renewed(tmp_path, monkeypatch, is_used):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(lease, "_BEAT", 0.1)
+    monkeypatch.setattr(lease, "_FENCING", 0.0)
+    (tmp_path / ".lease").write_text('{"job": "another", "host": "node9"}')
+    ended = threading.Event()
+
+    def renew():
+        while is_used and not ended.wait(0.02):
+            os.utime(tmp_path / ".lease")
+
+    other = threading.Thread(target=renew)
+    other.start()
+    try:
+        if is_used:
+            with pytest.raises(NotNow, match="is in use by another run, on node9"):
+                lease.take(tmp_path)
+        else:
+            lease.take(tmp_path)
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_a_copy_keeps_modes_and_leaves_out_links(tmp_path):

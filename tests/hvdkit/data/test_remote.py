@@ -1,5 +1,6 @@
 """Packed sets on a real HTTP server, and one of S3's protocol."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -136,6 +137,17 @@ def test_a_suspended_run_that_fetches_is_not_waited_for_for_ever(server, monkeyp
         fault = source.fetch(np.array([5]))[1][0]
     assert "Device or resource busy" in fault and passes(fault)
     assert source.fetch(np.array([5]))[1] == [""]
+
+
+def test_a_cache_without_locks_is_refused(server, monkeypatch, tmp_path):
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(
+        ValueError, match=r"--cache_dir=.*no locks .flock: Function not implemented"
+    ):
+        Records(server.url, "train")
 
 
 def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):

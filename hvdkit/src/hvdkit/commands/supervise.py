@@ -45,6 +45,7 @@ RULES = (  # exit codes, what they mean, what follows
 # How srun names the first rank that ends; it then kills the others, and returns 137.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
+_AGAIN = 5.0  # seconds between two signals to a run that has not made a step
 _PR_SET_PDEATHSIG = 1
 # For preexec_fn. A command that is killed itself leaves no run that nobody watches.
 end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -207,9 +208,15 @@ class Supervisor:
         threading.Thread(target=self._see, args=(child,), daemon=True).start()
         if self._told:  # before there was one to tell
             self._pass_on()
+        passed = time.monotonic()
         asked, every = time.monotonic(), self._options.rejoin
         while (code := child.poll()) is None:
             time.sleep(0.05)
+            # srun loses what comes before it has started the ranks.
+            early = self._told and self._options.stop_ends and self._seen <= self._newest
+            if early and time.monotonic() - passed >= _AGAIN:
+                self._pass_on()
+                passed = time.monotonic()
             if every and time.monotonic() - asked >= every:
                 self._rejoin()
                 asked = time.monotonic()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hvdkit import whole_files
 from hvdkit.data.source import Source
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
@@ -129,6 +130,13 @@ class Cache:
             self._own.mkdir(mode=0o700, exist_ok=True)
             # Another user who may open a file here may also lock it.
             self._own.chmod(0o700)
+            with contextlib.suppress(BlockingIOError):  # another has it
+                whole_files.lock(self._all / ".lock").close()
+        except whole_files.NoLocks as error:
+            raise ValueError(
+                f"--cache_dir={self._all}: its file system has no locks (flock: {error.strerror}), "
+                "by which ranks share it: name a folder on a disk of this host"
+            ) from None
         except PermissionError as error:
             raise ValueError(
                 f"--cache_dir={self._all}: {error.strerror}: {error.filename} is another user's? "
