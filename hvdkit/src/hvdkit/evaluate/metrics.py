@@ -53,10 +53,14 @@ class Sums:
             texts = {name: list(map(str, parts)) for name, parts in self._fractions.items()}
             everyone = self._world.gather_objects(texts, "metrics.exact")
             for name in texts:
-                total = totals[name].reshape([-1])  # a view
-                for place, parts in enumerate(zip(*(theirs[name] for theirs in everyone))):
-                    if math.isfinite(total[place]):  # NaN and infinity stay, in any order
-                        total[place] = sum(map(Fraction, parts))
+                rounded = totals[name]
+                columns = zip(*(theirs[name] for theirs in everyone))
+                exact = []
+                for total, parts in zip(np.ravel(rounded).tolist(), columns):
+                    if math.isfinite(total):  # NaN and infinity stay, in any order
+                        total = float(sum(map(Fraction, parts)))
+                    exact.append(total)
+                totals[name] = np.reshape(exact, rounded.shape).astype(rounded.dtype)
         return totals
 
 
