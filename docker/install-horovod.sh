@@ -111,7 +111,8 @@ make_lock() {
 fill_wheelhouse() {
     mpi=wheel export_lock --extra dev --no-emit-package horovod >"$work/requirements.txt"
     "$pip" download --require-hashes --only-binary :all: -d "$wheels" -r "$work/requirements.txt"
-    "$pip" download --require-hashes --no-deps --no-binary horovod -d "$wheels" -r <(pins horovod)
+    "$pip" install --require-hashes -r <(pins setuptools) # runs Horovod's setup.py, for its metadata
+    "$pip" download --require-hashes --no-deps --no-build-isolation --no-binary horovod -d "$wheels" -r <(pins horovod)
 }
 
 # All that an environment depends on besides its place.

@@ -13,25 +13,30 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import readers
+import tensorflow as tf
 from hosts import NOBODY, PYTHON, require
 from PIL import Image
+from pyarrow import parquet
 from refusals import refused
 from small_checkpoints import ALONE, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import run_folder, writing
-from hvdkit.commands import predict
-from hvdkit.data import pack, remote
+from hvdkit.commands import examples, predict, start_listed
+from hvdkit.data import check, pack, remote, source
 from hvdkit.data.place import Place
 from hvdkit.data.readers import pictures, records
+from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.sampler import Sampler
 from hvdkit.evaluate import metrics
 from hvdkit.observe import compare, report
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.settings import Settings
+from hvdkit.train.inputs import Inputs
 
 SECRET = "the victim's own, 5073"
 RECORDS = ("config.cfg", "metrics.jsonl", "starts.jsonl", "summary.json", "confusion.csv",
@@ -242,7 +247,7 @@ def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
     (tmp_path / "images/x.png").write_bytes(scans.getvalue() + b"\xff\xda" * 100)
     refused(lambda: predict.load(tmp_path / "images/x.png"), "more than 100 scans")
     os.mkfifo(tmp_path / "pipe")
-    refused(lambda: predict.load(tmp_path / "pipe"), "pipe", "no regular file")
+    refused(lambda: predict.load(tmp_path / "pipe"), "pipe", "no regular file", kind=OSError)
     monkeypatch.setattr(pictures, "most_pixels", 100)
     readers.explained(records.Records(tmp_path / "packed", "train"), 0, "sample 0", "16 x 12")
 
@@ -261,3 +266,61 @@ def test_records_that_lie_about_lengths_and_names_are_refused(tmp_path: Path):
         odd, place = written | {"shards": [shard | odd]}, np.array([(*claimed, crc)], records.PLACE)
         records.write_meta(folder, odd, place)
         refused(lambda: records.Records(folder.parent, "train"), folder, "shard")
+
+
+def test_pictures_that_have_no_end_or_are_no_files_are_named_and_not_read(
+    tmp_path: Path, capsys, monkeypatch
+):
+    readers.write_classes(tmp_path)
+    (folder, *_) = sorted(path for path in (tmp_path / "train").iterdir() if path.is_dir())
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**40)
+    ends = {"~zero": "/dev/zero", "~pipe": tmp_path / "pipe", "~large": tmp_path / "large"}
+    ends |= {"~dead": tmp_path / "none", "~folder": tmp_path}  # after the others
+
+    def checked() -> str:
+        with little_memory():
+            assert check.main(["check", f"--data_dir={tmp_path}", "--split=train"]) == 1
+        return capsys.readouterr().out
+
+    for name, end in ends.items():
+        (folder / f"{name}.png").symlink_to(end)
+        refused(lambda name=name: predict.load(folder / f"{name}.png"), name, kind=OSError)
+    # Also a run looks at some files before it reads.
+    refused(lambda: ClassFolders(tmp_path, "train"), f"{folder}/~dead.png: No such file")
+    assert f"{folder}/~dead.png: No such file" in checked()
+    monkeypatch.setattr(source, "_LOOKED_AT", 1)
+    printed = checked()
+    for name in ("~zero", "~pipe", "~folder"):
+        assert f"{folder}/{name}.png leads to what is no regular file; remove it" in printed
+    assert f"{folder}/~large.png has 1,099,511,627,776 bytes, more than 1,073,741,824" in printed
+    assert f"{folder}/~dead.png: No such file" in printed and "5 fault(s)" in printed, printed
+    for name, make in (("x.jpg", os.mkdir), ("y.jpg", os.mkfifo)):
+        make(folder / name)
+        assert f"{folder}/{name} is a folder or no regular file" in checked()
+        (folder / name).rename(tmp_path / name)
+
+
+def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(tmp_path: Path, monkeypatch):
+    """A table with 4 KB of text that every row has, and zeros, which compress to a thousandth."""
+    for module in (start_listed, examples):
+        assert module._MORE_BYTES == 2**30  # in a test a smaller one
+        monkeypatch.setattr(module, "_MORE_BYTES", 2**24)
+    text = pyarrow.array(["x" * 2**12], pyarrow.string())
+    rows = pyarrow.DictionaryArray.from_arrays(np.zeros(2**17, np.int32), text)
+    parquet.write_table(pyarrow.table({"file": rows, "label": rows}), tmp_path / "of.parquet")
+    np.savez_compressed(tmp_path / "x.npz", age=np.zeros(2**22))
+    assert all(path.stat().st_size < 2**18 for path in tmp_path.iterdir())
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    inputs = Inputs(tf.TensorSpec([None], tf.float64), ["age"])
+
+    def table(name: str) -> list:
+        return start_listed.understood(tmp_path / name, "", tmp_path)
+
+    with little_memory():  # 1 GB of text
+        refused(lambda: table("of.parquet"), "of.parquet", "its values need more than 16,9")
+    refused(lambda: examples.read(tmp_path / "x.npz", inputs), "x.npz", "parts claim 33,554,")
+    for name in ("pipe.csv", "zero.csv"):
+        refused(lambda name=name: table(name), name, "it is no regular file")

@@ -46,6 +46,20 @@ def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
         server.shutdown()
 
 
+def test_all_that_set_up_installs_or_builds_with_has_a_hash():
+    """But for hvdkit, which is there, and the wheel of Horovod, which set-up has built."""
+    scripts = [*ROOT.glob("docker/*.sh"), *ROOT.glob("docker/setup/*.sh")]
+    text = "\n".join(script.read_text() for script in scripts).replace("\\\n", " ")
+    calls = re.findall(r'"\$(?:pip|uv)" .*\b(?:install|download|wheel) .*', text)
+    assert len(calls) == 8
+    for call in calls:
+        is_local = '"$engine"' in call or "--offline" in call
+        assert is_local or "--require-hashes" in call, call
+        # Of source code pip would fetch the newest setuptools, unless it is told not to.
+        builds = "--no-binary" in call or '"$engine"' in call
+        assert not builds or "--no-build-isolation" in call, call
+
+
 def test_a_forks_ci_looks_for_known_weaknesses_every_week():
     workflow = yaml.safe_load((ROOT / "template/.github/workflows/ci.yml").read_text())
     triggers = workflow[True]  # YAML 1.1 reads `on` as a truth value

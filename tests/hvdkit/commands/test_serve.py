@@ -1,9 +1,13 @@
 """hvdkit serve: what it answers to uploads that are not a picture's bytes, and to many at once."""
 
+import base64
+import hashlib
 import http.client
 import json
+import re
 import socket
 import threading
+import urllib.request
 
 import pytest
 
@@ -55,6 +59,20 @@ def sent(port, *lines, body=b"") -> tuple[int, dict]:
         reply = http.client.HTTPResponse(connection)
         reply.begin()
         return reply.status, json.loads(reply.read())
+
+
+def test_the_page_allows_its_own_script_alone(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/word", timeout=60) as reply:
+        page, headers = reply.read().decode(), reply.headers
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1]
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
+    # It sends the picture to its own address, shows it, and colours its classes.
+    assert rules["connect-src"] == "'self'" and rules["img-src"] == "data: blob:"
+    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script>")
+    assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
 
 
 def test_sixty_connections_at_once_wait_and_are_answered(server, request):

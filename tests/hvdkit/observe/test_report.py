@@ -59,6 +59,9 @@ def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
         assert text in shown, text
     assert {"training", "validation"} <= {*found.text}  # both losses, in one plot
     assert all(link.startswith(("data:", "#")) for link in found.links), found.links
+    page = (trained / "report.html").read_text()
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:;" in page
+    assert "<script" not in page and "script-src" not in page
     assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
 
 

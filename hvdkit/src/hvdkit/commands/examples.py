@@ -28,6 +28,7 @@ KINDS = {"object": "S", "bfloat16": "f4"}  # what NumPy's files cannot hold, as 
 SUFFIXES = (".npz", ".jsonl")
 LINES, ARRAYS = "predictions.jsonl", "predictions.npz"
 _UNKNOWN_SIZE = 16  # of noise, where an input may have any size
+_MORE_BYTES = 2**30  # in a compressed file's arrays than in the file
 _TRIED = 2  # examples that a model is tried with
 
 # Of each input, an array [...] an example; an array [examples, ...] is one too.
@@ -53,6 +54,7 @@ def count(columns: Columns) -> int:
 def _of_arrays(file: Path, inputs: Inputs) -> Columns:
     try:
         with open(file, "rb") as opened, np.load(opened, allow_pickle=False) as archive:
+            files.check_zip(archive.zip, opened, more=_MORE_BYTES)
             arrays = {name: archive[name] for name in archive.files}
     except OSError:
         raise

@@ -44,7 +44,8 @@ _BODY = """
 <p id="fault" role="alert" class="bad"></p>
 <div id="shown"></div>
 <table id="rows"></table>
-<script>
+"""
+_SCRIPT = """
 const [file, fault, shown, rows] = ["file", "fault", "shown", "rows"].map(
   name => document.getElementById(name))
 let newest
@@ -69,7 +70,6 @@ file.onchange = async () => {
     }
   } catch (error) { if (chosen === newest) fault.textContent = String(error) }
 }
-</script>
 """
 
 
@@ -231,6 +231,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("Referrer-Policy", "no-referrer")  # the address is a secret
+        # The page's own policy stands in it; a page cannot say who may frame it.
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
         self.end_headers()
         self.wfile.write(body)
 
@@ -240,7 +242,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 def handler(answer: Answer, word: str, title: str) -> type[Handler]:
     """A server's, of one address."""
-    page = pages.page(title, [_BODY.replace("MOST_BYTES", str(_MOST_BYTES))], by="serve")
+    script = _SCRIPT.replace("MOST_BYTES", str(_MOST_BYTES))
+    page = pages.page(title, [_BODY], by="serve", script=script)
     own = {"answer": staticmethod(answer), "word": word, "page": page}
     return type("OneAddress", (Handler,), own)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+from hvdkit import whole_files
 from hvdkit.data import layout, spelling
 from hvdkit.data.arrangement import Item
 from hvdkit.data.readers import listing
@@ -32,6 +33,9 @@ _ARRAYS = (
     "holds arrays, and start is for pictures in files: copy tasks/blank.py to a task of your own, "
     'whose `sources` return Arrays(image=np.load("FILE.npy", mmap_mode="r"), label=...)'
 )
+_MOST_BYTES = 2**30  # of a table of text
+_MORE_BYTES = 2**30  # in the values of a Parquet file than in the file
+_ROWS, _BYTES_A_VALUE = 64, 64  # at a time; in Python, besides its text
 _ENDINGS = IMAGE_SUFFIXES + OTHER_SUFFIXES
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 _FORMATS = {"PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp"}
@@ -88,7 +92,8 @@ def understood(path: Path, label: str, links: Path) -> list[Item]:
 
 
 def _csv(path: Path) -> Table:
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    opened = whole_files.opened(path, most=_MOST_BYTES, links=True)
+    with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         file.seek(0)
         between = max(",;\t|", key=first.count)
@@ -120,18 +125,50 @@ def _parquet(path: Path) -> Table:
         raise ValueError(f"{path}: pip install pyarrow, which reads Parquet") from None
 
     try:
-        read = parquet.read_table(path)
+        with whole_files.opened(path, links=True) as opened:
+            file = parquet.ParquetFile(opened)
+            schema = file.schema_arrow
+            _check_names(path, schema.names)
+            metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
+            features = json.loads(metadata).get("info", {}).get("features", {})
+            columns = _columns(file, os.fstat(opened.fileno()).st_size + _MORE_BYTES)
     except lib.ArrowException as error:
         raise OSError(error) from None
-    _check_names(path, read.column_names)
-    metadata = (read.schema.metadata or {}).get(b"huggingface", b"{}")
-    features = json.loads(metadata).get("info", {}).get("features", {})
     table = {}
-    for name in read.column_names:
+    for name in schema.names:
         known = features.get(name, {})
         classes = known.get("names") if isinstance(known, dict) else None  # of datasets' ClassLabel
-        table[name] = [_value(value, classes) for value in read[name].to_pylist()]
+        table[name] = [_value(value, classes) for value in columns[name]]
     return table
+
+
+def _columns(file: Any, most: int) -> Table:
+    """The values of a Parquet file's columns; OSError where they need more bytes than `most`."""
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+    needed = sum(group.total_byte_size for group in groups)
+    columns: Table = {name: [] for name in file.schema_arrow.names}
+    # A value that is stored once may be in every row, so rows are read a few at a time.
+    batches = file.iter_batches(_ROWS) if needed <= most else ()
+    read = 0
+    for batch in batches:
+        for column, part in zip(columns.values(), batch.columns, strict=True):
+            values = part.to_pylist()
+            read += sum(map(_bytes_of, values))
+            column += values
+        needed = max(needed, read)
+        if needed > most:
+            break
+    if needed > most:
+        raise OSError(f"its values need more than {most:,} bytes, so it is not read: split it")
+    return columns
+
+
+def _bytes_of(value: Any) -> int:
+    """In Python's memory, about."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return _BYTES_A_VALUE + sum(map(_bytes_of, parts))
+    return _BYTES_A_VALUE + (len(value) if isinstance(value, str | bytes) else 0)
 
 
 def _value(value: Any, classes: list[str] | None) -> str | bytes:

@@ -5,6 +5,7 @@ then come sizes, how often each class occurs, and --class_weights that balance t
 code 0: all is well; 1: faults found; 2: wrong flags.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from hvdkit.data.classes import numbered, relabelled, without_foreground
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, kind_of, reader_of
-from hvdkit.data.readers import pictures, records
+from hvdkit.data.readers import listing, pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source
 from hvdkit.settings import of_project, typed
@@ -143,9 +144,19 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
             label = tf.where(label == IGNORE, tf.zeros_like(label), label)
         return tf.reduce_min(label), tf.reduce_max(label), values, size, label_size
 
+    # A list of pictures, or of pictures and then their labels.
+    names = source.files() if hasattr(source, "files") else ()
+    files = [source.root / os.fsdecode(name) for name in names]
+    faults = listing.unreadable(files, pictures.MOST_BYTES)
+    unread = {place % len(source): why for place, why in faults.items()}
+    indices = np.array([n for n in range(len(source)) if n not in unread], np.int64)
     # After a sample fails, the iterator continues with the next one.
-    samples = iter(tf.data.Dataset.range(len(source)).map(look, tf.data.AUTOTUNE).prefetch(64))
+    samples = tf.data.Dataset.from_tensor_slices(indices).map(look, tf.data.AUTOTUNE)
+    samples = iter(samples.prefetch(64))
     for index in range(len(source)):
+        if index in unread:
+            yield unread[index]
+            continue
         try:
             low, high, values, *sizes = (part.numpy() for part in next(samples))
             yield _Sample(int(low), int(high), values, *(tuple(size.tolist()) for size in sizes))

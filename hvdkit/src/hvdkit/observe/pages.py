@@ -4,6 +4,7 @@ Plots have the page's text colour, for light and dark mode.
 """
 
 import base64
+import hashlib
 import html
 import io
 import itertools
@@ -77,11 +78,27 @@ pre { overflow-x: auto; background: var(--card); padding: 0.8rem; border-radius:
 """
 
 
-def page(title: str, parts: Sequence[str], *, by: str) -> str:
-    """The whole file; `parts` are HTML, the title is text; `by`: the command that writes it."""
+def policy(script: str = "") -> str:
+    """A Content-Security-Policy: nothing is fetched, and no code runs but this script."""
+    rules = ["default-src 'none'", "style-src 'unsafe-inline'", "img-src data: blob:"]
+    rules += ["base-uri 'none'", "form-action 'none'"]
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        rules += [f"script-src 'sha256-{digest}'", "connect-src 'self'"]
+    return "; ".join(rules)
+
+
+def page(title: str, parts: Sequence[str], *, by: str, script: str = "") -> str:
+    """The whole file; `parts` are HTML, the title is text; `by`: the command that writes it.
+
+    A script comes last.
+    """
+    if script:
+        parts = [*parts, f"<script>{script}</script>"]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"{sign(by)}\n"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(script)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<link rel="icon" href="data:,">\n<title>{escaped(title)}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{escaped(title)}</h1>\n"

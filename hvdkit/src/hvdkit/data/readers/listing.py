@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import stat
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -152,15 +153,36 @@ def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
     return shared_listing.found(("sizes", key), lambda: _ask(files()), compare)
 
 
-def _ask(paths: Sequence[Path]) -> np.ndarray:
-    def size(path: Path) -> int:
+def unreadable(paths: Sequence[Path], most: int) -> dict[int, str]:
+    """What is wrong with files that are not to be read, by their place: as in `sizes`, or they have
+    more bytes than `most`."""
+
+    def fault(path: Path) -> str:
         try:
-            return os.path.getsize(path)
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
+            size = _size(path)
+        except ValueError as error:
+            return str(error)
+        much = f"{path} has {size:,} bytes, more than {most:,}; remove it"
+        return much if size > most else ""
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return np.fromiter(pool.map(size, paths), np.int64, len(paths))
+        return {place: why for place, why in enumerate(pool.map(fault, paths)) if why}
+
+
+def _ask(paths: Sequence[Path]) -> np.ndarray:
+    with ThreadPoolExecutor(THREADS) as pool:
+        return np.fromiter(pool.map(_size, paths), np.int64, len(paths))
+
+
+def _size(path: Path) -> int:
+    """In bytes; ValueError where a link leads nowhere, or to what has no end, as a device."""
+    try:
+        about = path.stat()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
+    if not stat.S_ISREG(about.st_mode):
+        raise ValueError(f"{path} leads to what is no regular file; remove it")
+    return about.st_size
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:

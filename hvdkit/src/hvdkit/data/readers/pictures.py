@@ -23,7 +23,7 @@ OTHER_SUFFIXES = (".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jx
 OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_SCANS = 100  # of a JPEG: each is decoded over the whole picture
-_MOST_BYTES = 2**30
+MOST_BYTES = 2**30  # of a file
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
 _MOVES = 2  # in a WebP's byte 20, after VP8X: it is an animation
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
@@ -212,7 +212,7 @@ def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> 
 def check_decodes(path: Path) -> None:
     """Decodes a picture with Pillow; ValueError names the file and what is wrong."""
     try:
-        data = whole_files.read(path, _MOST_BYTES, links=True)
+        data = whole_files.read(path, MOST_BYTES, links=True)
         if not (fault := refused(data)):
             Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")).load()
     except Image.UnidentifiedImageError:
