@@ -165,14 +165,22 @@ def test_a_time_limit_between_two_starts_of_a_run_without_a_step_is_no_reason_to
         assert "no step was made in this start" in job.stderr.read() and job.wait(20) == 1
 
 
-def test_a_signal_that_the_launcher_loses_is_sent_again():
-    """As srun loses one that comes before it has started the ranks."""
-    deaf = 'trap "" USR1; echo deaf; sleep 3; trap "exit 75" USR1; while :; do sleep 0.1; done'
-    words = [*SUPERVISE, "--stop-ends", "--", "bash", "-c", deaf]
+@pytest.mark.parametrize(
+    ("number", "made", "code"), [(signal.SIGUSR1, "", 1), (signal.SIGTERM, "step-00000003", 75)]
+)
+def test_a_signal_that_the_launcher_loses_is_sent_again(
+    tmp_path: Path, number: int, made: str, code: int
+):
+    """As srun loses one that comes before it has started the ranks, which then make steps."""
+    deaf = f'trap "" USR1; echo deaf; sleep 3; mkdir -p {tmp_path}/checkpoints/{made}\n'
+    deaf += 'trap "exit 75" USR1; while :; do sleep 0.1; done'
+    words = [*SUPERVISE, "--stop-ends", "--run-dir", tmp_path, "--", "bash", "-c", deaf]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "deaf\n"
-        job.send_signal(signal.SIGUSR1)
-        assert "no step was made in this start" in job.stderr.read() and job.wait(20) == 1
+        job.send_signal(number)
+        said = job.stderr.read()
+        assert job.wait(20) == code
+        assert ("no step was made in this start" in said) == (code == 1)
 
 
 def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():

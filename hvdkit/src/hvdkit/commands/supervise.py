@@ -46,6 +46,7 @@ RULES = (  # exit codes, what they mean, what follows
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _ENDED = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)")
 _AGAIN = 5.0  # seconds between two signals to a run that has not made a step
+_STARTING = 120.0  # seconds in which srun starts ranks
 _PR_SET_PDEATHSIG = 1
 # For preexec_fn. A command that is killed itself leaves no run that nobody watches.
 end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -131,6 +132,8 @@ class Supervisor:
         self._newest = self._first = newest_step(self._folder) if self._folder else 0
         self._seen = self._newest  # while a start runs: its disk may be gone when it has ended
         self._restarts = self._crashes = self._tries = 0  # since the newest step
+        self._begun = self._passed = 0.0  # the newest start, the last signal to it
+        self._may_be_lost = False
         self._reached = 0  # the step at which the last start without a new one ended
         self._ended = self._since = time.monotonic()  # the last end, the newest step
         self._hosts = Hosts(options.hosts_from, options.max_np, command)
@@ -195,6 +198,7 @@ class Supervisor:
     def _start(self) -> int:
         """One start of the command; its exit code, as a shell has it."""
         self._starting, self._died = True, None
+        self._begun = time.monotonic()
         try:
             how = {"stderr": subprocess.PIPE, "preexec_fn": end_with_parent}
             self._child = child = subprocess.Popen(self._command, **how)
@@ -208,15 +212,11 @@ class Supervisor:
         threading.Thread(target=self._see, args=(child,), daemon=True).start()
         if self._told:  # before there was one to tell
             self._pass_on()
-        passed = time.monotonic()
         asked, every = time.monotonic(), self._options.rejoin
         while (code := child.poll()) is None:
             time.sleep(0.05)
-            # srun loses what comes before it has started the ranks.
-            early = self._told and self._options.stop_ends and self._seen <= self._newest
-            if early and time.monotonic() - passed >= _AGAIN:
+            if self._may_be_lost and time.monotonic() - self._passed >= _AGAIN:
                 self._pass_on()
-                passed = time.monotonic()
             if every and time.monotonic() - asked >= every:
                 self._rejoin()
                 asked = time.monotonic()
@@ -251,6 +251,10 @@ class Supervisor:
 
     def _pass_on(self) -> None:
         """SIGTERM would make srun kill the ranks."""
+        self._passed = time.monotonic()
+        # srun loses what comes before it has started them, so that is sent again.
+        early = self._passed - self._begun < _STARTING and self._seen <= self._newest
+        self._may_be_lost = self._options.stop_ends and early
         usr1 = self._options.stop_ends or self._told == signal.SIGUSR1
         tell(self._child, signal.SIGUSR1 if usr1 else signal.SIGTERM)
 
