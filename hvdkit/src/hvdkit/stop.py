@@ -4,7 +4,12 @@ import errno
 import os
 
 # Exit codes of a run; 1 is also what Python gives an uncaught exception.
-DONE, BUG, WRONG_USE, DIVERGED, PREEMPTED, NOT_NOW = 0, 1, 2, 3, 75, 76
+DONE = 0
+BUG = 1
+WRONG_USE = 2
+DIVERGED = 3
+PREEMPTED = 75
+NOT_NOW = 76
 _PASSING = (
     *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOSPC, errno.EDQUOT, errno.EBUSY),
     *(errno.EAGAIN, errno.ENODEV, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET),
@@ -25,7 +30,8 @@ class GoBack(Exception):
 
     def __init__(self, path: str, last: int) -> None:
         super().__init__(path, last)
-        self.path, self.last = path, last
+        self.path = path
+        self.last = last
 
 
 class NotNow(OSError):

@@ -238,7 +238,8 @@ class Checkpoints:
         newest, passed_over = files.newest_sound(folder)
         for why in passed_over:
             say(self.world, f"note: passed over: {why}")
-        if not newest and (away := [*filter(passes, passed_over)]):
+        away = list(filter(passes, passed_over))
+        if away and not newest:
             raise NotNow(f"{away[0]}: to begin anew although it is there, give --resume=never")
         if not newest and resume != "auto":
             if not Path(resume).exists():

@@ -12,9 +12,9 @@ import re
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import h5py
 import keras
@@ -71,8 +71,7 @@ def entries(file: h5py.File) -> dict[str, Entry]:
     name that a person gave stays. Functional and sequential models do not appear in names. Of
     variables that share a name the second gets " #2".
     """
-    found: dict[str, Entry] = {}
-    seen: Counter[str] = Counter()
+    found: list[tuple[str, Entry]] = []
 
     def visit(group: h5py.Group, prefix: str, counts: Counter[str]) -> None:
         for part, child in _children(group):
@@ -82,13 +81,21 @@ def entries(file: h5py.File) -> dict[str, Entry]:
                 continue
             inner = f"{prefix}{_renumbered(name, part, counts)}/"
             for number in sorted(map(int, child["vars"])):
-                full = f"{inner}{number}"
-                seen[full] += 1
-                unique = full if seen[full] == 1 else f"{full} #{seen[full]}"
-                found[unique] = Entry(name, number, child["vars"][str(number)])
+                entry = Entry(name, number, child["vars"][str(number)])
+                found.append((f"{inner}{number}", entry))
             visit(child, inner, Counter())
 
     visit(file, "", Counter())
+    return unique(found)
+
+
+def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """By name; of things that share one, the second gets " #2"."""
+    seen: Counter[str] = Counter()
+    found = {}
+    for name, value in pairs:
+        seen[name] += 1
+        found[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
     return found
 
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from hvdkit.ranks.world import raw
-from hvdkit.train.state import Variable, lora_of
+from hvdkit.train.state import Variable, lora_factors
 
 _NUMERALS = "fV"  # kinds of types that can be merged: NumPy's floats, and bfloat16
 
@@ -34,12 +34,8 @@ def names_of(first: str) -> Names:
 def scales_of(model: keras.Model, named: Mapping[str, Variable]) -> dict[str, float]:
     """Scales of the model's products, by the name of their first factor in `named`."""
     names = {id(raw(variable)): name for name, variable in named.items()}
-    found = {}
-    for layer in model._flatten_layers():
-        if lora := lora_of(layer):
-            first, scale = lora
-            found[names[id(raw(first))]] = scale
-    return found
+    factors = lora_factors(model._flatten_layers())
+    return {names[id(raw(first))]: scale for _, first, scale in factors}
 
 
 def merged(

@@ -1,8 +1,7 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import keras
@@ -99,7 +98,7 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
             )
         return _load_keras_file(model, path, skip)
     there, scales = _read(path, averages)
-    named = _unique(zip(names_of_model(model), model.variables))
+    named = keras_weights.unique(zip(names_of_model(model), model.variables))
     weights = {id(v) for v in model.weights}
     variables = {name: v for name, v in named.items() if id(v) in weights}
     own = lora.scales_of(model, named)
@@ -257,7 +256,7 @@ def _without_places(state: Mapping[str, np.ndarray], kind: str) -> dict[str, np.
         if match := re.fullmatch(rf"{kind}/(\d+)/(.+)", name):
             found.append((int(match[1]), match[2], value))
     found.sort(key=lambda one: one[0])
-    return _unique((name, value) for _, name, value in found)
+    return keras_weights.unique((name, value) for _, name, value in found)
 
 
 def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
@@ -279,16 +278,6 @@ def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
             "folder of a run with a sound checkpoint in checkpoints/"
         )
     return best
-
-
-def _unique(pairs: Iterable[tuple[str, object]]) -> dict:
-    """By name; of variables that share one, the second gets " #2"."""
-    seen = Counter()
-    unique = {}
-    for name, value in pairs:
-        seen[name] += 1
-        unique[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
-    return unique
 
 
 def _listed(faults: dict[str, str]) -> str:

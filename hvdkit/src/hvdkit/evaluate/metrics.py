@@ -100,9 +100,9 @@ class Rows:
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> tuple[Arrays, Arrays]:
     """Zero sums and no rows of evaluator.py's `make_step`, before any batch."""
     *_, sums, rows = eval_step.get_concrete_function().structured_outputs
-    kinds = [{n: (t.shape, t.dtype.as_numpy_dtype) for n, t in x.items()} for x in (sums, rows)]
-    rows = {name: np.zeros([0, *shape[1:]], dtype) for name, (shape, dtype) in kinds[1].items()}
-    return {name: np.zeros(*like) for name, like in kinds[0].items()}, rows
+    zero = {name: np.zeros(t.shape, t.dtype.as_numpy_dtype) for name, t in sums.items()}
+    none = {n: np.zeros([0, *t.shape[1:]], t.dtype.as_numpy_dtype) for n, t in rows.items()}
+    return zero, none
 
 
 class KerasMetrics:

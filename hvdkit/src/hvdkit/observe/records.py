@@ -58,7 +58,8 @@ class Records(NamedTuple):
 
     def scored(self) -> list[Score]:
         """The evaluations with a score, in their order."""
-        metric, found = self.main_metric(), []
+        metric = self.main_metric()
+        found = []
         names = (f"eval_{metric.name}", "eval_loss", "step")
         for value, loss, step in zip(*(column(self.evaluations, name) for name in names)):
             if math.isfinite(value):
@@ -67,7 +68,8 @@ class Records(NamedTuple):
 
     def best(self) -> Score | None:
         """As the summary has it; of a run that has not ended, the best so far."""
-        value, step = self.summary.get("best_score"), self.summary.get("best_step")
+        value = self.summary.get("best_score")
+        step = self.summary.get("best_step")
         if value is not None and step is not None:
             return Score(value, step, math.nan, since=step)
         return max(self.scored(), key=self.main_metric().rank, default=None)
@@ -85,7 +87,8 @@ def read(folder: Path) -> Records:
         raise ValueError(f"{folder} does not exist")
     if not config.is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no {runs.CONFIG}")
-    steps, starts = lines(folder / "metrics.jsonl"), lines(folder / "starts.jsonl")
+    steps = lines(folder / "metrics.jsonl")
+    starts = lines(folder / "starts.jsonl")
     steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
     needed = ("time", "score", "score_mode", "from")
     starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in needed)]

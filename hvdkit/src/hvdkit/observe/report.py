@@ -30,7 +30,8 @@ _CURVES = {
     "Share of time spent waiting for data, rank 0": {"data_wait": ""},
     "A rank's own seconds a step": {f"own_seconds_{n}": n for n in ("least", "median", "most")},
 }
-_BAD_SAMPLES, _MOST_BAD = "bad_samples.jsonl", 20
+_BAD_SAMPLES = "bad_samples.jsonl"
+_MOST_BAD = 20
 _COUNTS = {
     "skipped_steps": "steps skipped because loss or gradients were not finite",
     "samples_passed_over": "samples left out after going back",
@@ -40,7 +41,8 @@ _COUNTS = {
 def write(run_dir: Path) -> Path:
     """Returns the page's path. Raises OSError or ValueError."""
     run = records.read(run_dir)
-    names, counts = [], np.zeros([0, 0], np.int64)
+    names = []
+    counts = np.zeros([0, 0], np.int64)
     if (file := run_dir / "confusion.csv").exists():
         names, counts = metrics.read_confusion(file)
         names = list(map(records.text, names))
@@ -64,7 +66,8 @@ def write(run_dir: Path) -> Path:
 def about(run: Records) -> list[tuple[str, object]]:
     """The most important facts."""
     rows: list[tuple[str, object]] = [("run", run.folder.resolve())]
-    last, total = run.last_start(), run.settings.get("num_steps", "?")
+    last = run.last_start()
+    total = run.settings.get("num_steps", "?")
     rows += [(key, last[key]) for key in ("what", "where") if last.get(key)]
     if run.starts and run.starts[0].get("from"):
         rows.append(("began from", run.starts[0]["from"]))
@@ -120,7 +123,8 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
         found.append(pages.curves(title, lines))
     if not names:
         return found
-    by_pixel, order = _is_segmentation(run), range(len(names))
+    by_pixel = _is_segmentation(run)
+    order = range(len(names))
     values = metrics.class_figures(counts)["iou" if by_pixel else "recall"]
     title = f"{'IoU' if by_pixel else 'Recall'} of each class"
     if len(names) > _MOST_BARS:
@@ -145,7 +149,8 @@ def predictions(run: Records, names: Sequence[str]) -> list[str]:
 
 def faults(run: Records) -> list[str]:
     """The newest starts, and the time lost before each."""
-    rows, first = [], max(0, len(run.starts) - _MOST_STARTS)
+    rows = []
+    first = max(0, len(run.starts) - _MOST_STARTS)
     steps, times = (np.array(column([*run.starts, *run.lines], n)) for n in ("step", "time"))
     for number, start in enumerate(run.starts[first:], start=first):
         # Records after the step that a start resumed from were dropped and made again.
@@ -159,7 +164,8 @@ def faults(run: Records) -> list[str]:
     counted = [f"{count:,} {words}" for words, count in counts.items() if count]
     lines = records.lines(run.folder / _BAD_SAMPLES)
     bad = {str(line.get("sample")): line.get("why") for line in lines}
-    counted += [f"{len(bad):,} bad training samples replaced ({_BAD_SAMPLES})"] * bool(bad)
+    if bad:
+        counted.append(f"{len(bad):,} bad training samples replaced ({_BAD_SAMPLES})")
     counted += [records.text(why) for why in [*bad.values()][:_MOST_BAD]]
     notes = "".join(f"<p>{pages.escaped(text)}</p>" for text in counted)
     return [pages.table(rows, head) if rows else "", notes]

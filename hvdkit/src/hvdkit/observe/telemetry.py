@@ -158,13 +158,15 @@ class Telemetry:
         """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""
         if not self._world.is_chief:
             return
-        names = ("sum", "norm", "nonfinite")
-        by_layer = {path: dict(zip(names, row.tolist())) for path, row in zip(layers, figures)}
-        record = {path: whole_files.without_nan(found) for path, found in by_layer.items()}
+        record = {}
+        shown = {}
+        for path, row in zip(layers, figures.tolist()):
+            found = dict(zip(("sum", "norm", "nonfinite"), row))
+            record[path] = whole_files.without_nan(found)
+            shown |= {f"gradient_{name}/{path}": value for name, value in found.items()}
         norm = float(np.linalg.norm(figures[:, 1]))
         self._append("gradients.jsonl", {"step": step, "global_norm": norm, "layers": record})
-        pairs = ((path, *pair) for path, found in by_layer.items() for pair in found.items())
-        self._show(step, {f"gradient_{name}/{path}": value for path, name, value in pairs})
+        self._show(step, shown)
 
     def evaluation(
         self, step: int, figures: Figures, *, main_metric: str, pictures: np.ndarray | None

@@ -59,8 +59,10 @@ def _check_alike(world: World, own: Mapping[str, str], what: str, way_out: str) 
     everyone, ranks = world.compare(dict(own), f"agreement.{what}")
     if ranks:
         different = join(fingerprints.differences(everyone[0], everyone[ranks[0]]), 3)
-        odd = f"the {what} of rank {join(ranks)} differ from rank 0's: {different}"
-        raise Stop(WRONG_USE, f"{odd}: {way_out}")
+        raise Stop(
+            WRONG_USE,
+            f"the {what} of rank {join(ranks)} differ from rank 0's: {different}: {way_out}",
+        )
 
 
 def fingerprint(world: World, config: Settings) -> dict[str, str]:
@@ -79,9 +81,11 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
         if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
             raise Stop(WRONG_USE, f"{what}: install the same packages on all hosts")
         if config.virtual_ranks:
-            why = f"--virtual_ranks needs ranks that compute alike, and {what}"
-            way_out = "use hosts of one kind, set up alike, or leave out --virtual_ranks"
-            raise Stop(WRONG_USE, f"{why}: {way_out}")
+            raise Stop(
+                WRONG_USE,
+                f"--virtual_ranks needs ranks that compute alike, and {what}: use hosts of one "
+                "kind, set up alike, or leave out --virtual_ranks",
+            )
         say(world, f"note: {what}")
     return fingerprints.of_all(everyone)
 
@@ -93,12 +97,15 @@ def check_code(world: World) -> None:
     everyone, odd = world.compare(dict(sorted(own.items())), "agreement.code")
     if odd:
         hosts = world.gather_objects(hostname(), "agreement.hosts")
-        first, theirs = everyone[0], everyone[odd[0]]
+        first = everyone[0]
+        theirs = everyone[odd[0]]
         names = sorted({*first, *theirs})
         different = [name for name in names if theirs.get(name) != first.get(name)]
-        what = f"{join(different, 3)} on {hosts[odd[0]]} (rank {odd[0]}) differ from rank 0's"
-        way_out = "copy the same code to all hosts, or keep it on a disk that they share"
-        raise Stop(WRONG_USE, f"{what}: {way_out}")
+        raise Stop(
+            WRONG_USE,
+            f"{join(different, 3)} on {hosts[odd[0]]} (rank {odd[0]}) differ from rank 0's: "
+            "copy the same code to all hosts, or keep it on a disk that they share",
+        )
 
 
 def check_gradients(world: World, variables: list[keras.Variable], connected: list[bool]) -> None:
@@ -130,13 +137,13 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
         where = join(sorted({hosts[rank] for rank in ranks}))
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         odd = [n for n in names if len({theirs.get(n) for theirs in everyone}) > 1]
-        what = f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({where})"
         raise Stop(
             BUG,
-            f"{what} differ from rank 0's, which checkpoints hold. Every rank must change what is "
-            "not trained in the same way, or its layer must say how the ranks' values come "
-            "together (`combines`, hvdkit/train/combine.py). Where that is so, memory or a device "
-            "may be faulty: a rerun resumes from the newest checkpoint",
+            f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({where}) differ from rank "
+            "0's, which checkpoints hold. Every rank must change what is not trained in the "
+            "same way, or its layer must say how the ranks' values come together (`combines`, "
+            "hvdkit/train/combine.py). Where that is so, memory or a device may be faulty: a "
+            "rerun resumes from the newest checkpoint",
         )
 
 
@@ -145,7 +152,8 @@ def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction
     own = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
     everyone, ranks = world.compare(own, "agreement.collectives")
     if ranks:
-        first, other = set(everyone[0]), set(everyone[ranks[0]])
+        first = set(everyone[0])
+        other = set(everyone[ranks[0]])
         raise Stop(
             BUG,
             f"the step's collectives differ: rank {join(ranks)} would run "

@@ -28,8 +28,10 @@ def choose(device: str, gpu: int, threads: int, *, must: bool = False) -> None:
         if used != (gpu >= 0):
             raise ValueError(f"TensorFlow has started with {used} GPUs: {why}") from None
         if must:
-            what = f"--cpu_threads={threads} (--virtual_ranks sets it)"
-            raise ValueError(f"{what}: TensorFlow has started without it: {why}") from None
+            raise ValueError(
+                f"--cpu_threads={threads} (--virtual_ranks sets it): TensorFlow has started "
+                f"without it: {why}"
+            ) from None
 
 
 def _choose(device: str, gpu: int, threads: int) -> None:

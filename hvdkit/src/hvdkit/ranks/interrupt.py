@@ -23,7 +23,8 @@ _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
 # mpirun sends SIGCONT, waits, sends SIGTERM, waits as long again, and kills; in seconds, the
 # longest such wait, and how long before the end a rank says that it has not saved.
-_LONGEST_WAIT, _BEFORE_THE_END = 120.0, 0.3
+_LONGEST_WAIT = 120.0
+_BEFORE_THE_END = 0.3
 
 
 class StopSignal:
@@ -109,7 +110,8 @@ class StopSignal:
             if self._is_second_press(now) and not self._in_notebook:
                 os._exit(_ENDED_BY_CTRL_C)
             self._pressed = self._pressed or now
-        first, self.number = not self.asked, self.number or number
+        first = not self.asked
+        self.number = self.number or number
         self.asked = True
         if first and self._speaks:
             self._answer(number)

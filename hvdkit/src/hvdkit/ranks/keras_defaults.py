@@ -104,5 +104,7 @@ def apply() -> None:
 
 def _say(refused: list[str]) -> None:
     if refused and launch_rank() == 0:
-        used = "runs on TensorFlow here, with channels_last, epsilon 1e-07 and --precision's types"
-        logs.say(f"note: not used: {'; '.join(refused)}: Keras {used}")
+        logs.say(
+            f"note: not used: {'; '.join(refused)}: Keras runs on TensorFlow here, with "
+            "channels_last, epsilon 1e-07 and --precision's types"
+        )

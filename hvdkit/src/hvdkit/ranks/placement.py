@@ -55,11 +55,13 @@ def granted() -> int:
 
 def gpus_of_driver(count: int) -> list[Gpu]:
     """The `count` GPUs that CUDA shows this process, in CUDA's order; numbers if it fails."""
-    found, numbers = [], [(str(number), "") for number in range(count)]
+    found = []
+    numbers = [(str(number), "") for number in range(count)]
     try:
         cuda = ctypes.CDLL("libcuda.so.1") if count else None
         for number in range(count):
-            device, address = ctypes.c_int(), ctypes.create_string_buffer(32)
+            device = ctypes.c_int()
+            address = ctypes.create_string_buffer(32)
             uuid = ctypes.create_string_buffer(16)
             failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number)
             failed = failed or cuda.cuDeviceGetPCIBusId(address, 32, device)
@@ -94,7 +96,8 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
     addresses = [one["gpus"][gpu][1] if gpu >= 0 else "" for one, gpu in zip(seen, gpus)]
     nodes = [_node_of(address) for address in addresses]
     usable = [(may & _cpus_of(node)) or may for may, node in zip(allowed, nodes)]
-    cpus, own = _share_out(usable)[rank], seen[rank]
+    cpus = _share_out(usable)[rank]
+    own = seen[rank]
     beside = sum(bool(may & allowed[rank]) for may in allowed)
     threads = len(cpus) or len(allowed[rank]) // beside
     if not cpus and len(seen) > 1 and usable[rank] < allowed[rank]:
@@ -110,7 +113,8 @@ def choose_gpus(gpus: Sequence[Sequence[Gpu]], allowed: Sequence[frozenset[int]]
     A rank that was bound (`allowed`) to one NUMA node comes first to the GPUs of that node: Slurm's
     cyclic layouts put every second rank on the other socket.
     """
-    chosen, taken = [-1] * len(gpus), set()
+    chosen = [-1] * len(gpus)
+    taken = set()
     nodes = {address: _node_of(address) for sees in gpus for _, address in sees}
     near = {node: _cpus_of(node) for node in {*nodes.values()} - {-1}}
     for near_only in (True, False):

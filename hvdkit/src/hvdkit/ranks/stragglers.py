@@ -46,7 +46,8 @@ class Pace:
 
     def __init__(self, world: World, samples: int) -> None:
         """`samples` of this rank in a step: a rank with more may take longer."""
-        self._world, self._samples = world, max(samples, 1)
+        self._world = world
+        self._samples = max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
         self._reduced: float | None = None
         self._times: list[tuple[float, float]] = []  # seconds of each step: own, whole
@@ -61,7 +62,8 @@ class Pace:
 
     def interval(self, waited: float) -> tuple[dict[str, float], str]:
         """All ranks' figures since the last call, and a note; `waited`: this one's for input."""
-        times, self._times = np.array(self._times or [(0.0, 0.0)]), []
+        times = np.array(self._times or [(0.0, 0.0)])
+        self._times = []
         if self._world.size == 1:
             return {}, ""
         own, step = np.median(times, axis=0)  # one of the steps may hold an evaluation
@@ -73,7 +75,9 @@ class Pace:
 
     def _sentence(self, found: np.ndarray) -> str:
         """Names ranks that have been slow for long enough, each once until it recovers."""
-        own, a_sample, step = found[:, 0], found[:, 2], found[0, 3]
+        own = found[:, 0]
+        a_sample = found[:, 2]
+        step = found[0, 3]
         # Also per sample: the larger of uneven shares takes longer.
         slow = (own >= SLOW * _middle(own)) & (a_sample >= SLOW * _middle(a_sample))
         slow &= own - _middle(own) > max(_SHARE * step, _LEAST)
@@ -83,8 +87,12 @@ class Pace:
             f"({found[rank, 1] * 1e3:.0f} ms of it for input)"
             for rank in np.flatnonzero(self._slow == _IN_A_ROW)
         ]
-        usual = f"the median rank {_middle(own) * 1e3:.0f} ms; all others wait"
-        return f"note: slow: {join(named, 4)} for its own part of a step, {usual}" if named else ""
+        if not named:
+            return ""
+        return (
+            f"note: slow: {join(named, 4)} for its own part of a step, the median rank "
+            f"{_middle(own) * 1e3:.0f} ms; all others wait"
+        )
 
 
 def _middle(values: Sequence[float] | np.ndarray) -> float:

@@ -61,15 +61,18 @@ class Log:
     settles = True
 
     def __init__(self, run: Run) -> None:
-        self._run, self._telemetry = run.context, run.telemetry
-        self._feed, self._pace = run.feed, run.health.pace
+        self._run = run.context
+        self._telemetry = run.telemetry
+        self._feed = run.feed
+        self._pace = run.health.pace
         self._waited = 0.0  # of the feed's seconds, those that were logged
 
     def due(self, step: int) -> bool:
         return step % self._run.config.log_every == 0
 
     def __call__(self, step: int, result: Result) -> None:
-        config, state = self._run.config, self._run.state
+        config = self._run.config
+        state = self._run.state
         figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
         figures |= {f"loss/{name}": float(value) for name, value in result.get("terms", {}).items()}
         if config.precision == "float16":
@@ -78,7 +81,8 @@ class Log:
         if "keras_loss" in result:  # what the model adds to the task's loss
             figures["keras_loss"] = float(result["keras_loss"])
         losses = health.losses(self._run.world, config.virtual_ranks, result)
-        logged, self._waited = self._waited, self._feed.waited
+        logged = self._waited
+        self._waited = self._feed.waited
         times, note = self._pace.interval(self._waited - logged)
         self._telemetry.step(
             step, figures, losses=losses, waited=self._waited - logged, times=times
@@ -103,7 +107,8 @@ class CheckDrift:
         alike = run.config.bn_sync == "full" or run.config.virtual_ranks
         apart = set() if alike else batch_norm.moving_ids(run.model)
         named = run.state.variables.items()
-        self._world, self._named = run.world, {n: v for n, v in named if id(raw(v)) not in apart}
+        self._world = run.world
+        self._named = {n: v for n, v in named if id(raw(v)) not in apart}
 
     def due(self, step: int) -> bool:
         return step % DRIFT_EVERY == 0
@@ -118,7 +123,8 @@ class CheckNumbers:
     settles = False
 
     def __init__(self, run: RunContext) -> None:
-        self._world, self._every = run.world, run.config.log_every
+        self._world = run.world
+        self._every = run.config.log_every
         self._layers = run.state.held.layers
         self._traced = self._numbers()
 
@@ -151,8 +157,10 @@ class Own:
     """An action of the task: an error in it ends all ranks with one sentence."""
 
     def __init__(self, world: World, action: Action) -> None:
-        self._world, self._action = world, action
-        self.settles, self.due = action.settles, action.due
+        self._world = world
+        self._action = action
+        self.settles = action.settles
+        self.due = action.due
         self._name = f"the task's action {type(action).__name__}"
 
     def __call__(self, step: int, result: Result) -> Ending | None:
@@ -180,8 +188,10 @@ class Save:
     settles = True
 
     def __init__(self, run: Run) -> None:
-        self._run, self._saver = run.context, run.saver
-        self._sync, self._telemetry = run.sync, run.telemetry
+        self._run = run.context
+        self._saver = run.saver
+        self._sync = run.sync
+        self._telemetry = run.telemetry
         self._place = run.sampler.place
         # A checkpoint of another folder is not in this one yet.
         self._saved_at = run.start.step if run.start.source == "own" else None
@@ -219,9 +229,12 @@ class Evaluate:
     settles = True
 
     def __init__(self, run: Run) -> None:
-        self._run, self._saver = run.context, run.saver
-        self._evaluator, self._stop_signal = run.evaluator, run.health.stop_signal
-        self._sync, self._telemetry = run.sync, run.telemetry
+        self._run = run.context
+        self._saver = run.saver
+        self._evaluator = run.evaluator
+        self._stop_signal = run.health.stop_signal
+        self._sync = run.sync
+        self._telemetry = run.telemetry
         other_step, other_measure = run.context.checkpoints.other_scores()
         if other_measure:
             say(run.world, f"note: {other_measure}")
@@ -242,7 +255,8 @@ class Evaluate:
                 found = self._evaluator.run(lambda: self._stop_signal.asked)
             if found is None:  # rerun, it evaluates this checkpoint first
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
-            self.figures, main = found.figures, self._metric.name
+            self.figures = found.figures
+            main = self._metric.name
             # The score last: what lacks it is evaluated, and logged, again.
             self._telemetry.evaluation(
                 step, self.figures, main_metric=main, pictures=found.pictures
@@ -252,7 +266,8 @@ class Evaluate:
                 self._telemetry.confusion(names, counts)
             score = self._compared(step)
             self._saver.add_score(score)
-        best, config = self.best, run.config
+        best = self.best
+        config = run.config
         if step < config.num_steps:  # a run that goes on later judges it then
             judge_plateau(run, value=score.value, step=step)
         best_step = max(best.since if best else 0, self._scored_since)
@@ -269,7 +284,9 @@ class Evaluate:
 
     def _compared(self, step: int) -> Score:
         """The score of the newest evaluation, after a look whether it is the run's best."""
-        value, loss, best = self.figures[self._metric.name], self.figures["loss"], self.best
+        value = self.figures[self._metric.name]
+        loss = self.figures["loss"]
+        best = self.best
         since = best.since if best and value == best.value else step
         score = Score(value, step, loss, since)
         is_better = best is None or self._metric.rank(score) > self._metric.rank(best)
@@ -288,7 +305,8 @@ class Evaluate:
 
     def describe_best(self) -> str:
         """Its score and step, or why there is none; empty where there was no evaluation."""
-        best, name = self.best, self._metric.name
+        best = self.best
+        name = self._metric.name
         if best:
             return f"best {name}: {best.value:.4f}, of step {best.step}"
         return scores.none_is_best(name) if self.figures else ""
@@ -296,7 +314,8 @@ class Evaluate:
 
 def evaluates_first(run: RunContext, found: Found) -> bool:
     """Whether a resumed run begins with an evaluation: one that is missing, or an ended run's."""
-    config, best = run.config, run.checkpoints.best()
+    config = run.config
+    best = run.checkpoints.best()
     if config.benchmark or not evaluation_due(config, found.step):
         return False
     if found.step == config.num_steps or run.checkpoints.score_of(found) is None:

@@ -133,8 +133,13 @@ class Benchmark:
         known = speed.peak(*devices, self._run.config.precision) if len(devices) == 1 else None
         if known is None:
             return {"a_second_a_rank": done}
-        names = ("a_second_a_rank", "peak_a_second", "peak_of", "utilization")
-        return dict(zip(names, (done, *known, done / known[0])))
+        most, kind = known
+        return {
+            "a_second_a_rank": done,
+            "peak_a_second": most,
+            "peak_of": kind,
+            "utilization": done / most,
+        }
 
 
 def reduction_alone(run: RunContext, train_step: Any) -> float | None:

@@ -76,7 +76,8 @@ def actions_of_task(context: RunContext) -> list[Action]:
 
 def actions(run: Run, others: list[Action]) -> list[Action]:
     """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
-    context, run_dir = run.context, Path(run.settings.run_dir)
+    context = run.context
+    run_dir = Path(run.settings.run_dir)
     found = [Sync(context, run.sync), CheckDrift(context), Log(run), *others]
     found.append(CheckNumbers(context))
     if run.mode == "benchmark":

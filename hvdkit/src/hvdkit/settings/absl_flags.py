@@ -71,7 +71,8 @@ def _flag(field: dataclasses.Field) -> flags.Flag:
     text = described(field)
     if fields.kind(field) == "bool":
         return flags.BooleanFlag(field.name, field.default, text)
-    parser, serializer = fields.PARSERS[fields.kind(field)], flags.ArgumentSerializer()
+    parser = fields.PARSERS[fields.kind(field)]
+    serializer = flags.ArgumentSerializer()
     return flags.Flag(parser, serializer, field.name, field.default, text)
 
 

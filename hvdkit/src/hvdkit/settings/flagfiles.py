@@ -83,8 +83,10 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
         flags.insert(0, Given("flagfile", typed.written(default, is_path=True), is_default=True))
     read: list[Path] = []
-    found = [_of_file(flag, read) if flag.name == "flagfile" else [flag] for flag in flags]
-    return [flag for part in found for flag in part]
+    found = []
+    for flag in flags:
+        found += _of_file(flag, read) if flag.name == "flagfile" else [flag]
+    return found
 
 
 def _of_file(flag: Given, read: list[Path]) -> list[Given]:
@@ -132,11 +134,10 @@ def _of_line(line: str, place: Given) -> Given:
         raise place.error(str(error)) from None
     if not match:
         raise place.error(f"{line!r} is not a flag: write --name=value, one a line")
-    value = match["value"]
-    inside = typed.unquoted(value or "")
-    if inside is not None:
-        return dataclasses.replace(place, name=match["name"], value=inside, is_quoted=True)
-    return dataclasses.replace(place, name=match["name"], value=value)
+    inside = typed.unquoted(match["value"] or "")
+    is_quoted = inside is not None
+    value = inside if is_quoted else match["value"]
+    return dataclasses.replace(place, name=match["name"], value=value, is_quoted=is_quoted)
 
 
 def _find(flag: Given) -> Path:

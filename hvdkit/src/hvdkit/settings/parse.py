@@ -4,11 +4,13 @@ Paths in flagfiles and defaults are relative to the project (the folder with tra
 folder the run is started in; paths on the command line are relative to the working folder.
 """
 
+import dataclasses
 import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hvdkit.logs import join, refuse, say
 from hvdkit.settings import absl_flags, fields, flagfiles, project, runs, typed
@@ -111,7 +113,9 @@ def _read(
     argv: Sequence[str], kind: type[Settings], past: Path | None = None
 ) -> tuple[Settings, list[Given]]:
     """Settings, and flags that are none."""
-    words, own, folder = argv[1:], fields.of(kind), project.folder()
+    words = argv[1:]
+    own = fields.of(kind)
+    folder = project.folder()
     if {"--help", "-h", "-help", "--helpshort"} & set(words):
         absl_flags.end_with_help(absl_flags.help_text(argv[0], kind))
     switches = absl_flags.beside(kind)
@@ -128,19 +132,10 @@ def _read(
     for flag in others:
         absl_flags.check(flag)
     given = [flag for flag in given if flag.name in own]
+    given += _folder_of_run(given)
     values = {name: fields.placed(f, f.default, folder) for name, f in own.items()}
     for flag in given:
-        field = own[flag.name]
-        try:
-            text = flag.path() if fields.is_path(field, flag.value) else flag.value
-            value = fields.value(field, text)
-        except ValueError as error:
-            raise flag.error(str(error)) from None
-        values[flag.name] = fields.placed(field, value, folder if flag.file else Path.cwd())
-    if found := _folder_of_run(given):
-        values["run_dir"] = fields.placed(
-            own["run_dir"], fields.value(own["run_dir"], found), folder
-        )
+        values[flag.name] = _value(flag, own[flag.name])
     unasked = _unasked(given, own["task"].default)
     if unasked.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
@@ -156,16 +151,27 @@ def _read(
     return settings, others
 
 
-def _folder_of_run(given: Sequence[Given]) -> str:
-    """The run that a config.cfg stands for, which says last where to train; "" where none does."""
+def _value(flag: Given, field: dataclasses.Field) -> Any:
+    """What the flag says, in the field's type; the folder of a relative path depends on where."""
+    try:
+        text = flag.path() if fields.is_path(field, flag.value) else flag.value
+        value = fields.value(field, text)
+    except ValueError as error:
+        raise flag.error(str(error)) from None
+    return fields.placed(field, value, project.folder() if flag.file else Path.cwd())
+
+
+def _folder_of_run(given: Sequence[Given]) -> list[Given]:
+    """--run_dir of the run that a config.cfg stands for, where that says last where to train."""
     files = {flag.file for flag in given if flag.file}
     configs = {file for file in files if runs.CONFIG in (file.name, file.resolve().name)}
     deciding = [flag for flag in given if flag.name == "run_dir" or flag.file in configs]
     if not deciding or deciding[-1].file not in configs:
-        return ""
+        return []
     file = deciding[-1].file
     recorded = [flag.path() for flag in deciding if flag.name == "run_dir" and flag.file == file]
-    return runs.run_dir(file, recorded[-1] if recorded else "")
+    run_dir = runs.run_dir(file, recorded[-1] if recorded else "")
+    return [Given("run_dir", typed.written(run_dir, is_path=True), file)] if run_dir else []
 
 
 def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
@@ -191,7 +197,8 @@ def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
 
 def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
     """Of the two that say how large a batch is: the one that was not given last."""
-    chosen, both = "global_batch_size", {}
+    chosen = "global_batch_size"
+    both = {}
     for flag in given:
         if flag.name in _BATCH:
             chosen = flag.name

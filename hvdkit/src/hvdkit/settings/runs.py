@@ -33,7 +33,8 @@ def run_dir(file: Path, recorded: str) -> str:
     Raises ValueError where a run wrote it and it lies neither in that run's folder nor in another.
     """
     own = project.folder()
-    folder, named = folder_of(file), (own / recorded).resolve()
+    folder = folder_of(file)
+    named = (own / recorded).resolve()
     if folder is None:
         here = file.parent.resolve()
         if file.name != CONFIG or not recorded or named == here or not _is_written(file):

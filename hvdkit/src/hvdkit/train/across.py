@@ -18,7 +18,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs as graphs
 
 from hvdkit.data.sampler import share
-from hvdkit.train.losses import at_least_float32
+from hvdkit.train.losses import above, at_least_float32
 
 _NAME = "hvdkit.gather"
 _BRANCH_OR_LOOP = (graphs.CondBranchFuncGraph, graphs.WhileBodyFuncGraph)
@@ -41,7 +41,7 @@ class Turn:
 
     def gather(self, x: tf.Tensor, rows: int) -> tf.Tensor:
         x = tf.identity(x)
-        if x.graph is not self._graph or _above(x) & self._unknown:
+        if x.graph is not self._graph or above(x) & self._unknown:
             raise ValueError(
                 "with --virtual_ranks gather (hvdkit.train.across) is called in the loss itself, "
                 "not in a tf.function in it, and not on what comes from gathered rows: leave out "
@@ -144,16 +144,6 @@ def places(x: tf.Tensor) -> tf.Tensor:
         own = share(batch.rows, batch.rank, batch.size)
         first = turn.first if turn else own[0]
     return tf.range(tf.shape(x, tf.int64)[0]) + first
-
-
-def _above(x: tf.Tensor) -> set[tf.Operation]:
-    """The operations of its graph that x comes from."""
-    seen = set()
-    left = [x.op]
-    while left:
-        seen.add(op := left.pop())
-        left += [each.op for each in op.inputs if each.op not in seen]
-    return seen
 
 
 def _rows(x: tf.Tensor, batch: Batch) -> list[int]:

@@ -132,6 +132,18 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
+def above(tensor: tf.Tensor) -> set[tf.Operation]:
+    """The operations of its graph that it comes from."""
+    found: set[tf.Operation] = set()
+    left = [tensor.op]
+    while left:
+        op = left.pop()
+        if op not in found:
+            found.add(op)
+            left += [each.op for each in op.inputs]
+    return found
+
+
 @contextlib.contextmanager
 def wide_activity_losses(model: keras.Model) -> Iterator[None]:
     """Inside, the model's activity regularizers add up in float32 at least.

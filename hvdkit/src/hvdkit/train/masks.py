@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdkit.logs import join
+from hvdkit.train.losses import above
 from hvdkit.train.task_checks import user_code_errors
 
 
@@ -91,16 +92,9 @@ def _lost(tensor: tf.Tensor) -> bool:
     """Whether a tensor [batch, time, ...] has no mask, and one with as many times above it has."""
     if _mask(tensor) is not None or tensor.shape.rank is None or tensor.shape.rank < 3:
         return False
-    found: set[tf.Operation] = set()
-    left = [tensor.op]
-    while left:
-        op = left.pop()
-        if op in found:
-            continue
-        found.add(op)
+    for op in above(tensor):
         for one in op.outputs:
             mask = _mask(one)
             if mask is not None and mask.shape.rank == 2 and mask.shape[1] == tensor.shape[1]:
                 return True
-        left += [one.op for one in op.inputs]
     return False

@@ -17,6 +17,8 @@ import tensorflow as tf
 from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
+# What is no sum, by Horovod's operation.
+_REDUCED = {hvd.Max: tf.reduce_max, hvd.Min: tf.reduce_min, hvd.Product: tf.reduce_prod}
 _MOST_ROUNDS = 20  # more than collectives of a step depend on each other, one after the other
 
 
@@ -48,12 +50,8 @@ class SimulatedRank:
     ) -> tf.Tensor:
         def reduced(x: tf.Tensor) -> tf.Tensor:
             values = self._everyone(x)
-            if reduce_op == hvd.Max:
-                return tf.reduce_max(tf.stack(values), 0)
-            if reduce_op == hvd.Min:
-                return tf.reduce_min(tf.stack(values), 0)
-            if reduce_op == hvd.Product:
-                return tf.reduce_prod(tf.stack(values), 0)
+            if reduce_op in _REDUCED:
+                return _REDUCED[reduce_op](tf.stack(values), 0)
             factor = prescale_factor * postscale_factor
             if reduce_op == hvd.Average:
                 factor = factor / self.size

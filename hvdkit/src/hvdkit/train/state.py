@@ -46,27 +46,22 @@ class Held:
         self._visit(dict(sorted(vars(task).items())) if task else {}, "task", roots)
         layers = [layer for root in roots for layer in root._flatten_layers()]
         self.layers = list({id(layer): layer for layer in layers}.values())
-        tables = [layer for layer in self.layers if _table(layer) is not None]
-        self._tables = {
-            f"table/{i:04d}": (layer, tf.Variable(_table(layer), trainable=False, dtype=tf.int64))
-            for i, layer in enumerate(tables)
-        }
-        self._scales = self._scales_of_lora(model)
         self.variables = dict(self.of_task)
-        for name, (_, known) in (self._tables | self._scales).items():
-            self.variables[name] = known
-
-    def _scales_of_lora(self, model: keras.Model) -> dict[str, tuple[keras.Layer, tf.Variable]]:
+        self._tables: list[tuple[keras.Layer, tf.Variable]] = []
+        for layer in self.layers:
+            table = _table(layer)
+            if table is not None:
+                known = tf.Variable(table, trainable=False, dtype=tf.int64)
+                self.variables[f"table/{len(self._tables):04d}"] = known
+                self._tables.append((layer, known))
         names = {id(raw(v)): name for name, v in self.of_task.items()}
         for number, (variable, name) in enumerate(zip(model.variables, names_of_model(model))):
             names[id(raw(variable))] = f"{number:04d}/{name}"
-        found = {}
-        for layer in self.layers:
-            if lora := lora_of(layer):
-                first, scale = lora
-                known = tf.Variable(scale, trainable=False, dtype=tf.float64)
-                found[f"lora/{names[id(raw(first))]}"] = (layer, known)
-        return found
+        self._scales: dict[int, tf.Variable] = {}  # by the id of the first factor
+        for _, first, scale in lora_factors(self.layers):
+            known = tf.Variable(scale, trainable=False, dtype=tf.float64)
+            self.variables[f"lora/{names[id(raw(first))]}"] = known
+            self._scales[id(first)] = known
 
     def _visit(self, value: Any, name: str, roots: list[keras.Layer]) -> None:
         if isinstance(value, (list, tuple)):
@@ -97,31 +92,34 @@ class Held:
         for layer in self.layers:
             if make := getattr(layer, "finalize_state", None):
                 make()
-        for layer, known in self._tables.values():
+        for layer, known in self._tables:
             if int(known) != _table(layer):
                 raise ValueError(
                     f"{layer.path or layer.name} has another vocabulary or other boundaries than "
                     "on rank 0, or than when the checkpoint was written: give them to the layer, "
                     "or adapt it on the same data on every rank and at every start"
                 )
-        for layer, known in self._scales.values():
-            _, scale = lora_of(layer)
-            if float(known) != scale:
+        for layer, first, scale in lora_factors(self.layers):
+            known = float(self._scales[id(first)])
+            if known != scale:
                 raise ValueError(
                     f"{layer.path or layer.name} multiplies its LoRA factors by {scale:g} "
-                    f"(lora_alpha / rank), not by {float(known):g} as on rank 0, or than when the "
+                    f"(lora_alpha / rank), not by {known:g} as on rank 0, or than when the "
                     "checkpoint was written"
                 )
 
 
-def lora_of(layer: keras.Layer) -> tuple[Variable, float] | None:
-    """The first of the factors that a LoRA layer adds to its kernel, and what multiplies them."""
-    if not getattr(layer, "lora_enabled", False):
-        return None
-    first = getattr(layer, "lora_kernel_a", None)
-    if first is None:
-        first = getattr(layer, "lora_embeddings_a", None)
-    return None if first is None else (first, layer.lora_alpha / layer.lora_rank)
+def lora_factors(layers: Iterable[keras.Layer]) -> list[tuple[keras.Layer, Variable, float]]:
+    """LoRA layers, the first of the factors that each adds to its kernel, what multiplies them."""
+    found = []
+    for layer in layers:
+        if getattr(layer, "lora_enabled", False):
+            first = getattr(layer, "lora_kernel_a", None)
+            if first is None:
+                first = getattr(layer, "lora_embeddings_a", None)
+            if first is not None:
+                found.append((layer, first, layer.lora_alpha / layer.lora_rank))
+    return found
 
 
 def _variables_of(value: Any) -> list[tuple[Variable, str]]:

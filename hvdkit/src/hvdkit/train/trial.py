@@ -158,8 +158,11 @@ def _is_apart(one: float, other: float, least: float) -> bool:
 
 def _check_gradients(plan: Plan, whole: Outcome, part: Outcome) -> None:
     """Raises ValueError where the step updates by other gradients."""
-    pairs = [(g, other) for g, other in zip(whole.means, part.means) if g is not None]
-    pairs = [(np.float64(g), np.float64(other)) for g, other in pairs if other is not None]
+    pairs = []
+    for one, other in zip(whole.means, part.means):
+        known = one is not None and other is not None
+        if known and np.isfinite(one).all():  # float16's first loss scale may be too large
+            pairs.append((np.float64(one), np.float64(other)))
     size = np.sqrt(sum(np.sum(np.square(g)) for g, _ in pairs))
     for one, other in pairs:
         least = plan.near * (np.linalg.norm(one) + 1e-3 * size) + 1e-12
