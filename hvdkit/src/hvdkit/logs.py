@@ -121,6 +121,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
+def one_line(text: object) -> str:
+    """With a blank in place of each line break and of several blanks."""
+    return " ".join(str(text).split())
+
+
 def join(things: Iterable[object], most: int = 5) -> str:
     """The first `most` things, separated by commas, and how many more there are."""
     things = list(things)

@@ -310,8 +310,9 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
         keras_weights.check_values(path)
         backbone.load_weights(path)
     except Exception as error:  # of any kind
-        why = " ".join(str(error).split())
-        raise ValueError(f"{here} does not fit {model.name} up to {last}: {why}") from None
+        raise ValueError(
+            f"{here} does not fit {model.name} up to {last}: {logs.one_line(error)}"
+        ) from None
     for layer in backbone.layers:
         if not all(np.isfinite(values).all() for values in layer.get_weights()):
             raise ValueError(f"{here}: {layer.name} holds values that are not finite")

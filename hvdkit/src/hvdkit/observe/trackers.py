@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.logs import one_line
+
 BUILT_IN = "tensorboard"
 
 
@@ -79,5 +81,4 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a user's class may raise anything
-        why = " ".join(str(error).split())
-        raise ValueError(f"--trackers={name} cannot be started: {why}") from None
+        raise ValueError(f"--trackers={name} cannot be started: {one_line(error)}") from None

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data import classes
-from hvdkit.logs import join
+from hvdkit.logs import join, one_line
 from hvdkit.ranks.world import say, weights_sha256
 from hvdkit.run.health import Ending
 from hvdkit.stop import PREEMPTED
@@ -53,8 +53,8 @@ def notes(run: Run) -> list[str]:
     width = max((each.shape[-1] or 0 for each in logits), default=0)
     if names and width > len(names):
         found.append(f"the last layer has {width} units and the data have {len(names)} classes")
-    alike = Counter(" ".join(name.casefold().split()) for name in names)
-    if twice := [name for name in names if alike[" ".join(name.casefold().split())] > 1]:
+    alike = Counter(one_line(name.casefold()) for name in names)
+    if twice := [name for name in names if alike[one_line(name.casefold())] > 1]:
         found.append(f"classes {join(twice)} differ by case or blanks alone: are they one class?")
     return found + _of_samples(run, logits)
 

@@ -15,6 +15,7 @@ from typing import NoReturn
 from absl import app, flags, logging  # noqa: F401 (absl's own flags)
 
 from hvdkit import streams
+from hvdkit.logs import one_line
 from hvdkit.settings import fields, project
 from hvdkit.settings.fields import Room
 from hvdkit.settings.flagfiles import Given
@@ -109,7 +110,7 @@ def take(program: str, settings: Room, others: Sequence[Given]) -> None:
     try:
         FLAGS([program, *words, *(f"--{flag.name}={flag.value}" for flag in others)])
     except flags.Error as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(one_line(error)) from None
 
 
 def of_the_fork() -> dict[str, flags.Flag]:

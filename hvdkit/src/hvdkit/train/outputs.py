@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvdkit.data import open as open_lib
+from hvdkit.logs import one_line
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.inputs import batch_of, name_of
@@ -99,9 +100,10 @@ def _no_softmax(task: Task, outputs: Any) -> str:
         traced = tf.function(task.loss, autograph=False)
         graph = traced.get_concrete_function(spec, batch["targets"]).graph
     except Exception as error:
-        why = " ".join(str(error).split())[:200]
         where = type(task).__module__
-        raise ValueError(f"{where}: its loss could not be looked at ({why}): {_DEFINE}") from error
+        raise ValueError(
+            f"{where}: its loss could not be looked at ({one_line(error)[:200]}): {_DEFINE}"
+        ) from error
     logits = [part for part in softmax_logits(graph) if part.shape[-1] == outputs.shape[-1]]
     if any(origin(part) is graph.inputs[0] for part in logits):
         return ""

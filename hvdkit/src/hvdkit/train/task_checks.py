@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdkit.data import pipeline
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
-from hvdkit.logs import join
+from hvdkit.logs import join, one_line
 from hvdkit.ranks.world import unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
@@ -62,7 +62,7 @@ def user_code_errors(what: str, function: Callable | None = None) -> Iterator[No
 def _sentence(message: str, most: int = 400) -> str:
     """A library's message on one line, without colours and without its list of arguments."""
     message = re.sub(r"\x1b\[[0-9;]*m", "", message).split("Arguments received by")[0]
-    message = " ".join(message.split())
+    message = one_line(message)
     return message if len(message) <= most else message[:most] + " ..."
 
 
