@@ -186,7 +186,7 @@ def test_a_signal_in_the_first_second_says_what_follows(
     job.wait_for(job.has_begun)
     slurm("scancel", "--batch", f"--signal={name}", job.number)
     job.wait_for(lambda: re.search(words, job.log()))
-    if "back into the queue" in job.log():
+    if ": back into the queue" in job.log():
         job.wait_for(lambda: job.state() == "PENDING")  # a cancel before that would be undone
     slurm("scancel", job.number)
     job.end()
