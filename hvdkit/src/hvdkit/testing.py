@@ -121,7 +121,8 @@ def assert_learns_one_batch(*flags: str, steps: int = 50, factor: float = 0.5) -
     """
     code = f"from hvdkit import testing; testing.print_losses({steps}, {list(flags)!r})"
     losses = json.loads(_ended(1, ["-c", code]).splitlines()[-1])
-    start, end = losses[0], float(np.mean(losses[-3:]))
+    start = losses[0]
+    end = float(np.mean(losses[-3:]))
     assert end < factor * start, f"the loss went from {start:.4g} to {end:.4g} in {steps} steps"
 
 
@@ -145,7 +146,8 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
 
     def work(world, stop_signal: StopSignal) -> None:
         run = Run(settings, world, stop_signal=stop_signal)
-        step, batch = run.make_step(train.make_step), run.feed.next()
+        step = run.make_step(train.make_step)
+        batch = run.feed.next()
         print(json.dumps([float(step(batch)["loss"]) for _ in range(steps)]), flush=True)
 
     sys.exit(with_ranks(settings, work))

@@ -143,7 +143,8 @@ class Mpi:
     def __init__(self) -> None:
         from mpi4py import MPI
 
-        self._mpi, self._world = MPI, MPI.COMM_WORLD.Dup()
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD.Dup()
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         own = np.array(numbers, np.int64)
@@ -152,7 +153,8 @@ class Mpi:
         return found.tolist()
 
     def gather(self, own: np.ndarray, size: int, ranks: Any = None) -> list[np.ndarray]:
-        ranks, lengths = ranks or self._world, np.empty(size, np.int64)
+        ranks = ranks or self._world
+        lengths = np.empty(size, np.int64)
         self._wait(ranks.Iallgather(np.array([own.size], np.int64), lengths))
         everything = np.empty(lengths.sum(), np.uint8)
         self._wait(ranks.Iallgatherv(own, [everything, lengths.tolist()]))

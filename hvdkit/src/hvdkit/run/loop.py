@@ -55,7 +55,8 @@ class Run:
         self, given: Settings, world: World, *, stop_signal: StopSignal, back: GoBack | None = None
     ) -> None:
         """Data, model, weights of the start. Raises Stop, on all ranks, where it is refused."""
-        self.given, self.world = given, world
+        self.given = given
+        self.world = world
         agreement.check_code(world)
         self.where = world_lib.describe(world)
         say(world, self.where)
@@ -67,8 +68,10 @@ class Run:
         made = make_task(self.settings, world)
         context = prepare(made, self.settings, world, checkpoint=path, place=place)
         self.context = context
-        self.task, self.model = context.task, context.model
-        self.optimizer, self.state = context.optimizer, context.state
+        self.task = context.task
+        self.model = context.model
+        self.optimizer = context.optimizer
+        self.state = context.state
         self.what = describe(context, place)
         say(world, self.what)
         for note in notes(context):
@@ -106,7 +109,9 @@ class Run:
 
     def _make_feeds(self) -> None:
         """This rank's share of the data, and the evaluation."""
-        context, settings, world = self.context, self.settings, self.world
+        context = self.context
+        settings = self.settings
+        world = self.world
         with world.fail_together("sharing out the data"):
             self.sampler = Sampler(
                 num_samples=len(context.train_source),
@@ -216,7 +221,8 @@ class Run:
             heartbeat.enter_step()
             batch = self.feed.next()
             heartbeat.pause_step()
-            self._waits_for_result, self._stepped = True, 0
+            self._waits_for_result = True
+            self._stepped = 0
             self._called = time.perf_counter()
             yield batch
             if self._waits_for_result:
@@ -242,7 +248,10 @@ class Run:
 
     def _open_folder(self) -> None:
         """Nothing refuses the run any more: its folder becomes this run's."""
-        context, settings, world, start = self.context, self.settings, self.world, self.start
+        context = self.context
+        settings = self.settings
+        world = self.world
+        start = self.start
         modes.before_folder(self)
         others = modes.actions_of_task(context)
         make_up = start.found is not None and evaluates_first(context, start.found)
@@ -275,7 +284,8 @@ class Run:
         self.health.bad_samples.begin()
         if start.found:
             say(world, f"resuming from {start.path} at step {start.step}")
-        self.save, self.evaluate = Save(self), Evaluate(self)
+        self.save = Save(self)
+        self.evaluate = Evaluate(self)
         self.actions = modes.actions(self, others)
         # However it ends: nothing reads ahead any more, what is being written is written.
         for part in (self.feed, self.saver, self.telemetry):
@@ -317,7 +327,8 @@ class Run:
         """
         found = self.context.checkpoints.sound_before(ending.bad_since)
         if found and not self.start.place.passed_over:
-            step, first = int(self.state.step), found.step + 1
+            step = int(self.state.step)
+            first = found.step + 1
             say(
                 self.world,
                 f"note: {ending.message}. Going back to step {found.step}; the batches of "
@@ -330,7 +341,8 @@ class Run:
 
         Raises Stop: on all ranks, when the weights differ.
         """
-        world, state = self.world, self.state
+        world = self.world
+        state = self.state
         sha = world_lib.weights_sha256(self.model.variables)
         world.check_same(sha, "the final weights")
         reason = "benchmark" if self.settings.benchmark else "done"
