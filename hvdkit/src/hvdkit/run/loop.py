@@ -66,8 +66,7 @@ class Run:
         place = found.place if found else BEGINNING
         path = found.path if found else None
         made = make_task(self.settings, world)
-        context = prepare(made, self.settings, world, checkpoint=path, place=place)
-        self.context = context
+        self.context = context = prepare(made, self.settings, world, checkpoint=path, place=place)
         self.task = context.task
         self.model = context.model
         self.optimizer = context.optimizer
@@ -78,19 +77,14 @@ class Run:
             say(world, f"note: {note}")
         self.settings = task.settings_of(self.task, context.config)  # as train.py reads them
         self.start = begin(context, found)
-        self._step = self.start.step
         self._make_feeds()
+        self._make_parts()
         self.mode = modes.of(self.settings)
         self.keeps_weights = self.mode == "train"  # its last checkpoint, and where to go back to
-        self.parts = Step(context.config, world, self.task, state=self.state, spec=self.feed.spec)
-        self.loss = self.parts.loss
-        self.losses = self.parts.losses
-        self.update = self.parts.update
-        self.weights = self.parts.weights
-        self.reduction = self.parts.reduction
         self.saver = Saver(context.checkpoints)
         self.health = Health(self, stop_signal)
         self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
+        self._step = self.start.step
         self._ending: Ending | None = None
         self._waits_for_result, self._stepped = False, 0  # steps called since the newest batch
         self.actions: list[Action] = []  # once the run's folder is open
@@ -151,6 +145,16 @@ class Run:
                 workers=workers,
             )
         self.evaluator = Evaluator(context, self.val_feed)
+
+    def _make_parts(self) -> None:
+        """Those of a step."""
+        config = self.context.config
+        self.parts = Step(config, self.world, self.task, state=self.state, spec=self.feed.spec)
+        self.loss = self.parts.loss
+        self.losses = self.parts.losses
+        self.update = self.parts.update
+        self.weights = self.parts.weights
+        self.reduction = self.parts.reduction
 
     # ---- the step ---------------------------------------------------------------------------
 
