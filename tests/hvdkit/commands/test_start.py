@@ -163,6 +163,9 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
         ("1.png,x\n2.png,y", "its first line must name the columns; 1.png is no name"),
         ("a,b,c\n90,80,70", "names no picture, and start is for pictures: copy tasks/blank.py"),
         ("p,label\n1,x\n1,y", "p has a picture twice"),
+        ("p,label\n2.png,x\n2,y", "p has a picture twice, in rows 1 and 2 (2.png, 2), and one"),
+        ("p,label,split\nmore/4.png,x,train\n4,y,val", "in rows 1 and 2 (more/4.png, 4)"),
+        ("p,label\n1,x\nlinked,y", "set/1.png and TMP/set/linked.png are one picture under two"),
         ("p,mask,label\n1,2,x\n2,1,y", "p and mask name pictures, and one column may"),
         ("p,label\n1,../x\n2,y", "'../x' cannot be a folder's name"),
         ("p,label\n2,x\n3,y", "3 may be each of "),
@@ -170,13 +173,15 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
     ],
 )
 def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words):
-    for name in ("1.png", "2.png", "3.png", "k.png", "007.png", "more/3.png"):
+    for name in ("1.png", "2.png", "3.png", "k.png", "007.png", "more/3.png", "more/4.png"):
         readers.save(tmp_path / "set" / name, readers.noise(0))
+    (tmp_path / "set" / "linked.png").hardlink_to(tmp_path / "set" / "1.png")
     (tmp_path / "set" / "of.csv").write_text(text)
     given = ["--label=d"] * text.startswith("given")
     assert start.main(["hvdkit start", str(tmp_path / "set" / "of.csv"), "--yes", *given]) == 2
     printed = capfd.readouterr()
-    assert words in printed.err and printed.err.count("error: ") == 1, printed
+    said = printed.err.replace(str(tmp_path), "TMP")
+    assert words in said and printed.err.count("error: ") == 1, printed
     assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("of*")]
 
 
@@ -233,6 +238,12 @@ CAT = "archive/cat/IMG_0002."
         ("classes", 1, {f"{CAT}JPG": ""}, f"my data/{CAT}JPG is no PNG(.|\n)*1 fault"),
         ("classes", 1, {f"{CAT[:-1]}_mask.JPG": "archive/dog/IMG_0001.JPG"}, "looks like the mask"),
         ("classes", 1, {"archive/dog/c": "../../archive"}, "leads to a folder"),
+        (
+            "classes",
+            1,
+            {"archive/kat": "../archive/cat"},
+            "cat/IMG_0000.JPG and .*kat/IMG_0000.JPG",
+        ),
         (
             "classes",
             1,

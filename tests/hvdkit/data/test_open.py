@@ -1,6 +1,7 @@
 """--data_format: what is refused, and readers of a fork's own."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,50 @@ def notes(train_split: str, train_source, val_source) -> list[str]:
     return [note for note in found if "validation pictures" in note]
 
 
+@pytest.mark.parametrize("kind", ["link", "hard link", "link to a folder", "spelling"])
+def test_one_picture_under_two_names_is_refused(tmp_path: Path, kind: str):
+    """In one class or split, in two, and by the check of the data too."""
+    readers.write_classes(tmp_path)
+    first, second = tmp_path / "train/n02/a.png", tmp_path / "val/n10/x.png"
+    if kind == "link":
+        second.symlink_to(first)
+    elif kind == "hard link":
+        second.hardlink_to(first)
+    elif kind == "spelling":
+        first = tmp_path / "train/n02/e\u0301.png"
+        second = tmp_path / "train/n02/\u00e9.png"
+        readers.save(first, readers.noise(1))
+        readers.save(second, readers.noise(2))
+    else:
+        second = tmp_path / "train/n01/z.jpg"
+        first = tmp_path / "val/n01/z.jpg"
+        shutil.rmtree(first.parent)
+        first.parent.symlink_to(second.parent)
+    words = (first, second, "are one picture under two names: remove one")
+    config = settings(tmp_path, "class_folders", 3)
+    refused(lambda: open_lib.open_sources(config, "class_folders"), *words)
+    faults: list[str] = []
+    kept: list = []
+    for split in ("train", "val"):
+        how = {"classes": 0, "tell": faults.append, "names": [], "read": kept}
+        check.check(tmp_path, split, "class_folders", **how)
+    assert str(first) in faults[0] and str(second) in faults[0], faults
+
+
+def test_pairs_of_one_picture_are_refused_and_may_share_a_mask(tmp_path: Path):
+    label = np.zeros((12, 16), np.uint8)
+    readers.write_pairs(tmp_path, {"a": (readers.noise(1), label)}, "train", "val")
+    config = settings(tmp_path, "folders", 2)
+    (tmp_path / "splits/train.txt").write_text("b")
+    (tmp_path / "labels/b.png").symlink_to("a.png")
+    readers.save(tmp_path / "images/b.png", readers.noise(2))
+    open_lib.open_sources(config, "folders")
+    (tmp_path / "images/b.png").unlink()
+    (tmp_path / "images/b.png").symlink_to("a.png")
+    words = (tmp_path / "images/a.png", tmp_path / "images/b.png", "under two names")
+    refused(lambda: open_lib.open_sources(config, "folders"), *words)
+
+
 def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     readers.write_classes(tmp_path)
     for name, other in (("train", "large"), ("val", "small")):
@@ -123,7 +168,9 @@ def test_one_class_is_refused(tmp_path: Path):
     words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
     refused(lambda: open_one(config, "train", "class_folders"), *words)
     faults: list[str] = []
-    check.check(tmp_path, "train", "class_folders", classes=0, tell=faults.append, names=[])
+    check.check(
+        tmp_path, "train", "class_folders", classes=0, tell=faults.append, names=[], read=[]
+    )
     assert len(faults) == 1 and "holds one class only" in faults[0]
 
 

@@ -30,6 +30,7 @@ from hvdkit.commands.start_choices import Data, Measured, choices, most
 from hvdkit.data import arrangement, check
 from hvdkit.data.arrangement import Item
 from hvdkit.data.labels import IGNORE
+from hvdkit.data.readers import listing
 from hvdkit.logs import join
 from hvdkit.settings import project
 from hvdkit.stop import DONE
@@ -46,6 +47,7 @@ def _understood(root: Path, links: Path, own: Namespace) -> Data:
     layout = "" if root.is_file() or own.layout else check.layout_of(root)
     if layout in ("", "class_folders"):
         items = _recognized(root, layout, own, links=links)
+        listing.check_once(os.fsencode(item.picture) for item in items)
         items, about = arrangement.with_splits(items)
         if items[0].mask or not (layout and (root / "val").is_dir()):
             arrangement.link(items, links)
@@ -53,7 +55,7 @@ def _understood(root: Path, links: Path, own: Namespace) -> Data:
     else:
         _refuse_label(own.label, root)
     faults: list[str] = []
-    how = {"classes": 0, "tell": faults.append, "names": []}
+    how = {"classes": 0, "tell": faults.append, "names": [], "read": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
     white = faults and all("--label_map=255:1" in fault for fault in faults)
     values = {IGNORE: 1} if white and check.without_foreground(train.of + val.of) else {}

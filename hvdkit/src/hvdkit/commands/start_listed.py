@@ -223,14 +223,19 @@ def _named(path: Path, table: Table, label: str) -> list[Path]:
             raise ValueError(f"{path}: {name} names {what}: {rule}")
     if not found:
         raise ValueError(f"{path} {_NO_PICTURES}")
-    once = [name for name, keys in found.items() if len({*keys}) == len(keys)]
-    if not once:
-        name = max(found, key=lambda column: len({*found[column]}))
-        raise ValueError(f"{path}: {name} has a picture twice, and one class is learned of each")
-    for key in found[once[0]]:
+    lists = {name: [min(there[key]) for key in keys] for name, keys in found.items()}
+    once = [name for name, files in lists.items() if len({*files}) == len(files)]
+    name = once[0] if once else max(lists, key=lambda column: len({*lists[column]}))
+    for key in found[name]:
         if len(there[key]) > 1:
             raise ValueError(f"{path}: {key} may be each of {join(sorted(there[key]))}")
-    lists = {name: [min(there[key]) for key in found[name]] for name in once}
+    rows: dict[Path, int] = {}
+    for row, file in enumerate(lists[name]):
+        other = rows.setdefault(file, row)
+        if other != row:
+            both = f"rows {other + 1} and {row + 1} ({found[name][other]}, {found[name][row]})"
+            what = f"{name} has a picture twice, in {both}"
+            raise ValueError(f"{path}: {what}, and one class is learned of each")
     if different := [name for name in once if lists[name] != lists[once[0]]]:
         what = f"{once[0]} and {different[0]} name pictures, and one column may: remove the other"
         raise ValueError(f"{path}: {what}; for masks make folders images/ and masks/")

@@ -19,7 +19,7 @@ from hvdkit.data import contents, pipeline, remote
 from hvdkit.data.classes import numbered, relabelled, without_foreground
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
-from hvdkit.data.open import check_ids, kind_of, reader_of
+from hvdkit.data.open import check_ids, check_once, kind_of, reader_of
 from hvdkit.data.readers import listing, pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source
@@ -49,17 +49,18 @@ def check(
     classes: int,
     tell: Callable[[str], None],
     names: list[str],
+    read: list[Source],
     values: Mapping[int, int | None] | None = None,
     hashes: bool = False,
 ) -> "Counts":
     """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
 
     `layout`: a key of READERS; `classes`: their number, 0: as the reader says; `names` of the
-    training split's classes, filled by the first split that is read; `values`: as --label_map;
-    `hashes`: whether contents are written (contents.py).
+    training split's classes, filled by the first split that is read; `read`: the splits so far, to
+    which this is added; `values`: as --label_map; `hashes`: whether contents are written.
     """
     try:
-        source = reader_of(layout)(root, split, 0 if values else classes)
+        source = _opened(reader_of(layout)(root, split, 0 if values else classes), read)
         source = relabelled(source, values, classes or IGNORE) if values else source
     except (ValueError, OSError) as error:
         tell(str(error))
@@ -100,6 +101,13 @@ def check(
         _hash(source, split, tell)
     counted.words = f"{len(source):,} samples, {labels}"
     return counted
+
+
+def _opened(source: Source, read: list[Source]) -> Source:
+    """The source, added to those that are read; ValueError where they share a file."""
+    read.append(source)
+    check_once(*read)
+    return source
 
 
 def _hash(source: Source, split: str, tell: Callable[[str], None]) -> None:
@@ -267,12 +275,13 @@ def main(argv: list[str]) -> int:
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
     names: list[str] = []
+    opened: list[Source] = []
     trained = "train" if "train" in splits else splits[0]
     for split in sorted(splits, key=lambda name: name != trained):
         if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
             names = []
         how = {"classes": args.num_classes, "tell": tell, "names": names, "values": values}
-        how["hashes"] = args.hash
+        how |= {"hashes": args.hash, "read": opened}
         read = check(args.data_dir, split, layout, **how)
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"

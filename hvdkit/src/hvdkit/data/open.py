@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import tensorflow as tf
 from hvdkit.data import classes, remote, shared_listing
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.pipeline import as_written
-from hvdkit.data.readers import pictures
+from hvdkit.data.readers import listing, pictures
 from hvdkit.data.source import Source, Synthetic
 from hvdkit.settings import Settings
 from hvdkit.settings.data import PACK_ONLY, READERS
@@ -76,11 +77,21 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     remote.check_fits(config.shuffle_shards, train, val)
     # Before their number is checked: if names differ, no --num_classes is right for both.
     where = [f"split {split} of {config.data_dir}" for split in splits]
+    shared_listing.found(("once", *where), lambda: check_once(train, val))
     train = classes.numbered(train, where[0])
     val = classes.numbered(val, where[1], classes.of(train))
     for split, source in zip(splits, (train, val)):
         _check_number(config, source, split=split, name=config.data_format or default)
     return train, val
+
+
+def check_once(*sources: Source) -> None:
+    """Raises ValueError where listed pictures of these sources are one file under two names."""
+    paths: list[bytes] = []
+    for source in sources:
+        if listed := getattr(source, "picture_files", None):
+            paths += [os.path.join(os.fsencode(source.root), name) for name in listed()]
+    listing.check_once(paths)
 
 
 def trained_on_too(train: Source, val: Source) -> int:

@@ -25,7 +25,7 @@ import tensorflow as tf
 from hvdkit import logs, whole_files
 from hvdkit.data import image_ops, pipeline, remote
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.open import reader_of
+from hvdkit.data.open import check_once, reader_of
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Source, Wrapper, digest, sampled
@@ -329,6 +329,7 @@ def main(argv: list[str]) -> int:
     name = args.split if args.name is None else args.name
     try:
         source = reader_of(args.layout)(args.root, args.split, 0)
+        check_once(source)
         packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
         if args.short_side is not None:
             quality = 90 if args.quality is None else args.quality

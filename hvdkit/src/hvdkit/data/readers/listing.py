@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import os
 import stat
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -19,6 +20,7 @@ from hvdkit.logs import join
 
 _LIST_BYTES = 2**30  # of a split, at most
 THREADS = 16  # they wait for a file server
+_NO_NUMBERS = (0, 2**32 - 1)  # what FUSE lists where it does not know a file's
 # What operating systems and file servers put beside pictures, in lower case.
 _SYSTEMS = {"thumbs.db", "ehthumbs.db", "desktop.ini", "system volume information", "lost+found"}
 _SYSTEMS |= {"$recycle.bin", "recycler", "recycled", "__macosx", "network trash folder"}
@@ -51,7 +53,7 @@ def read_names(path: Path) -> dict[str, int]:
     # Not str.splitlines: it splits at characters that a name may hold.
     for number, line in enumerate(text.split("\n"), start=1):
         if name := line.strip():
-            first = known.setdefault(os.path.normpath(name), number)
+            first = known.setdefault(composed(os.path.normpath(name)), number)
             if first != number:
                 raise ValueError(f"{path}, line {number}: {name} is on line {first} already")
             if ".." in name.split("/"):
@@ -151,6 +153,56 @@ def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
                 raise ValueError(f"{path} has {both}: copy the data to every host again")
 
     return shared_listing.found(("sizes", key), lambda: _ask(files()), compare)
+
+
+def check_once(paths: Iterable[bytes]) -> None:
+    """Raises ValueError, naming both, where two paths lead to one file, or are spelled alike.
+
+    Folders are listed, and only links are asked for one by one. A path that comes again counts
+    once; a dead link is told of where it is read.
+    """
+    of_folder: dict[bytes, dict[bytes, None]] = defaultdict(dict)
+    for path in paths:
+        folder, _, name = path.rpartition(b"/")
+        of_folder[folder][name] = None
+    first: dict[object, bytes] = {}
+    with ThreadPoolExecutor(THREADS) as pool:
+        identities = pool.map(_identities, of_folder, of_folder.values())
+        for (folder, names), found in zip(of_folder.items(), identities):
+            for name, identity in zip(names, found):
+                path = folder + b"/" + name
+                other = first.setdefault(identity, path)
+                if other != path and os.path.samefile(path, other):
+                    _refuse_two(path, other)
+                if not name.isascii():
+                    other = first.setdefault(composed(os.fsdecode(path)), path)
+                    if other != path:
+                        _refuse_two(path, other)
+
+
+def _refuse_two(path: bytes, other: bytes) -> None:
+    both = f"{os.fsdecode(other)} and {os.fsdecode(path)}"
+    raise ValueError(f"{both} are one picture under two names: remove one")
+
+
+def _identities(folder: bytes, names: Iterable[bytes]) -> list[object]:
+    """Of files in one folder a number that others have not; of what tells none, its path."""
+    device = os.stat(folder).st_dev
+    with os.scandir(folder) as entries:
+        by_name = {entry.name: entry for entry in entries}
+    found: list[object] = []
+    for name in names:
+        path = os.path.join(folder, name)
+        entry = by_name.get(name)
+        identity: object = path
+        if entry and not entry.is_symlink():
+            if entry.inode() not in _NO_NUMBERS:
+                identity = (device << 64) + entry.inode()
+        elif os.path.exists(path):
+            asked = os.stat(path)
+            identity = (asked.st_dev << 64) + asked.st_ino
+        found.append(identity)
+    return found
 
 
 def unreadable(paths: Sequence[Path], most: int) -> dict[int, str]:

@@ -80,6 +80,8 @@ class PicturePairs:
         """Each picture's path."""
         return iter(self._images)
 
+    picture_files = sample_names
+
     def files(self) -> Iterator[bytes]:
         """Each file's path."""
         return itertools.chain(self._images, self._labels)
