@@ -20,7 +20,7 @@ from pyarrow import parquet
 from refusals import refused
 
 from hvdkit import settings as settings_lib
-from hvdkit.commands import start, start_measured
+from hvdkit.commands import start, start_listed, start_measured
 from hvdkit.data import arrangement
 from hvdkit.data.open import open_sources
 from hvdkit.settings import project
@@ -145,7 +145,8 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
         ("p,b,c\n1,x,y", "which column holds the classes? Give --label=, of b, c"),
         ("p,label,y\n1,x,8\n2,y,9", "which column holds the classes? Give --label=, of label, y"),
         ("p\n1\n2", "of no other column"),
-        ("p,label\n1,x\n2,", "row 2 has no label"),
+        ("p,label\n1,x\n2,", "row 2 has no label in the column label"),
+        ("p,label\n./1.png,x\nTMP/set/1.png,y", "in rows 1 and 2 (./1.png, TMP/set/1.png)"),
         ("p,label\n1,x\n2,NA", "row 2 has NA as label, a class or nothing: write the class as a"),
         ("p,label\n1,0.5\n2,0.7", "label is no class but a number: 0.5 in row 1"),
         ("p,label\n1,x\n2,x", "label is x in all rows"),
@@ -176,13 +177,56 @@ def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words
     for name in ("1.png", "2.png", "3.png", "k.png", "007.png", "more/3.png", "more/4.png"):
         readers.save(tmp_path / "set" / name, readers.noise(0))
     (tmp_path / "set" / "linked.png").hardlink_to(tmp_path / "set" / "1.png")
-    (tmp_path / "set" / "of.csv").write_text(text)
+    (tmp_path / "set" / "of.csv").write_text(text.replace("TMP", str(tmp_path)))
     given = ["--label=d"] * text.startswith("given")
     assert start.main(["hvdkit start", str(tmp_path / "set" / "of.csv"), "--yes", *given]) == 2
     printed = capfd.readouterr()
     said = printed.err.replace(str(tmp_path), "TMP")
     assert words in said and printed.err.count("error: ") == 1, printed
     assert not [*(fork / "datasets").glob("*"), *(fork / "configs").glob("of*")]
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([0, 1, -1], "row 3 has -1, which is no class of 0 to 1, in the column label"),
+        ([0, 1, 2], "row 3 has 2, which is no class of 0 to 1, in the column label"),
+        ([0, 1, None], "row 3 has no label in the column label"),
+        ([[0], [0, 1], [1]], "row 1 has [0], no single value, in the column label"),
+        ([{"a": 0}, {"a": 1}, {"a": 0}], "row 1 has {'a': 0}, no single value, in the column"),
+    ],
+)
+def test_what_is_no_single_label_is_refused_by_row(tmp_path, labels: list, words: str):
+    files = [{"bytes": readers.encoded(readers.noise(n), "PNG"), "path": None} for n in range(3)]
+    table = pyarrow.table({"image": files, "label": labels})
+    text = json.dumps({"info": {"features": {"label": {"names": ["no", "yes"]}}}})
+    file = tmp_path / "set.parquet"
+    parquet.write_table(table.replace_schema_metadata({"huggingface": text}), file)
+    refused(lambda: start_listed.understood(file, "", tmp_path / "links"), words)
+
+
+def test_what_lies_beside_a_table_and_is_not_read_is_said(tmp_path, capfd):
+    for n in range(6):
+        readers.save(tmp_path / f"{n}.png", readers.noise(n))
+    for name in ("train.csv", "val.csv"):
+        (tmp_path / name).write_text("p,label\n./0.png,x\n1,y")
+    assert len(start_listed.understood(tmp_path / "train.csv", "", tmp_path / "links")) == 2
+    printed = capfd.readouterr().out
+    assert "not read: 1 tables beside it, as val.csv" in printed
+    assert f"not read: 4 pictures that p does not name, as {tmp_path}/2.png" in printed
+    refused(
+        lambda: start_listed.of(tmp_path), "join them into one, or give one, without the others"
+    )
+
+
+def test_a_broken_picture_of_a_table_is_named_by_its_row(fork, tmp_path, capfd):
+    whole = [readers.encoded(readers.noise(n), "PNG") for n in range(12)]
+    whole[3] = whole[3][:-40]
+    table = pyarrow.table({"image": whole, "label": [n % 2 for n in range(12)]})
+    parquet.write_table(table, tmp_path / "set.parquet")
+    assert start.main(["hvdkit start", str(tmp_path / "set.parquet"), "--yes"]) == 2
+    printed = capfd.readouterr().out
+    assert "row 4 of set.parquet cannot be decoded" in printed and ".pictures" not in printed
 
 
 def test_arrays_are_for_a_task_of_ones_own(fork, tmp_path, capfd):

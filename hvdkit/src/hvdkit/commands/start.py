@@ -27,7 +27,7 @@ from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
 from hvdkit.commands import browse, start_listed, start_measured
 from hvdkit.commands.start_choices import Data, Measured, choices, most
-from hvdkit.data import arrangement, check
+from hvdkit.data import arrangement, check, classes
 from hvdkit.data.arrangement import Item
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing
@@ -58,14 +58,15 @@ def _understood(root: Path, links: Path, own: Namespace) -> Data:
     how = {"classes": 0, "tell": faults.append, "names": [], "read": []}
     train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
     white = faults and all("--label_map=255:1" in fault for fault in faults)
-    values = {IGNORE: 1} if white and check.without_foreground(train.of + val.of) else {}
+    values = {IGNORE: 1} if white and classes.without_foreground(train.of + val.of) else {}
     if values:  # masks of 0 and 255, in both splits
         faults.clear()
         how |= {"values": values}
         train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
-    for fault in faults:  # a link's name says little
+    for fault in faults:  # a link's name says little, and a table's picture has no file
         real = re.sub(rf"{re.escape(str(links))}/\S+", lambda m: os.path.realpath(m[0]), fault)
-        print(logs.printable(real))
+        stored = rf"{re.escape(os.path.realpath(links))}/\.pictures/row0*(\d+)\.\w+"
+        print(logs.printable(re.sub(stored, rf"row \1 of {root.name}", real)))
     if faults:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
     if (task := _TASKS[train.kind]) not in tasks.available():

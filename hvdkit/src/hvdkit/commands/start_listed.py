@@ -44,6 +44,10 @@ Column = list[Any]  # str, or the bytes of pictures
 Table = dict[str, Column]
 
 
+class _NoValue(str):
+    """What a cell of Parquet holds instead of a single value, in words."""
+
+
 def refused(path: Path) -> str:
     """Why a file without pictures is none to start from, "" for a table."""
     return f"{path} {_ARRAYS}" if path.suffix.lower() in ARRAYS else ""
@@ -54,7 +58,8 @@ def of(root: Path) -> Path | None:
     files = [*root.glob("[!.]*"), *root.glob("[!.]*/[!.]*")]
     tables = sorted(path for path in root.glob("[!.]*") if path.suffix.lower() in TABLES)
     if len(tables) > 1:
-        raise ValueError(f"{root} holds several tables: give one of {join(tables)}")
+        how = "join them into one, or give one, without the others"
+        raise ValueError(f"{root} holds several tables, {join(tables)}: {how}")
     arrays = sorted(path for path in files if path.suffix.lower() in ARRAYS)
     if arrays and not tables:
         raise ValueError(refused(arrays[0]))
@@ -80,6 +85,9 @@ def understood(path: Path, label: str, links: Path) -> list[Item]:
     labels = table.pop(label)
     if table:
         print(printable(f"  not read: the columns {join(table)}"))
+    beside = [other for other in path.parent.glob("[!.]*") if other.suffix.lower() in TABLES]
+    if others := sorted(other.name for other in beside if other != path):
+        print(printable(f"  not read: {len(others)} tables beside it, as {others[0]}"))
     _check_labels(path, labels, label)
     counts = sorted(Counter(labels).items())
     print(printable(f"  {label}: {join((f'{name} ({count})' for name, count in counts), 40)}"))
@@ -173,13 +181,19 @@ def _bytes_of(value: Any) -> int:
 
 def _value(value: Any, classes: list[str] | None) -> str | bytes:
     """A cell as text, without space around it, or as bytes; what is missing is ""."""
-    if isinstance(value, dict):  # an Image of the package datasets: bytes, or a path
+    if isinstance(value, dict) and {"bytes", "path"} & {*value}:  # an Image of datasets
         value = value.get("bytes") or value.get("path")
+    if value is None:
+        return ""
     if isinstance(value, bytes):
         return value
-    if classes and isinstance(value, int) and 0 <= value < len(classes):
+    if isinstance(value, (dict, list)):
+        return _NoValue(f"{value!s:.40}, no single value,")
+    if classes and isinstance(value, int):
+        if not 0 <= value < len(classes):
+            return _NoValue(f"{value}, which is no class of 0 to {len(classes) - 1},")
         value = classes[value]
-    return "" if value is None else str(value).strip()
+    return str(value).strip()
 
 
 def _stored(path: Path, table: Table, links: Path) -> list[Path]:
@@ -209,7 +223,7 @@ def _named(path: Path, table: Table, label: str) -> list[Path]:
     found: dict[str, list[str]] = {}
     lost: dict[str, str] = {}
     for name, column in table.items():
-        keys = [spelling.composed(value) for value in column]
+        keys = [_key(path, value) for value in column]
         missing = [key for key in keys if key not in there]
         if not missing and name != label:
             found[name] = keys
@@ -229,19 +243,34 @@ def _named(path: Path, table: Table, label: str) -> list[Path]:
     for key in found[name]:
         if len(there[key]) > 1:
             raise ValueError(f"{path}: {key} may be each of {join(sorted(there[key]))}")
-    rows: dict[Path, int] = {}
-    for row, file in enumerate(lists[name]):
-        other = rows.setdefault(file, row)
-        if other != row:
-            both = f"rows {other + 1} and {row + 1} ({found[name][other]}, {found[name][row]})"
-            what = f"{name} has a picture twice, in {both}"
-            raise ValueError(f"{path}: {what}, and one class is learned of each")
+    _check_rows(f"{path}: {name}", lists[name], table[name])
     if different := [name for name in once if lists[name] != lists[once[0]]]:
         what = f"{once[0]} and {different[0]} name pictures, and one column may: remove the other"
         raise ValueError(f"{path}: {what}; for masks make folders images/ and masks/")
     for name in once:
         del table[name]
+    unnamed = set().union(*there.values()).difference(lists[name])
+    if unnamed:
+        what = f"{len(unnamed):,} pictures that {once[0]} does not name, as {min(unnamed)}"
+        print(printable(f"  not read: {what}"))
     return lists[once[0]]
+
+
+def _check_rows(where: str, files: list[Path], spelled: list[str]) -> None:
+    """Raises ValueError for a picture of two rows."""
+    rows: dict[Path, int] = {}
+    for row, file in enumerate(files):
+        other = rows.setdefault(file, row)
+        if other != row:
+            both = f"rows {other + 1} and {row + 1} ({spelled[other]}, {spelled[row]})"
+            what = "and one class is learned of each"
+            raise ValueError(f"{where} has a picture twice, in {both}, {what}")
+
+
+def _key(path: Path, name: str) -> str:
+    """A picture's name in a table, from the table's folder."""
+    full = os.path.normpath(path.parent / name)
+    return spelling.composed(full.removeprefix(os.path.join(path.parent, "")))
 
 
 def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
@@ -252,7 +281,7 @@ def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
         files = [*listing.files(path.parent)]
     there = defaultdict(set)
     for file in files:
-        if file.suffix.lower() in IMAGE_SUFFIXES:
+        if file.suffix.lower() in IMAGE_SUFFIXES and not listing.is_of_system(file.name):
             for name in (str(file.relative_to(path.parent)), file.name, file.stem):
                 there[spelling.composed(name)].add(file)
     return there
@@ -285,7 +314,11 @@ def _check_labels(path: Path, labels: list[str], label: str) -> None:
     """Raises ValueError where they are no classes that can be folders' names."""
     for number, name in enumerate(labels, 1):
         if not name:
-            raise ValueError(f"{path}: row {number} has no label: fill it in, or remove the row")
+            what = f"row {number} has no label in the column {label}"
+            raise ValueError(f"{path}: {what}: fill it in, or remove the row")
+        if isinstance(name, _NoValue):
+            what = f"row {number} has {name} in the column {label}"
+            raise ValueError(f"{path}: {what} and a picture has one class: mend or remove the row")
         if name.lower() in _MISSING:
             what = f"row {number} has {name} as {label}, a class or nothing"
             raise ValueError(f"{path}: {what}: write the class as a word, or remove the row")

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdkit import logs
 from hvdkit.data import contents, pipeline, remote
-from hvdkit.data.classes import numbered, relabelled, without_foreground
+from hvdkit.data.classes import doubt, numbered, relabelled
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, check_once, kind_of, reader_of
@@ -92,7 +92,7 @@ def check(
     # A folder of label pictures does not say how many classes there are.
     if not classes and (values or isinstance(source, ImageLabelFolder)):
         counted.classes = highest + 1
-    if not values and counted.unit == "pixels" and (fault := without_foreground(counted.of)):
+    if not values and counted.unit == "pixels" and (fault := doubt(source, counted.of)):
         tell(fault)
     for line in counted.lines(names_of(source)):
         print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)

@@ -70,6 +70,12 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
     return Mapped(source, table, count)
 
 
+def doubt(source: Source, values: np.ndarray) -> str:
+    """Why labels with so many pixels of each value, integer [256], cannot be meant; or ""."""
+    of_reader = getattr(source, "doubt", None)
+    return without_foreground(values) or (of_reader(values) if of_reader else "")
+
+
 def without_foreground(values: np.ndarray) -> str:
     """What to do where label pictures, with so many pixels of each value, integer [256], hold
     nothing but 0 and 255; "" for others."""

@@ -100,8 +100,8 @@ def trained_on_too(train: Source, val: Source) -> int:
     return shared(val) if shared and type(train) is type(val) else 0
 
 
-def no_foreground(source: Source) -> str:
-    """What to do where the first label pictures hold nothing but 0 and 255; "" for others."""
+def doubt(source: Source) -> str:
+    """What is wrong with the values of some label pictures spread over all; "" for others."""
 
     def counted(index: tf.Tensor) -> tf.Tensor:
         flat = tf.cast(tf.reshape(source.read(index)["label"], [-1]), tf.int32)
@@ -111,7 +111,7 @@ def no_foreground(source: Source) -> str:
     total = next(filter(None, sizes)) if getattr(source, "is_remote", False) else len(source)
     looked_at = tf.data.Dataset.range(0, total, max(1, total // _LOOKED_AT))
     counts = looked_at.map(as_written(counted), 8).ignore_errors()  # training tells of bad ones
-    return classes.without_foreground(sum(counts.as_numpy_iterator(), np.zeros(256, np.int64)))
+    return classes.doubt(source, sum(counts.as_numpy_iterator(), np.zeros(256, np.int64)))
 
 
 def _opened(config: Settings, split: str, default: str) -> Source:
@@ -144,7 +144,7 @@ def _opened(config: Settings, split: str, default: str) -> Source:
     if values:
         return classes.relabelled(source, values, config.num_classes)
     key = ("values", name, config.data_dir, split)
-    if kind == "map" and (fault := shared_listing.found(key, lambda: no_foreground(source))):
+    if kind == "map" and (fault := shared_listing.found(key, lambda: doubt(source))):
         raise ValueError(f"{config.data_dir}, split {split}: {fault}")
     return source
 

@@ -9,7 +9,8 @@ import tensorflow as tf
 from PIL import Image
 from refusals import refused
 
-from hvdkit.data.open import reader_of
+from hvdkit.data import check
+from hvdkit.data.open import doubt, reader_of
 from hvdkit.data.readers import voc as voc_reader
 from hvdkit.data.readers.cifar import Cifar100
 from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
@@ -94,6 +95,19 @@ def test_pictures_of_16_bits_are_refused(tmp_path: Path):
     readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
 
 
+def test_four_colours_that_do_not_say_how_are_refused(tmp_path: Path):
+    """Without Adobe's segment some decoders invert them."""
+    path = tmp_path / "train" / "a" / "print.jpg"
+    path.parent.mkdir(parents=True)
+    Image.fromarray(smooth()).convert("CMYK").save(path)
+    whole = path.read_bytes()
+    source = ClassFolders(tmp_path, "train")
+    assert len(readers.read_all(source)) == 1
+    segment = whole.index(b"Adobe") - 4
+    path.write_bytes(whole[:segment] + whole[segment + 16 :])
+    readers.explained(source, 0, path, "is a JPEG of four colours without Adobe's", "as RGB")
+
+
 def test_reads_pictures_and_palette_indices_in_the_order_of_the_list(voc: Path):
     assert len(voc_reader.CLASS_NAMES) == voc_reader.NUM_CLASSES == 21
     samples = readers.read_all(Voc(voc, "train"))
@@ -167,6 +181,20 @@ def test_unknown_ids_are_explained(city: Path):
         readers.save(path, label)
         readers.explained(source, 1, path, word, "0 to 33")
     assert source.explain(0) is None
+
+
+@pytest.mark.parametrize("values", [19, 20])  # with and without one for what is ignored
+def test_train_ids_in_the_place_of_ids_are_refused(city: Path, values: int):
+    ids = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % values
+    for path in (city / "gtFine" / "val").rglob("*_labelIds.png"):
+        readers.save(path, ids)
+    faults: list[str] = []
+    how = {"classes": 0, "tell": faults.append, "names": [], "read": []}
+    check.check(city, "train", "cityscapes", **how)
+    assert not faults and not doubt(Cityscapes(city, "train"))
+    check.check(city, "val", "cityscapes", **how)
+    words = "no label id above 19 (no vegetation, sky or car), so they may be train ids already"
+    assert words in faults[0] and words in doubt(Cityscapes(city, "val"))
 
 
 PAIR = readers.noise(0), readers.noise(1)[..., 0]

@@ -27,6 +27,7 @@ NUM_CLASSES = len(CLASS_NAMES)
 # The id in labelIds files of each train id, from the authors' own table: cityscapesScripts,
 # cityscapesscripts/helpers/labels.py (github.com/mcordts/cityscapesScripts), columns id, trainId.
 IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
+_CLASSES_TO_19 = 7  # what train ids, 0 to 18 and 19 for others, would be taken for
 LAST_ID = 33  # the others from 0 on (ego vehicle, parking, caravan, ...) are ignored
 
 _IMAGE, _LABEL = "_leftImg8bit.png", "_gtFine_labelIds.png"
@@ -55,6 +56,14 @@ class Cityscapes(PicturePairs):
         names = sorted(images)
         images = packed(f"leftImg8bit/{split}/{name}{_IMAGE}" for name in names)
         return str(root), images, packed(f"gtFine/{split}/{name}{_LABEL}" for name in names)
+
+    @staticmethod
+    def doubt(counts: np.ndarray) -> str:
+        """Why label pictures with so many pixels of each class are none of ids; "" for others."""
+        if counts[_CLASSES_TO_19:NUM_CLASSES].any() or not counts.any():
+            return ""
+        what = "no label id above 19 (no vegetation, sky or car), so they may be train ids already"
+        return f"*{_LABEL} hold {what}: take the original labelIds"
 
     def classes_of(self, label: tf.Tensor) -> tf.Tensor:
         highest = tf.reduce_max(label)

@@ -27,6 +27,7 @@ MOST_BYTES = 2**30  # of a file
 _GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
 _MOVES = 2  # in a WebP's byte 20, after VP8X: it is an animation
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
+_ADOBE = r"\C*\x00\x0eAdobe\x00\C*"  # segment APP14, after its marker
 most_pixels = 64_000_000
 
 # By orientation, 0 to 8: how stored rows and columns become the displayed ones.
@@ -95,12 +96,27 @@ def _size_of_webp(data: tf.Tensor) -> tf.Tensor:
     return tf.where(kind == b" ", lossy, tf.where(kind == b"L", lossless, extended))
 
 
+@seldom(input_signature=[tf.TensorSpec([], tf.string)])
+def _of_adobe(data: tf.Tensor) -> tf.Tensor:
+    """Whether a JPEG of four colours says how: decoders take it for inverted, or not, without."""
+    return tf.strings.regex_full_match(data, _ADOBE)
+
+
 def fit(data: tf.Tensor) -> tf.Tensor:
     """The data, or nothing, which fails to decode (an assertion would not come before that)."""
     size = tf.cast(_stored_size(data), tf.int64)
     fine = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
     deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    return tf.where(fine & ~deep, data, b"")
+    kind = tf.cond(_has_four(data), lambda: _of_adobe(data), lambda: True)
+    return tf.where(fine & ~deep & kind, data, b"")
+
+
+def _has_four(data: tf.Tensor) -> tf.Tensor:
+    """Whether this is a JPEG of four colours, as for printing, bool scalar."""
+    shape = tf.cond(
+        tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data), lambda: tf.zeros([3], tf.int32)
+    )
+    return shape[2] == 4
 
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
@@ -237,6 +253,9 @@ def refused(data: bytes) -> str:
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
         return f"has more than {_MOST_SCANS} scans, which take hours: save it again"
     try:
+        if _has_four(tf.constant(data)) and not _of_adobe(tf.constant(data)):
+            what = "is a JPEG of four colours without Adobe's segment, which says how to read them"
+            return f"{what}: save it as RGB"
         height, width = _stored_size(tf.constant(data)).numpy().tolist()
     except (tf.errors.OpError, UnicodeDecodeError):  # its message may hold bytes of the file
         return ""
