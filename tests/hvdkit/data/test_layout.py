@@ -74,6 +74,27 @@ def test_classes_are_found_alike_by_start_and_by_the_reader(tmp_path, name):
         assert [os.fsdecode(tmp_path) + "/" + os.fsdecode(file) for file in source.files()] == found
 
 
+@pytest.mark.parametrize("name", ["a0 ", "a\n0", os.fsdecode(b"caf\xe9")])
+def test_names_that_no_list_can_hold_are_refused(tmp_path, name):
+    write(tmp_path, [f"images/{name}.png", f"masks/{name}.png"])
+    items = [item._replace(split="train") for item in arrangement.recognized(tmp_path)]
+    refused(lambda: arrangement.link(items, tmp_path / "links"), "cannot stand in a list of names")
+
+
+def test_links_that_hold_each_other_are_refused(tmp_path):
+    write(tmp_path, PAIRS["VOC without lists"])
+    (tmp_path / "JPEGImages" / "x").symlink_to("../SegmentationClass")
+    (tmp_path / "SegmentationClass" / "x").symlink_to("../JPEGImages")
+    refused(lambda: arrangement.recognized(tmp_path), "x leads to a folder that holds it")
+
+
+def test_splits_below_the_levels_that_are_given_are_refused(tmp_path):
+    write(tmp_path, files("{c}/{s}", c=CATS, s=("train", "val")))
+    words = "train may be a split, below the levels of --layout=class: say what its level is"
+    refused(lambda: arrangement.recognized(tmp_path, "class"), words)
+    assert {item.split for item in arrangement.recognized(tmp_path, "class/any")} == {""}
+
+
 PAIRS = {
     "Oxford pets": [
         *files("images"), *files("annotations/trimaps", ending="png"), "annotations/xmls/0.xml",

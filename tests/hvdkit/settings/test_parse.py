@@ -41,6 +41,7 @@ def test_what_readme_and_docs_promise_of_every_run():
         ("--base_lr=-0.1", ["base_lr=-0.1", "a number, greater than 0"]),
         ("--num_steps=ten", ["num_steps=ten", "a whole number, at least 1, less than 100000000"]),
         ("--num_steps=0epochs", ["num_steps=0epochs", "or epochs such as 2epochs"]),
+        ("--epochs=", ["--epochs=: give a number of epochs, as --epochs=30 or 0.5"]),
         ("--epochs=-1", ["epochs=-1", "as --epochs=30 or 0.5"]),
         ("--epochs=2epochs", ["epochs=2epochs", "as --epochs=30 or 0.5"]),
         ("--seed=1epoch", ["--seed=1epoch", "less than 2147483648"]),

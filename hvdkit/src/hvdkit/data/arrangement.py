@@ -216,12 +216,23 @@ def _group(item: Item) -> str:
     return found[1] if found else ""
 
 
+def _check_listable(name: str, picture: Path) -> None:
+    """Raises ValueError for a name that cannot be a line of a split's list."""
+    as_text = os.fsencode(name).decode("utf-8", "replace")
+    if as_text != name or name != name.strip() or "\n" in name:
+        what = (
+            "cannot stand in a list of names: it has a line break, a space at an end, or no UTF-8"
+        )
+        raise ValueError(f"{str(picture)!a}: the name {what}: rename it, and its mask")
+
+
 def link(items: list[Item], folder: Path) -> None:
     """Makes in a new folder what the readers "folders" or "class_folders" read, of links."""
     lists = defaultdict(list)
     for split, name, picture, label, mask in items:
         places = {folder / split / label: picture}
         if mask:
+            _check_listable(name, picture)
             places = {folder / "images": picture, folder / "labels": mask}
             lists[f"{split}.txt"].append(f"{name}\n")
         for place, path in places.items():

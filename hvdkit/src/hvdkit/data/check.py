@@ -31,7 +31,7 @@ from hvdkit.settings.typed import path_argument
 _SIGNS = {
     "records": (f"[!.]*/{records.META}",),
     "folders": ("splits/*.txt",),
-    "voc": ("ImageSets/Segmentation", "VOC2012/ImageSets/Segmentation"),
+    "voc": ("ImageSets/Segmentation", "VOC20??/ImageSets/Segmentation"),
     "cityscapes": ("leftImg8bit",),
     "cifar10": ("data_batch_1.bin", "cifar-10-batches-bin/data_batch_1.bin"),
     "cifar100": ("train.bin", "cifar-100-binary/train.bin"),

@@ -112,6 +112,10 @@ def arranged(root: Path, given: list[str], *, split: str = "") -> tuple[list[Pla
                 role = given[len(roles) - depth]
             elif not given:
                 role = _role(below, roles, known=bool(split))
+            elif any(split for split, _ in _words(below).values()):
+                first = below[0][0].folder / below[0][1]
+                what = f"may be a split, below the levels of --layout={'/'.join(given)}"
+                raise ValueError(f"{first} {what}: say what its level is, split or any")
             level = _named(below, role)
             if split and role == "split":
                 splits = {place.split for place in level}
@@ -171,7 +175,8 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
             others.append(entry.name)
             continue
         target = Path(entry.path).resolve() if entry.is_symlink() else None
-        if target and place.folder.resolve().is_relative_to(target):
+        above = [place.folder, *place.folder.parents] if target else []
+        if any(folder.resolve().is_relative_to(target) for folder in above):
             raise ValueError(f"{entry.path} leads to a folder that holds it: remove this link")
         if not place.label or any(listing.contents(Path(entry.path), ())):
             folders.append(entry.name)

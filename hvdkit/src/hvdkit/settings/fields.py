@@ -245,7 +245,7 @@ def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     """The flag under its own name and with a value; `switches`: whether each flag needs none."""
     name = flag.name
     value = flag.value
-    if name == "epochs" and name not in switches and value:
+    if name == "epochs" and name not in switches and value is not None:
         if not re.fullmatch(r"[\d.]+", value):
             raise flag.error(f"--epochs={value}: give a number of epochs, as --epochs=30 or 0.5")
         name = "num_steps"

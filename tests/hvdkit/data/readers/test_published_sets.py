@@ -119,6 +119,9 @@ def test_reads_pictures_and_palette_indices_in_the_order_of_the_list(voc: Path):
         off = np.abs(sample["image"].astype(int) - readers.noise(number)).mean()
         assert off < np.abs(sample["image"].astype(int) - readers.noise(number + 1)).mean()
     assert len(Voc(voc, "val")) == 1
+    other = voc / "devkit"
+    (other / "VOC2007").mkdir(parents=True)
+    refused(lambda: Voc(other, "train"), "VOC2007: give the folder of one year")
     assert Voc(voc.parent, "train").fingerprint() == Voc(voc, "train").fingerprint()
     assert Voc(voc, "val").fingerprint() != Voc(voc, "train").fingerprint()
 

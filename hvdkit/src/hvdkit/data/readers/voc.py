@@ -16,6 +16,7 @@ from hvdkit.data.readers import listing
 from hvdkit.data.readers.listing import Packed, packed
 from hvdkit.data.readers.pairs import PicturePairs
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES
+from hvdkit.logs import join
 
 NUM_CLASSES = 21
 CLASS_NAMES = (
@@ -38,6 +39,8 @@ class Voc(PicturePairs):
     def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
         if (root / "VOC2012").is_dir():
             root = root / "VOC2012"
+        elif not (root / "ImageSets").is_dir() and (years := sorted(root.glob("VOC20??"))):
+            raise ValueError(f"{root} holds {join(years)}: give the folder of one year")
         names = listing.read_names(root / "ImageSets" / "Segmentation" / f"{split}.txt")
         folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
         images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
