@@ -348,7 +348,7 @@ def test_update_leaves_out_what_the_owner_deleted_or_renamed(renamed, version, n
         (fork / name).unlink()
     shell("git add -A && git commit -qm mine && git clean -fdq", tmp_path)
     before, entries = contents(fork), set(os.listdir(fork))
-    shell("copier update --quiet --defaults", fork)
+    shell("copier update --trust --quiet --defaults", fork)
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
     assert contents(fork) == before and set(os.listdir(fork)) == entries
     assert (fork / ADDED[-1]).exists() and not any((fork / name).exists() for name in gone)
@@ -370,7 +370,10 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(folder, version, n
     edit(fork / ENGINE / "src/hvdkit/ranks/world.py", "import os", "MINE = 1\nimport os")
     shell("git add -A && git commit -qm mine", fork)
     before = contents(fork)
-    with pytest.raises(AssertionError, match=r"settle the conflict in pyproject\.toml"):
+    replaced = rf"your changes in it too: {ENGINE}/src/hvdkit/ranks/world\.py\n"
+    with pytest.raises(
+        AssertionError, match=rf"(?s){replaced}.*settle the conflict in pyproject\.toml"
+    ):
         shell("make -o setup update", fork)
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
     assert contents(fork) == before
@@ -384,3 +387,37 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(folder, version, n
     assert os.access(fork / "launch/stop.sh", os.X_OK) and (fork / ADDED[-1]).exists()
     found = shell("grep -rlE '^(<<<<<<<|>>>>>>>) ' . --exclude-dir=.git || true", fork)
     assert found.split() == ["./pyproject.toml"] and not list(fork.rglob("*.rej"))
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_update_refuses_first_what_would_lose_files_of_the_owners(newer, tmp_path):
+    """Files that git ignores, the owner's at a path that the newer version adds, and both."""
+    fork, own = project(newer, tmp_path, "models/fork", "v1.0.0"), ADDED[-1]
+    ignored = tmp_path / ".gitignore"
+    ignored.write_text("vendor/\n*.lock\nmore.sh\n")
+    (fork / own).write_text("# mine\n")
+    shell("git rm -rq --cached . && git add -A && git commit -qm mine", tmp_path)
+    before = everything(fork)
+    bare, made = "copier update --trust --defaults", "make -o setup update"
+    untracked = r"does not track uv\.lock, vendor/hvdkit/.* \d+ more .*\.gitignore line [12]: "
+    with pytest.raises(AssertionError, match="--trust"):
+        shell(bare.replace("--trust", ""), fork)
+    with pytest.raises(AssertionError, match=rf"(?s){untracked}.*overwrite yours: {own}"):
+        shell(bare, fork)
+    assert everything(fork) == before
+    # The way out for the first kind; the owner's file is tracked from here on.
+    ignored.unlink()
+    shell("git add -A && git commit -qm mine", tmp_path)
+    with pytest.raises(AssertionError, match=f"nothing is updated, .* overwrite yours: {own}"):
+        shell(made, fork)
+    assert everything(fork) == before
+    (fork / own).rename(fork / "launch/mine.sh")
+    shell("git add -A && git commit -qm mine", tmp_path)
+    shell(made, fork)
+    assert (fork / own).read_text() == "# changed by us\n"
+    assert (fork / "launch/mine.sh").read_text() == "# mine\n"
+    assert "NEWER = True" in (fork / ENGINE / "src/hvdkit/ranks/world.py").read_text()
