@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))  # also with PYTHONSAFEPATH=1
+
 from preflight import facts, findings, ranks, security
 from preflight.findings import leaders, place
 from preflight.ranks import watch

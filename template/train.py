@@ -8,6 +8,9 @@ The same command again resumes from the newest checkpoint in --run_dir; --help l
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # also with PYTHONSAFEPATH=1
 
 try:
     import hvdkit  # before TensorFlow: it quiets its start, and reads the flags first

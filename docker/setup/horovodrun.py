@@ -12,13 +12,15 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-SAVED, ENDED_BY_CTRL_C = 75, 130
+WRONG_USE, SAVED, ENDED_BY_CTRL_C = 2, 75, 130
 # Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
 TOO_EARLY = {128 + number for number in REQUESTS}
 ONE_PRESS = 0.5  # SIGINTs this close together, in seconds, are one: make passes the terminal's on
@@ -131,6 +133,9 @@ def launch() -> None:
     launcher.gloo_built = built
     launcher.mpi_built = built
     os.execve = become_mpirun
+    # Its cache is a file in the home folder, which a container may lack, and names hosts as good
+    # for an hour.
+    sys.argv.insert(1, "--disable-cache")
     try:
         launcher.run_commandline()
     except Exception as error:
@@ -139,15 +144,32 @@ def launch() -> None:
         sys.exit(int(code[1]) if code else f"error: horovodrun: {error}")
 
 
+def refuse(text: str) -> NoReturn:
+    print(f"error: horovodrun: {text}", file=sys.stderr)
+    sys.exit(WRONG_USE)
+
+
+def check_temporary_folder() -> None:
+    """Open MPI takes none but TMPDIR or /tmp, and ends with many lines; Python finds others."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        refuse(
+            f"{error.strerror}: make room in one, or name another in TMPDIR (docker: --tmpfs /tmp)"
+        )
+    if folder != "/tmp":
+        os.environ["TMPDIR"] = folder
+
+
 def check_loopback() -> None:
     """Ranks of one host meet by it, and Horovod's own ends with an index out of range."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("127.0.0.1", 9))  # sends nothing
     except OSError:
-        sys.exit(
-            "error: horovodrun: this host does not reach itself, at 127.0.0.1: turn its loopback "
-            "on (ip link set lo up)"
+        refuse(
+            "this host does not reach itself, at 127.0.0.1: turn its loopback on "
+            "(ip link set lo up)"
         )
 
 
@@ -162,6 +184,7 @@ def hold_streams() -> None:
 
 def main() -> int:
     hold_streams()
+    check_temporary_folder()
     check_loopback()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts

@@ -4,6 +4,9 @@ Each turn is a step of its own, which updates only the weights of its network.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # also with PYTHONSAFEPATH=1
 
 import hvdkit
 from settings import Settings

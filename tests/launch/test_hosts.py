@@ -416,8 +416,35 @@ def test_ranks_of_one_host_need_no_network(networks: str, ranks: list[str]):
 def test_a_host_that_does_not_reach_itself_is_told_what_to_do(launcher: list[str]):
     require("unshare")
     ended = run(["unshare", "--net", *launcher, "-np", "2", "true"], timeout=60)
-    assert ended.code != 0 and "turn its loopback on (ip link set lo up)" in ended.output
+    assert ended.code == 2 and "turn its loopback on (ip link set lo up)" in ended.output
     assert ended.output.count("\n") == 1, ended.output
+
+
+# As `docker run --read-only` leaves it: no folder can be written, and there is no home.
+READ_ONLY = """
+for folder in $(awk '$2 !~ "^/(proc|sys|dev)" {print $2}' /proc/mounts | sort -u); do
+    mount -o remount,ro,bind "$folder" || true
+done
+export HOME=/proc/nowhere
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("launcher", [[HOSTS_SH, "-np", "2"], ["horovodrun", "-np", "2"], []])
+def test_without_a_folder_that_can_be_written_one_line_says_it(launcher: list[str]):
+    require("unshare")
+    program = [sys.executable, "-c", "import hvdkit.ranks.quiet"]
+    words = ["unshare", "--mount", "bash", "-c", READ_ONLY, "bash", *launcher, *program]
+    ended = run(words, timeout=60, cwd="/")
+    assert ended.code == 2 and "TMPDIR (docker: --tmpfs /tmp)" in ended.output, ended.output
+    assert ended.output.count("\n") == 1, ended.output
+
+
+@pytest.mark.parametrize("backend", ["--mpi", "--gloo"])
+def test_horovodrun_needs_no_home_folder(backend: str):
+    words = ["env", "HOME=/proc/nowhere", "horovodrun", backend, "-np", "2", "echo", "ranks"]
+    ended = run(words, timeout=60)
+    assert ended.code == 0 and ended.output.count("ranks") == 2, ended.output
 
 
 WRITES = """

@@ -81,8 +81,8 @@ def complain(text: str) -> None:
     logging.error("error: %s", text, extra={"names_rank": True})
 
 
-def refuse(text: str) -> NoReturn:
-    """Wrong use, before the ranks know each other: rank 0 reports it, and all exit with 2.
+def refuse(text: str, code: int = WRONG_USE) -> NoReturn:
+    """Wrong use, before the ranks know each other: rank 0 reports it, and all exit with `code`.
 
     Another rank reports it only if no launcher has ended it meanwhile: then it was started with
     other flags than rank 0, or its host has other files.
@@ -91,7 +91,7 @@ def refuse(text: str) -> NoReturn:
         time.sleep(_UNTIL_ENDED)
         text = f"rank {rank} on {socket.gethostname()}: {text}"
     complain(text)
-    sys.exit(WRONG_USE)
+    sys.exit(code)
 
 
 def parser(about: str) -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ model = resnet.resnet50_keras(32, 10, 0.0)
 print(model.count_params(), keras.config.backend(), keras.config.image_data_format())
 print(keras.config.epsilon(), keras.config.floatx(), config.keras_home(), tf.keras.__name__)
 print(os.environ.get("KERAS_BACKEND"))
+text = tf.function(lambda: tf.strings.format("{}", [tf.constant(1)]))()  # no XLA compiles it
 """
 OTHERS = {"image_data_format": "channels_first", "epsilon": 0.1, "floatx": "float64"}
 OTHERS |= {"backend": "jax", "nnx_enabled": True}
@@ -57,8 +58,21 @@ def shown(home: Path, text: str, **env: str) -> list[str]:
         # Keras itself ends with a trace there.
         (
             json.dumps({"epsilon": 1, "floatx": "bfloat16"}),
-            {"KERAS_BACKEND": "torch", "KERAS_MAX_EPOCHS": "many", "TF_USE_LEGACY_KERAS": "1"},
-            ["epsilon=1", "floatx=bfloat16", "KERAS_BACKEND=torch", "TF_USE_LEGACY_KERAS=1"],
+            {
+                "KERAS_BACKEND": "torch",
+                "KERAS_MAX_EPOCHS": "many",
+                "TF_USE_LEGACY_KERAS": "1",
+                "TF_FUNCTION_JIT_COMPILE_DEFAULT": "True",
+                "TF_ENABLE_CONTROL_FLOW_V2": "0",
+            },
+            [
+                "epsilon=1",
+                "floatx=bfloat16",
+                "KERAS_BACKEND=torch",
+                "TF_USE_LEGACY_KERAS=1",
+                "TF_FUNCTION_JIT_COMPILE_DEFAULT=True",
+                "TF_ENABLE_CONTROL_FLOW_V2=0",
+            ],
         ),
     ],
 )

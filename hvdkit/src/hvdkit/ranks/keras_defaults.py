@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,14 @@ _DEFAULTS: dict[str, Any] = {
     "floatx": "float32",  # of a run: --precision
     "nnx_enabled": False,
 }
-_ON = ("true", "True", "1")  # as TensorFlow and Keras read a variable
+_ON = ("true", "1")  # as TensorFlow and Keras read a variable
+# Variables that make another program of the same code, and what they must be while TensorFlow is
+# imported: it would compile every function, also what a task's input does, or trace old branches.
+_SWITCHES = {
+    "TF_USE_LEGACY_KERAS": "0",
+    "TF_FUNCTION_JIT_COMPILE_DEFAULT": "0",
+    "TF_ENABLE_CONTROL_FLOW_V2": "1",
+}
 
 
 @contextlib.contextmanager
@@ -38,18 +44,17 @@ def in_place() -> Iterator[None]:
         return
     home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
     refused = _of_the_user(Path(home, "keras.json"))
-    if os.environ.get("TF_USE_LEGACY_KERAS") in _ON:
-        os.environ["TF_USE_LEGACY_KERAS"] = "0"  # TensorFlow reads it again later
+    for name in _SWITCHES.keys() & os.environ.keys():
+        os.environ[name] = _SWITCHES[name]  # TensorFlow may read it again later
     variables = {name: value for name, value in os.environ.items() if name.startswith("KERAS_")}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in variables:
-            del os.environ[name]
-        os.environ["KERAS_HOME"] = folder
-        try:
-            yield
-        finally:
-            del os.environ["KERAS_HOME"]
-            os.environ.update(variables)
+    for name in variables:
+        del os.environ[name]
+    os.environ["KERAS_HOME"] = os.devnull  # no folder: Keras reads and writes no keras.json there
+    try:
+        yield
+    finally:
+        del os.environ["KERAS_HOME"]
+        os.environ.update(variables)
     from keras.src.backend import config
 
     config._KERAS_DIR = home  # where published weights are kept
@@ -71,9 +76,10 @@ def _of_the_user(file: Path) -> list[str]:
     backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
     if backend != "tensorflow":
         refused.append(f"KERAS_BACKEND={backend}")
-    for name in ("KERAS_NNX_ENABLED", "TF_USE_LEGACY_KERAS"):
-        if os.environ.get(name) in _ON:
-            refused.append(f"{name}={os.environ[name]}")
+    for name, needed in {"KERAS_NNX_ENABLED": "0", **_SWITCHES}.items():
+        value = os.environ.get(name, needed)
+        if (value.lower() in _ON) != (needed in _ON):
+            refused.append(f"{name}={value}")
     try:
         values = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -106,5 +112,5 @@ def _say(refused: list[str]) -> None:
     if refused and launch_rank() == 0:
         logs.say(
             f"note: not used: {'; '.join(refused)}: Keras runs on TensorFlow here, with "
-            "channels_last, epsilon 1e-07 and --precision's types"
+            "channels_last, epsilon 1e-07 and --precision's types; --jit compiles the step"
         )

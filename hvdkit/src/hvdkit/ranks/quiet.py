@@ -7,18 +7,41 @@ what is not known to be noise still comes out.
 
 import contextlib
 import gc
+import logging
 import os
 import re
 import sys
 import tempfile
 
 from hvdkit import streams
+from hvdkit.logs import refuse
 from hvdkit.ranks import keras_defaults
+from hvdkit.stop import NOT_NOW, WRONG_USE
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# Where the home folder cannot be written, it warns that it makes a temporary one.
+logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
 _NOISE = re.compile(rb"::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with")
+
+
+def _check_environment() -> None:
+    """TensorFlow writes small files, and takes names of files in UTF-8."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        refuse(
+            f"Python writes names of files in {encoding} here, and TensorFlow in UTF-8: set a "
+            "UTF-8 locale (LC_ALL=C.UTF-8) or PYTHONUTF8=1"
+        )
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        is_full = os.access(os.environ.get("TMPDIR", "/tmp"), os.W_OK)
+        refuse(
+            f"{error.strerror}: make room in one, or name another in TMPDIR (docker: --tmpfs /tmp)",
+            NOT_NOW if is_full else WRONG_USE,
+        )
 
 
 def _import_tensorflow() -> None:
@@ -32,7 +55,8 @@ def _import_tensorflow() -> None:
     streams.open_closed()
     sys.stderr.flush()
     shown = os.dup(2)
-    with tempfile.TemporaryFile() as held:
+    # In memory: a container may have no folder that can be written.
+    with open(os.memfd_create("stderr"), "w+b") as held:
         os.dup2(held.fileno(), 2)
         try:
             with keras_defaults.in_place():
@@ -54,4 +78,5 @@ def _import_tensorflow() -> None:
                         os.write(2, line)
 
 
+_check_environment()
 _import_tensorflow()
