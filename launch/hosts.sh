@@ -125,6 +125,9 @@ mpi_words() {
     words+=(-mca pml "${OMPI_MCA_pml:-ob1}" -mca btl "${OMPI_MCA_btl:-^openib${alone:+,tcp}}")
     words+=(-mca plm_rsh_args "${OMPI_MCA_plm_rsh_args:-} ${ssh_options[*]} --")
     words+=(-mca plm_rsh_agent "bash $here/daemon.sh ssh -x") # for any login shell
+    # A batch system's variables (SLURM_JOBID), which may be left of another job, name other hosts.
+    words+=(-mca ras "^slurm,tm,lsf,alps,gridengine" -mca plm "^slurm,tm,lsf,alps")
+    words+=(-mca regx naive) # by default Open MPI takes no name of a host with other than A-Za-z0-9.-
     words+=(-mca mpi_yield_when_idle true) # a rank that waits leaves the core to others
     # mpirun ends ranks only where one has failed: set-up's 5 s, for plain mpirun, would be 10 s more.
     words+=(-mca odls_base_sigkill_timeout "${OMPI_MCA_odls_base_sigkill_timeout:-1}")

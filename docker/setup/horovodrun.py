@@ -188,8 +188,13 @@ def main() -> int:
     check_loopback()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts
-    # Its wait before and after SIGTERM. It ends ranks only where one has failed: no need for more.
+    # mpirun's wait before and after SIGTERM; it ends ranks only where one has failed.
     os.environ.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "1")
+    # A batch system's variables (SLURM_JOBID), which may be left of another job, name other hosts.
+    os.environ.setdefault("OMPI_MCA_ras", "^slurm,tm,lsf,alps,gridengine")
+    os.environ.setdefault("OMPI_MCA_plm", "^slurm,tm,lsf,alps")
+    # By default Open MPI takes no name of a host with other characters than A-Za-z0-9.-
+    os.environ.setdefault("OMPI_MCA_regx", "naive")
     launcher = os.fork()
     if launcher == 0:
         launch()

@@ -229,6 +229,31 @@ def test_ranks_save_when_the_terminal_is_gone(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
 
 
+# What the shell of a Slurm job has that was left, or a machine that was copied from a cluster's.
+LEFT_BY_SLURM = {"SLURM_NODELIST": "cn01", "SLURM_TASKS_PER_NODE": "1"}
+LEFT_BY_SLURM |= dict.fromkeys(["SLURM_JOB_ID", "SLURM_JOBID"], "77")
+TAKES_NAME = """
+import os, socket, sys
+socket.sethostname(sys.argv[1])
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        ([HOSTS_SH, "-np", "2"], "codespaces_3620e8"),
+        ([HOSTS_SH, "-H", "localhost:2"], "(none)"),
+        (["horovodrun", "-np", "2"], "Ann's büro-pc"),
+    ],
+)
+def test_any_name_of_a_host_and_what_a_batch_system_has_left(launcher: list[str], name: str):
+    require("unshare")
+    words = ["unshare", "--uts", sys.executable, "-c", TAKES_NAME, name, *launcher]
+    ended = run([*words, sys.executable, "-c", RANKS_MEET], timeout=60, env=LEFT_BY_SLURM)
+    assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
+
+
 # A launcher's own exit code by that of the ranks. Plain horovodrun uses MPI, if Horovod has it.
 @pytest.mark.parametrize(
     ("launcher", "codes"),
