@@ -14,6 +14,7 @@ Exit code 76: a host cannot take part; each is named, with the reason.
 import concurrent.futures
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import secrets
 import shlex
@@ -25,6 +26,7 @@ import threading
 from pathlib import Path
 
 try:
+    import psutil
     from preflight import facts
 except ImportError as missing:
     print(f"error: {sys.executable}: {missing}: activate the environment", file=sys.stderr)
@@ -34,7 +36,6 @@ _START_LIMIT = 600  # the default of --start_limit_s, for programs that do not h
 _ANSWER = 60  # seconds that a login shell may take
 _SHOWN = 8  # hosts that are named
 _NOT_NOW = 76
-_SYSTEM = {"PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
 _PORTS = "OMPI_MCA_oob_tcp_dynamic_ipv4_ports"  # those that mpirun may take: 10000-10100,11000
 
 
@@ -44,7 +45,7 @@ class Answer:
 
     runs: bool = False
     origin: str = ""  # this host's address, as ssh came from it
-    network: str = ""  # the other host's network, 10.0.0.0/24
+    network: str = ""  # the other host's address with its network, 10.0.0.7/24
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
     reached: list[str] = dataclasses.field(default_factory=list)  # addresses of this host
 
@@ -154,19 +155,33 @@ def _read(output: str, word: str) -> Answer:
 
 
 def networks_of(answers: list[Answer]) -> str:
-    """Those at each end of each connection, 10.0.0.0/24,10.1.0.0/24; "" if one is not known."""
-    found = set()
-    for origin in {answer.origin for answer in answers}:
-        words = ["ip", "-4", "route", "show", "scope", "link", "src", origin]
-        try:
-            routes = subprocess.run(
-                words, capture_output=True, text=True, check=False, env=os.environ | _SYSTEM
-            )
-        except OSError:
-            return ""
-        found.add((routes.stdout.split() or [""])[0])
-    found.update(answer.network for answer in answers)
-    return "" if "" in found else ",".join(sorted(found))
+    """Those at each end of each connection, 10.0.0.0/24,10.1.0.0/24; "" if one is not known.
+
+    A cloud may give each address a network of its own, 10.0.0.7/32, by which Open MPI would take
+    every address: here one network that holds them stands for all of these.
+    """
+    own = {}
+    for addresses in psutil.net_if_addrs().values():
+        for entry in addresses:
+            own[entry.address] = f"{entry.address}/{entry.netmask}"
+    ends = [own.get(answer.origin, "") for answer in answers]
+    ends += [answer.network for answer in answers]
+    try:
+        found = {ipaddress.IPv4Network(end, strict=False) for end in ends}
+    except ValueError:  # not known
+        return ""
+    alone = [network for network in found if network.prefixlen == 32]
+    if alone:
+        found = found.difference(alone) | {_around(alone)}
+    return ",".join(sorted(map(str, found)))
+
+
+def _around(networks: list[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
+    """The smallest network that holds all of these, and is larger than the first."""
+    around = networks[0].supernet()
+    while not all(network.subnet_of(around) for network in networks):
+        around = around.supernet()
+    return around
 
 
 def closed_ways(answers: dict[str, Answer], network: str, door: Door) -> list[str]:

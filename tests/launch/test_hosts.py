@@ -402,6 +402,27 @@ json.dump([dict(os.environ), secret, len(commands)], open("{tmp_path}/" + os.una
         assert env.items() - found.items() <= {("CUDA_VISIBLE_DEVICES", "0")}
 
 
+def test_hosts_each_in_a_network_of_its_own(hosts: Hosts):
+    """As Google Cloud has it: addresses of /32, and routes that name no network."""
+    pair = (hosts[1], hosts[2])
+    try:
+        for host, other in (pair, pair[::-1]):
+            give_address(host, f"{host.address}/32")
+            host.sh(f"ip route add {other.address} dev eth0 scope link src {host.address}")
+        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", sys.executable, "-c", RANKS_MEET]
+        ended = hosts[1].run(*words, timeout=60)
+    finally:
+        for host in pair:
+            give_address(host, f"{host.address}/24")
+    assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
+    assert "WARNING" not in ended.output, ended.output
+
+
+def give_address(host: Host, address: str) -> None:
+    """In place of all that its network card has."""
+    host.sh(f"ip address flush dev eth0; ip address add {address} dev eth0")
+
+
 def test_plain_horovodrun_on_other_hosts_as_the_readme_has_it(hosts: Hosts):
     """Plain mpirun: test_start.py."""
     venv = Path(sys.executable).parent.parent
