@@ -87,6 +87,51 @@ def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil, words: str)
     assert everything(Records(server.url, "train")) == everything(Records(root, "train"))
 
 
+def test_a_server_that_sends_too_much_is_cut_off(server):
+    source = Records(server.url, "train")
+    server.surplus = 500
+    assert "(it must know Range)" in source.fetch(np.array([0]))[1][0]
+    with pytest.raises(ValueError, match=r"pack\.json"):
+        Records(server.url, "val")
+    assert server.sent < 250  # of thrice 500: what sockets hold, and 64 of the list
+
+
+def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(root, server, tmp_path):
+    cache, papers = tmp_path / "cache", tmp_path / "papers"
+    cache.mkdir()
+    cache.chmod(0o1777)
+    papers.mkdir(mode=0o755)
+    (papers / "thesis").write_bytes(bytes(10_000))
+    os.utime(papers / "thesis", (1, 1))  # the oldest, which goes first
+    (cache / f"packed-{'0' * 32}").symlink_to(papers)
+    remote.limit(str(cache), (2 * max(Records(root, "train").shard_bytes) + 600) / 1e9)
+    source = Records(server.url, "train")
+    source.keep_open(1)
+    assert [source.fetch(np.array([sample]))[1] for sample in range(0, 30, 5)] == [[""]] * SHARDS
+    assert [*papers.iterdir()] == [papers / "thesis"]
+
+    (folder,) = [path for path in cache.glob("packed-*") if not path.is_symlink()]
+    shutil.rmtree(folder)
+    folder.symlink_to(papers)
+    with pytest.raises(ValueError, match=rf"--cache_dir={cache}: {folder} is a link, or of anoth"):
+        Records(server.url, "train")
+    assert papers.stat().st_mode & 0o777 == 0o755 and [*papers.iterdir()] == [papers / "thesis"]
+    cache.chmod(0o777)
+    with pytest.raises(ValueError, match=rf"--cache_dir={cache} may be changed by other users"):
+        Records(server.url, "train")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders away")
+@pytest.mark.parametrize("name", ["", "packed"])
+def test_a_cache_of_another_user_is_refused(name: str, server, tmp_path):
+    cache = tmp_path / "cache"
+    Records(server.url, "train").fetch(np.array([0]))
+    (folder,) = cache.glob("packed-*")
+    os.chown(folder if name else cache, 65534, -1)
+    with pytest.raises(ValueError, match=rf"--cache_dir={cache}.* of another user"):
+        Records(server.url, "train")
+
+
 def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_path):
     sizes = Records(root, "train").shard_bytes
     sources = [Records(server.url, name) for name in ("train", "val")]

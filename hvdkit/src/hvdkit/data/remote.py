@@ -15,6 +15,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,8 @@ from hvdkit.data.source import Source
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
-_PREFIX = "packed-"  # other folders beside these are never touched
+_PREFIX = "packed-"
+_OF_SETS = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
 _AHEAD = 2  # threads that fetch ahead: one may be trying again
 _PAUSE = 0.2  # seconds between their looks
@@ -73,7 +75,12 @@ class Server:
 
                 timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=15)
                 headers = {"Accept-Encoding": "identity"}  # what is packed anew has no ranges
-                how["client_kwargs"] = {"timeout": timeout, "headers": headers, "trust_env": True}
+                how["client_kwargs"] = {
+                    "timeout": timeout,
+                    "headers": headers,
+                    "trust_env": True,
+                    "auto_decompress": False,  # it grows what a server sends
+                }
             self._files = fsspec.filesystem(protocol, **how)
         except ImportError as error:
             needs = f"fsspec {_PACKAGES[protocol]}".strip()
@@ -82,12 +89,19 @@ class Server:
     def read(self, name: str, first: int, last: int) -> bytes:
         """Bytes from `first` to before `last`, or to the file's end.
 
+        A server that sends more than it is asked for is cut off after one byte more.
+
         Raises OSError where the network fails, in words that `stop.passes` knows; ValueError for
         what will not pass.
         """
         where = f"{self.url}/{name}"
         try:
-            data = self._files.cat_file(where, start=first, end=last)
+            if where.startswith("http"):
+                from fsspec.asyn import sync
+
+                data = sync(self._files.loop, self._part, where, first, last)
+            else:
+                data = self._files.cat_file(where, start=first, end=last)
             self.allowed = True
             return data
         except FileNotFoundError:
@@ -101,6 +115,24 @@ class Server:
             if passes(error) or _of_network(error) or (self.allowed and refused):
                 raise OSError(f"{os.strerror(errno.EREMOTEIO)}: {where}: {text}") from None
             raise ValueError(f"{where} cannot be read: {text}") from None
+
+    async def _part(self, where: str, first: int, last: int) -> bytes:
+        """As `read`; fsspec would take all that a server sends before it looks at its length."""
+        if first >= last:
+            return b""
+        session = await self._files.set_session()
+        headers = {"Range": f"bytes={first}-{last - 1}"}
+        data = bytearray()
+        async with session.get(self._files.encode_url(where), headers=headers) as response:
+            if response.status == 404:
+                raise FileNotFoundError(where)
+            response.raise_for_status()
+            while len(data) <= last - first:
+                part = await response.content.read(last - first + 1 - len(data))
+                if not part:
+                    break
+                data += part
+        return bytes(data)
 
 
 def _status(error: Exception) -> Any:
@@ -126,10 +158,7 @@ class Cache:
         self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
         self._own = self._all / f"{_PREFIX}{key}"
         try:
-            self._all.mkdir(parents=True, exist_ok=True)
-            self._own.mkdir(mode=0o700, exist_ok=True)
-            # Another user who may open a file here may also lock it.
-            self._own.chmod(0o700)
+            self._make_folders()
             with contextlib.suppress(BlockingIOError):  # another has it
                 whole_files.lock(self._all / ".lock").close()
         except whole_files.NoLocks as error:
@@ -148,14 +177,28 @@ class Cache:
         self._again: set[str] = set()
         self._failed: dict[str, tuple[float, str]] = {}  # when, and why, by name
 
+    def _make_folders(self) -> None:
+        """Raises ValueError where another user could put links or files in place of this one's."""
+        self._all.mkdir(parents=True, exist_ok=True)
+        self._own.mkdir(mode=0o700, exist_ok=True)
+        why = _why_not_safe(self._all)
+        if why:
+            raise ValueError(f"--cache_dir={self._all} {why}: name a folder of your own")
+        if not _is_of_this_user(self._own):
+            raise ValueError(
+                f"--cache_dir={self._all}: {self._own} is a link, or of another user: remove it, "
+                "or name a folder of your own"
+            )
+        # Another user who may open a file here may also lock it.
+        self._own.chmod(0o700)
+
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
 
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
         asked = time.monotonic()
-        self._all.mkdir(parents=True, exist_ok=True)  # anew, if somebody cleaned up
-        self._own.mkdir(mode=0o700, exist_ok=True)
+        self._make_folders()  # anew, if somebody cleaned up
         with _locked(self._own / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
@@ -251,16 +294,43 @@ class Cache:
         """Deletes what is not in use until so many bytes are free, on the disk too; whether they
         are."""
         found = []
-        for path in self._all.glob(f"{_PREFIX}*/*"):
+        for path in self._files_of_sets():
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
-                about = path.stat()
-                found.append((about.st_mtime, about.st_size, path))
+                about = path.lstat()
+                if stat.S_ISREG(about.st_mode):
+                    found.append((about.st_mtime, about.st_size, path))
         excess = sum(each for _, each, _ in found) + size - self._bound
         excess = max(excess, size - shutil.disk_usage(self._all).free)
         for _, each, path in sorted(found):
             if excess > 0 and each and _deleted(path):
                 excess -= each
         return excess <= 0
+
+    def _files_of_sets(self) -> Iterator[Path]:
+        for folder in self._all.iterdir():
+            if _OF_SETS.fullmatch(folder.name):
+                with contextlib.suppress(FileNotFoundError):  # somebody cleaned up
+                    if _is_of_this_user(folder):
+                        yield from folder.iterdir()
+
+
+def _is_of_this_user(folder: Path) -> bool:
+    """Whether it is a folder, no link to one, that only this user may write in."""
+    about = folder.lstat()
+    is_own = about.st_uid == os.geteuid() and not about.st_mode & 0o022
+    return is_own and stat.S_ISDIR(about.st_mode)
+
+
+def _why_not_safe(folder: Path) -> str:
+    """Why others may replace what this user makes in a folder, or ""."""
+    own = os.geteuid()
+    for about in (folder.lstat(), folder.stat()):  # of a link to it too
+        if about.st_uid not in (own, 0):
+            return f"is of another user (number {about.st_uid})"
+    others = 0o002 if about.st_uid == own else 0o022
+    if about.st_mode & others and not about.st_mode & stat.S_ISVTX:
+        return f"may be changed by other users (mode {stat.S_IMODE(about.st_mode):o})"
+    return ""
 
 
 @contextlib.contextmanager
