@@ -158,10 +158,11 @@ mpi_words() {
         words+=(--prefix "$prefix")
     fi
     [ -e "$guard" ] || guard=-
-    [[ -z $hosts || $here$guard$work != *[[:space:]]* ]] ||
+    [[ -z $hosts || $here$guard$work$segments != *[[:space:]]* ]] ||
         die "mpirun splits words at spaces: $here, $guard and $work must be paths without"
-    words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work orted")
+    words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work $segments orted")
     words+=(-mca orte_tmpdir_base "$work")
+    for name in btl_vader osc_sm osc_rdma; do words+=(-mca "${name}_backing_directory" "$segments"); done
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
     while read -r name; do
         words+=(-x "$name")
@@ -195,7 +196,7 @@ keep_hosts() {
             send LEFT
             bash "$here/stop.sh" "$LAUNCH_ID" LEFT || true
             kill -KILL -- "-$job"
-            rm -rf "$work"
+            rm -rf "$work" "$segments"
             return
         fi
         send ''
@@ -306,12 +307,12 @@ drain() {
         [ "${fields[4]}" != "$job" ] || kill -KILL "${fields[0]}" 2>/dev/null || true
     done
     for _ in {1..50}; do [ -e "$work/lost" ] || { [ -e "$work/shown" ] && [ -e "$work/shown2" ]; } || sleep 0.1; done
-    rm -rf "$work"
+    rm -rf "$work" "$segments"
 }
 
 # launch COMMAND...: sets `code`
 launch() {
-    local words work
+    local words work segments
     # By it ranks prove that they are of this launch: hvdkit/ranks/proof.py.
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
@@ -319,11 +320,14 @@ launch() {
         echo "error: $work: make room there, or name another folder in TMPDIR (docker: --tmpfs /tmp)" >&2
         exit "$([[ $work == *'No space left'* ]] && echo 76 || echo 2)"
     fi
+    # The memory that ranks of one host share: of the same name on all hosts, for ranks get it from here.
+    segments=$(mktemp -d "/dev/shm/launch-$LAUNCH_ID.XXXXXXXX" 2>/dev/null) ||
+        segments=$(mktemp -d "${TMPDIR:-/tmp}/launch-$LAUNCH_ID.XXXXXXXX")
     job=''
     mpi_words
     words+=("$@")
     code=0
-    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && rm -rf "$work" && return; fi
+    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && rm -rf "$work" "$segments" && return; fi
     trap end_all EXIT
     # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
     # script; mpirun would give the ranks a few seconds.
@@ -350,7 +354,7 @@ end_all() {
         unlink_hosts LEFT
         [ -z "$job" ] || kill -KILL -- "-$job"
     } 2>/dev/null
-    rm -rf "$work"
+    rm -rf "$work" "$segments"
 }
 
 trap 'exit 75' TERM USR1 HUP # nothing runs yet

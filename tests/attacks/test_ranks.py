@@ -21,6 +21,7 @@ from hvdkit.testing import kill_session
 from ranks import ROOT
 
 HERE = Path(__file__).parent
+SHARED = Path("/dev/shm")
 SECRETS = {"WANDB_API_KEY": "key-of-wandb-5071", "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072"}
 # Address and port of all that listens there for the launch, and its secret.
 LOOK = """
@@ -43,6 +44,15 @@ def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
         kill_session(process.pid)
 
 
+def check_shared_memory(run_id: str, host: str) -> None:
+    """It lies where only this user can: no name that others can foretell, and make a link of."""
+    (folder,) = SHARED.glob(f"launch-{run_id}.*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    segments = [path.name for path in folder.glob(f"vader_segment.{host}.*")]
+    assert len(segments) == 2
+    assert not any((SHARED / name).exists() for name in segments)
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     """On one host or two: the run goes on, no secret is shown, and no port gives an answer."""
@@ -50,19 +60,20 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     guard, end, run_id = tmp_path / "guard.so", tmp_path / "end", f"attacked-{os.getpid()}"
     source = ROOT / "docker/setup/guard.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", guard, source, "-ldl"], check=True)
-    words = [ROOT / "launch/hosts.sh", "--plain", "-np", "2"]
+    words = [ROOT / "launch/hosts.sh", "--plain", "-np", f"{count + 1}"]
     inside, hosts = [lambda *words: [*map(str, words)]], None
     if count == 2:
         hosts = Hosts(tmp_path, 2)
         inside = [host.words for host in hosts]
-        words += ["-H", "node1:1,node2:1", "-p", 2222]
+        words += ["-H", "node1:1,node2:2", "-p", 2222]
     words = inside[0](*words, sys.executable, HERE / "victim.py", end)
     try:
         with running(*words, LAUNCH_ID=run_id, LAUNCH_GUARD=str(guard)) as run:
             output = ""
-            while output.count("ready") < 2:  # after the table of places
+            while output.count("ready") < count + 1:  # after the table of places
                 output += (line := run.stdout.readline())
                 assert line, output
+            check_shared_memory(run_id, "node2" if hosts else os.uname().nodename)
             for words_on in inside:
                 look = words_on(sys.executable, "-c", LOOK, run_id)
                 ports, secret = json.loads(subprocess.check_output(look))
@@ -79,7 +90,8 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
                 assert max(found["ranks_ports"].values()) >= 1, found
             end.touch()
             output += run.communicate(timeout=120)[0]
-        assert run.returncode == 0 and output.count("ended well") == 2, output
+        assert run.returncode == 0 and output.count("ended well") == count + 1, output
+        assert not any(SHARED.glob(f"launch-{run_id}.*"))
         assert not any(value in output for value in SECRETS.values())
     finally:
         end.touch()

@@ -115,10 +115,12 @@ def test_open_mpi_keeps_its_files_where_no_other_user_can(hosts: Hosts, tmp_path
         (made,) = Path("/tmp").glob("launch-of-two-hosts.*")
         assert made.stat().st_mode & 0o777 == 0o700 and any(made.iterdir())
         assert not any(file for folder in taken for file in folder.iterdir())
+        (segments,) = Path("/dev/shm").glob("launch-of-two-hosts.*")
+        assert segments.stat().st_mode & 0o777 == 0o700
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(children.split()[0]), signal.SIGTERM)
         assert process.wait(60) == 75
-        assert not made.exists()
+        assert not made.exists() and not segments.exists()
     finally:
         kill_session(process.pid)
         for folder in taken:
