@@ -78,9 +78,10 @@ def test_a_rank_that_hangs_within_a_step_is_named_in_the_time_of_some_steps(tiny
 
 
 # A training whose rank 1 reads from a disk of its own, which hangs once step 3 was made: whoever
-# opens a file there waits. Of a hard mount without its server, it is the same.
+# opens a file there waits. Of a hard mount without its server, it is the same; and a process that
+# waits there stays when it has ended, and answers nobody: here it stops itself instead.
 HANGS_IN_A_READ = """
-import os, pathlib, shutil, sys
+import os, pathlib, shutil, signal, sys
 sys.path.insert(0, os.getcwd())
 import hvdkit
 from settings import Settings
@@ -102,6 +103,7 @@ def log_and_hang(self, step, result):
         for picture in own.rglob("*.png"):
             picture.unlink()
             os.mkfifo(picture)
+        os._exit = lambda code: os.kill(os.getpid(), signal.SIGSTOP)
 actions.Log.__call__ = log_and_hang
 sys.exit(hvdkit.main(train.train, Settings))
 """

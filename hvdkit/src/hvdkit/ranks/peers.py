@@ -35,6 +35,8 @@ _CONNECT = 5.0  # seconds in which a process that runs answers
 _NONCE, _TAG = 16, 32  # bytes
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
+_LATEST = 30  # seconds that later ranks leave to earlier ones, a second each
+_TOLD = 20.0  # seconds in which the neighbour of a rank that ends learns of it
 _ASKED_AT_ONCE = 64
 _ANSWERED_AT_ONCE = 64  # anybody on the host may connect, which takes open files
 _LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
@@ -47,7 +49,7 @@ class _Place(NamedTuple):
 
 class _Answer(NamedTuple):
     how: str  # gone or silent; empty: it has answered
-    at: str  # the place in the code that it is at, or "asking"
+    at: str  # the place in the code that it is at, or "asking" or "without data"
     still: float  # seconds for which it has not moved
     left: float = 0.0  # seconds for which it may stay where it is
     parts: int = 0  # see `Heartbeat`, also of the next
@@ -69,6 +71,7 @@ class Peers:
         `Heartbeat.patience`; before the first one `start_seconds`, and the exit code is NOT_NOW.
         """
         self._rank, self._asking = world.rank, False
+        self._without_data = False  # this rank has said so, and ends
         self._limits = start_seconds or stall_seconds, stall_seconds
         self._room = threading.Semaphore(_ANSWERED_AT_ONCE)
         self._main = threading.main_thread().ident
@@ -156,11 +159,24 @@ class Peers:
         still = heartbeat.still()
         left = heartbeat.patience(*self._limits) - still
         at = "asking" if self._asking else self._main_thread()
+        if self._without_data:
+            at = "without data"
         return at, still, left, heartbeat.parts, heartbeat.reads
 
-    def _without_data(self, still: float) -> str:
-        what = f"{self._who(self._rank)} has waited {still:.0f} s for a batch of data"
-        return f"the run ends: {what}: its disk, mount or file server hangs"
+    def _end_without_data(self, still: float) -> None:
+        """Ends the run: this rank's neighbour ends too, with the same exit code.
+
+        A process of which a thread waits for a mount without its server stays after its end, and
+        no launcher sees that. The watch of another rank would later take it for one that hangs.
+        """
+        earlier = self._ask_these(range(min(self._rank, _LATEST))).values()
+        if all(answer.at != "without data" for answer in earlier):
+            what = f"{self._who(self._rank)} has waited {still:.0f} s for a batch of data"
+            complain(f"the run ends: {what}: its disk, mount or file server hangs")
+        self._without_data = True
+        if len(self._places) > 1:
+            time.sleep(_TOLD)
+        os._exit(NOT_NOW)
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:
@@ -267,16 +283,18 @@ class Peers:
             stuck, before_that = "", stuck
             # Those of later ranks leave time to the earlier ones.
             _, still, left, parts, reads = self._own()
-            if reads and -left > min(self._rank, 30):
-                complain(self._without_data(still))
-                os._exit(NOT_NOW)
+            if reads and -left > min(self._rank, _LATEST):
+                self._end_without_data(still)
             # One watch a host; a rank that is alone waits for nobody.
-            if self._rank == first and -left > min(first, 30) and len(self._places) > 1:
+            if self._rank == first and -left > min(first, _LATEST) and len(self._places) > 1:
                 stuck = self._stuck()
             if stuck and before_that:
                 complain(stuck)
                 os._exit(BUG if parts else NOT_NOW)
-            how = self._ask(neighbour).how
+            answer = self._ask(neighbour)
+            how = answer.how
+            if answer.at == "without data":
+                os._exit(NOT_NOW)
             if not how:
                 heard = time.monotonic()
             elif how == "gone":
