@@ -24,6 +24,13 @@ RANK_VARIABLES = (*LAUNCHED, "SLURM_PROCID")
 
 _SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
+# Launchers give their ranks variables of both kinds: what each is, and where its launcher is.
+_OF_A_RANK = (
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_", "HOROVOD_CROSS_"),
+    *("OMPI_COMM_WORLD_", "PMIX_RANK"),
+)
+_OF_ITS_LAUNCHER = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "PMIX_SERVER_URI", "PMI_")
+
 
 class GoBack(Exception):
     """All ranks go on from the checkpoint at `path`, and leave out the batches to step `last`."""
@@ -63,3 +70,15 @@ def launched_ranks() -> tuple[int, str]:
         if name in os.environ:
             return int(os.environ[name]), name
     return 1, ""
+
+
+def left_of_a_launch() -> str:
+    """An error's text where variables of a rank are left of another run; else empty."""
+    left = sorted(name for name in os.environ if name.startswith(_OF_A_RANK))
+    if not left or any(name.startswith(_OF_ITS_LAUNCHER) for name in os.environ):
+        return ""
+    return (
+        f"{left[0]}={os.environ[left[0]]} says that this process is one of several ranks, but no "
+        f"launcher started it. To run alone: unset {' '.join(left)}. To run several ranks: "
+        "launch/hosts.sh, horovodrun or mpirun"
+    )

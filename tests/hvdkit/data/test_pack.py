@@ -227,6 +227,8 @@ def test_ranks_share_the_work(tmp_path: Path):
 
 def test_a_rank_that_nobody_counts_is_refused(tiny_data: Path, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "1")
+    refused(lambda: packed(tiny_data, tmp_path), "no launcher started it", "unset PMIX_RANK")
+    monkeypatch.setenv("PMIX_SERVER_URI2", "of a launcher")
     refused(lambda: packed(tiny_data, tmp_path), "rank 1, and not of how many")
 
 

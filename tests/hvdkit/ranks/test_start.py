@@ -3,11 +3,13 @@
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from hosts import ROOT, Hosts, require, run
 
 from hvdkit.ranks import start
+from hvdkit.stop import left_of_a_launch
 
 # What rank 1 of three leaves out: MPI's start, the meeting after it, or nothing.
 SCRIPT = """
@@ -143,3 +145,24 @@ def test_a_host_name_whose_address_is_anothers_is_none(monkeypatch):
     assert "192.0.2.7, leads to no address of it" in start.gloo_fault()
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
     assert not start.gloo_fault()
+
+
+def test_variables_that_another_run_has_left_are_named(tmp_path: Path):
+    """Also by who would be rank 1: no rank 0 is there to say it."""
+    words = [sys.executable, "train.py", "--flagfile=configs/blank.cfg", f"--run_dir={tmp_path}"]
+    left = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+    ended = run(words, timeout=120, env=left, cwd=ROOT / "template")
+    said = "error: OMPI_COMM_WORLD_RANK=1 says that this process is one of several ranks, but no "
+    said += "launcher started it. To run alone: unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE. "
+    assert ended.code == 2 and ended.output.startswith(said), ended.output
+    assert ended.output.count("\n") == 1, ended.output
+
+
+def test_variables_of_a_rank_are_none_where_its_launcher_is(monkeypatch):
+    assert not left_of_a_launch()
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    assert "unset HOROVOD_SIZE. " in left_of_a_launch()
+    for name in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "PMIX_SERVER_URI41", "PMI_FD"):
+        with monkeypatch.context() as launched:
+            launched.setenv(name, "there")
+            assert not left_of_a_launch()

@@ -32,7 +32,7 @@ from hvdkit.data.source import Source, Wrapper, digest, sampled
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import launch_rank, launched_ranks
+from hvdkit.stop import launch_rank, launched_ranks, left_of_a_launch
 
 _SHARD_BYTES = 2**28
 _LOCK = ".lock"  # in the folder of an unfinished pack
@@ -58,6 +58,9 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
         some = [len(data) for data, _ in encoder.of(sampled(len(source), 32))]
         shards = -(-len(source) * sum(some) // (len(some) * _SHARD_BYTES))
     shards = min(shards, len(source))
+    fault = left_of_a_launch()
+    if fault:
+        raise ValueError(fault)
     rank, (ranks, _) = launch_rank(), launched_ranks()
     if rank >= ranks:
         raise ValueError(f"the launcher gives rank {rank}, and not of how many: use mpirun or srun")

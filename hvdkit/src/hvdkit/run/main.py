@@ -17,7 +17,7 @@ from hvdkit.ranks.world import World
 from hvdkit.run import modes
 from hvdkit.run.loop import Run
 from hvdkit.settings import Settings, absl_flags, project
-from hvdkit.stop import DONE, GoBack, Stop, launch_rank
+from hvdkit.stop import DONE, WRONG_USE, GoBack, Stop, launch_rank, left_of_a_launch
 from hvdkit.train import reduction
 
 Work = Callable[[World, StopSignal], None]
@@ -81,6 +81,10 @@ def with_ranks(config: Settings, work: Work, stop_signal: StopSignal | None = No
     # Signals count from here on, also while a run starts.
     stop_signal = stop_signal or StopSignal(launch_rank())
     logs.use()
+    fault = left_of_a_launch()
+    if fault:
+        complain(fault)
+        return WRONG_USE
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
