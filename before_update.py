@@ -90,6 +90,25 @@ def own_message(names: list[str]) -> str:
     )
 
 
+def link_message(names: list[str]) -> str:
+    return (
+        f"error: nothing is updated, since an update does not write through links, as here "
+        f"{listed(names)}: put the files themselves there, commit, then update"
+    )
+
+
+def gone_message() -> str | None:
+    """What the owner deleted or renamed of all that an update is about."""
+    names = [*FOLDERS.values(), *(name.removesuffix(".jinja") for name in MERGED)]
+    gone = [name for name in names if not os.path.lexists(name)]
+    if not gone:
+        return None
+    return (
+        f"note: {', '.join(gone)}: not here, so not updated, nor under another name; "
+        f"only files that the newer version adds come there"
+    )
+
+
 def refusals(repository: Path, version: str) -> list[str]:
     """A sentence for each kind of files that an update from this version would lose."""
     old = template_files(repository, version)
@@ -97,16 +116,21 @@ def refusals(repository: Path, version: str) -> list[str]:
     tracked = set(git("ls-files", "-z"))
     untracked: list[str] = []
     own: dict[str, None] = {}
+    links: dict[str, None] = {}
     for name in sorted(old | new):
         found = occupant(name)
         if found is None:
             continue
-        if name in old and found == Path(name) and not found.is_dir():
+        if found.is_symlink():
+            links[str(found)] = None
+        elif name in old and found == Path(name) and not found.is_dir():
             if name not in tracked:
                 untracked.append(name)
         elif name in new and not same(found, repository / new[name]):
             own[str(found)] = None
     messages = []
+    if links:
+        messages.append(link_message(list(links)))
     if untracked:
         messages.append(untracked_message(untracked))
     if own:
@@ -119,3 +143,6 @@ if __name__ == "__main__":
     messages = refusals(template, os.environ["VERSION_FROM"])
     if messages:
         sys.exit("\n".join(messages))
+    note = gone_message()
+    if note:
+        print(note, file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import stat
 import sys
 from pathlib import Path
@@ -148,9 +149,32 @@ def test_make_fork_takes_what_is_committed(tmp_path):
     command = f"make -o setup fork NAME={tmp_path}/new ARGS=--defaults"
     shell(command, clone)
     assert (tmp_path / "new/train.py").exists() and not list((tmp_path / "new").rglob("photo.jpg"))
+    before = everything(tmp_path)
+    refused = {
+        f"{tmp_path}/my fork": "'my fork', is the project's name: use a letter",
+        f"{tmp_path}/new": "new has files already, as .copier-answers.yml: name a folder",
+        "~nobody-here/x": "NAME=~nobody-here/x: there is no such user",
+        f"{tmp_path}/new/train.py/x": "cannot be used: Not a directory",
+    }
+    for name, message in refused.items():
+        with pytest.raises(AssertionError, match=message):
+            shell(f"make -o setup fork NAME='{name}' ARGS=--defaults", clone)
+    assert everything(tmp_path) == before and set(os.listdir(tmp_path)) == {"clone", "new"}
+    # An update takes the newest commit too, although the last tag is older than the project.
+    shell("git init -q && git add -A && git commit -qm mine", tmp_path / "new")
+    shell("git tag 2023 && git commit -q --allow-empty -m newer", clone)
+    (clone / "launch/stray.sh").write_text("mine")
+    shell("make -o setup update", tmp_path / "new")
+    updated = yaml.safe_load((tmp_path / "new/.copier-answers.yml").read_text())
+    assert updated["_commit"].startswith("2023-1-g")
+    assert not (tmp_path / "new/launch/stray.sh").exists()
+
     (clone / "README.md").write_text("changed")
     with pytest.raises(AssertionError, match="commit first"):
         shell(command.replace("new", "newer"), clone)
+    shell("git checkout -q README.md", clone)
+    shell(f"HOME={tmp_path} make -o setup fork NAME='~/home' ARGS=--defaults", clone)
+    assert (tmp_path / "home/train.py").exists() and not (clone / "~").exists()
 
 
 def test_no_license_and_no_ci_mean_no_such_file(source, tmp_path):
@@ -389,9 +413,57 @@ def test_update_replaces_the_engine_and_leaves_what_is_theirs(folder, version, n
     assert found.split() == ["./pyproject.toml"] and not list(fork.rglob("*.rej"))
 
 
+def test_lists_of_what_an_update_is_about_agree():
+    rules = yaml.safe_load((ROOT / "copier.yml").read_text())
+    rendered = re.findall(r"^!/(.*)$", rules["_exclude"][0], re.M)
+    kept = [rule.removeprefix("!") for rule in rules["_skip_if_exists"][1:]]
+    assert set(rendered[1:]) == set(kept[1:]) and "answers_file" in rendered[0] + kept[0]
+    checked = runpy.run_path(str(ROOT / "before_update.py"))
+    merged = {name.removesuffix(".jinja") for name in checked["MERGED"]}
+    names = {folder.split("/")[0] for folder in checked["FOLDERS"].values()} | merged
+    assert names | {".copier-answers.yml"} == REPLACED
+    locked = {name for name in names if name.startswith("requirements")}
+    assert set(kept[1:]) == (names - locked) | {"requirements*.txt"}
+    rule = runpy.run_path(str(ROOT / "fork.py"))["NAME"].pattern
+    assert f"'{rule}'" in rules["project_name"]["validator"]
+
+
 def everything(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_update_says_what_it_cannot_find_and_refuses_links(newer, tmp_path):
+    """The answers file renamed, the repository moved, launch/ a link and then renamed."""
+    fork = project(newer, tmp_path, "models/fork", "v1.0.0")
+    answers, made = fork / ".copier-answers.yml", "make -o setup update"
+    original = answers.read_text()
+    answers.rename(fork / "answers.yml")
+    with pytest.raises(AssertionError, match=rf"\n?error: .* {answers} is missing, [^\n]*\nmake"):
+        shell(made, fork)
+    answers.write_text(original.replace(str(newer), f"{tmp_path}/gone"))
+    gone = rf"error: .* git cannot read {tmp_path}/gone, [^\n]* in {answers} and commit\nmake"
+    with pytest.raises(AssertionError, match=gone):
+        shell(made, fork)
+    (fork / "answers.yml").rename(answers)
+
+    (fork / "launch").rename(tmp_path / "shared")
+    (fork / "launch").symlink_to("../../shared")
+    shell("git add -A && git commit -qm mine", fork)
+    before = everything(tmp_path)
+    with pytest.raises(AssertionError, match="write through links, as here launch: put the files"):
+        shell(made, fork)
+    assert everything(tmp_path) == before
+
+    (fork / "launch").unlink()
+    (tmp_path / "shared").rename(fork / "start")
+    shell("git add -A && git commit -qm mine", tmp_path)
+    before = everything(fork / "start")
+    output = shell(made, fork)
+    assert "note: launch/: not here, so not updated, nor under another name; only" in output
+    assert everything(fork / "start") == before
+    assert os.listdir(fork / "launch") == ["more.sh"]
+    assert "_commit: v1.1.0" in answers.read_text()
 
 
 def test_update_refuses_first_what_would_lose_files_of_the_owners(newer, tmp_path):

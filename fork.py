@@ -1,0 +1,50 @@
+"""Makes a project of its own for `make fork`, which passes the folder and options of copier.
+
+What cannot become a project is refused before anything is written.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent
+# Of the project, by default that of its folder: the rule of project_name in copier.yml.
+NAME = re.compile("^[A-Za-z][A-Za-z0-9._-]*$")
+
+
+def refusal(folder: Path) -> str | None:
+    """Why this folder cannot become a project, and what to do."""
+    if not NAME.search(folder.name):
+        return (
+            f"its last part, {folder.name!r}, is the project's name: use a letter, then letters, "
+            f"digits, dots, dashes and underscores, as in NAME=../my-model"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        used = sorted(path.name for path in folder.iterdir() if path.name != ".git")
+    except OSError as error:
+        return f"{folder} cannot be used: {error.strerror}; name another folder"
+    if used:
+        return f"{folder} has files already, as {used[0]}: name a folder that is new or empty"
+    return None
+
+
+def main() -> None:
+    typed, *options = sys.argv[1:]
+    # A shell leaves the ~ as it is in quotes, and some do after a =.
+    expanded = os.path.expanduser(typed)
+    if expanded.startswith("~"):
+        sys.exit(f"error: NAME={typed}: there is no such user; type the whole path")
+    folder = Path(os.path.abspath(expanded))
+    reason = refusal(folder)
+    if reason:
+        sys.exit(f"error: NAME={typed}: {reason}")
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, text=True)
+    command = ["copier", "copy", "--vcs-ref", commit.strip(), *options]
+    os.execvp("copier", [*command, str(REPOSITORY), str(folder)])
+
+
+if __name__ == "__main__":
+    main()
