@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import os
+import resource
 import zipfile
+import zlib
 from types import SimpleNamespace
 
 import h5py
@@ -310,6 +312,76 @@ def test_a_keras_file_holds_all_that_it_claims(tmp_path):
         archive.writestr("model.weights.npz", b"")
     with pytest.raises(ValueError, match=f"{file} cannot be read: it holds no model.weights.h5"):
         warm_start.load(network(), file, False)
+
+
+def packed_twice(content):
+    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    settings.set_chunk((1024,))
+    settings.set_deflate(9)
+    settings.set_deflate(9)
+    space = h5py.h5s.create_simple((1024,))
+    name = b"layers/dense/vars/0"
+    values = h5py.h5d.create(content.id, name, h5py.h5t.IEEE_F32LE, space, settings)
+    values.write_direct_chunk((0,), zlib.compress(zlib.compress(bytes(2**28))))
+
+
+def packed_chunk(content):
+    """A chunk of 4 KiB that gives 256 MiB."""
+    name = "layers/dense/vars/0"
+    values = content.create_dataset(name, (1024,), "f4", chunks=(1024,), compression="gzip")
+    values.id.write_direct_chunk((0,), zlib.compress(bytes(2**28)))
+
+
+def in_circles(content):
+    content["layers/dense/more"] = content["layers"]
+
+
+def by_a_link(content):
+    content["layers/dense/more"] = h5py.SoftLink("/layers")
+
+
+def many_names(content):
+    content["layers/dense/vars/0"] = np.ones(3)
+    content["layers/dense/vars/1"] = content["layers/dense/vars/0"]
+
+
+def deep(content):
+    content.create_group("layers" + 3000 * "/a")
+
+
+def of_text(content):
+    content["layers/dense/vars/0"] = ["a", "b"]
+
+
+def no_place(content):
+    content["layers/dense/vars/x1"] = np.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (packed_twice, "packed otherwise than once by gzip"),
+        (packed_chunk, "has a chunk of [0-9,]+ bytes, which holds less"),
+        (in_circles, "layers/dense/more is another name of what is in the file once"),
+        (by_a_link, "layers/dense/more is a link, which is not allowed"),
+        (many_names, "vars/1 is another name of what is in the file once"),
+        (deep, "lies more than 100 groups deep"),
+        (of_text, "vars/0 is no array of numbers"),
+        (no_place, "vars/x1 is not named by its place in the layer"),
+    ],
+)
+def test_a_hostile_keras_file_is_one_sentence_and_takes_no_memory(write, words, tmp_path):
+    file, weights = tmp_path / "model.keras", io.BytesIO()
+    with h5py.File(weights, "w") as content:
+        content.create_group("layers/dense/vars").attrs["name"] = "dense"
+        write(content)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("model.weights.h5", weights.getvalue())
+    model = network()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=f"--init_from={file} cannot be read: .*{words}"):
+        warm_start.load(model, file, False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
 
 
 def test_no_model_of_a_keras_file_is_made(tmp_path):

@@ -26,6 +26,8 @@ from hvdkit.train.state import to_snake_case
 
 _WEIGHTS = "model.weights.h5"  # the part of a .keras file that holds them
 _SMALLEST = 1_100  # bytes in one that is stored: gzip reaches 1,032
+_DEEPEST = 100  # groups in groups
+_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 # Parts of a saved model that are no weights of it, by the attribute that leads to them.
 _NO_WEIGHTS = ("optimizer", "seed_generator", "metrics", "_metrics")
 _PLAIN_MODELS = ("functional", "sequential")
@@ -41,27 +43,22 @@ class Entry(NamedTuple):
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Weights of a .keras file by name, as `entries` names them. Raises ValueError."""
-    with opened(path) as file:
-        return {name: array_of(entry.values) for name, entry in entries(file).items()}
+    """Weights of a .keras file by name, as `entries` names them.
 
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[h5py.File]:
-    """The weights in a .keras file. Raises ValueError, in one line, where it is damaged."""
+    Raises ValueError, in one line, where it is damaged.
+    """
     try:
         with path.open("rb") as content, zipfile.ZipFile(content) as archive:
             files.check_zip(archive, content)
             weights = io.BytesIO(archive.read(_WEIGHTS))
         check_values(weights)
-        file = h5py.File(weights)
+        with h5py.File(weights) as file:
+            return {name: array_of(entry.values) for name, entry in entries(file).items()}
     except KeyError:
         raise ValueError(f"{path} cannot be read: it holds no {_WEIGHTS}") from None
     except Exception as error:  # zipfile and h5py raise many kinds at a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{path} cannot be read: {reason}") from None
-    with file:
-        yield file
 
 
 def entries(file: h5py.File) -> dict[str, Entry]:
@@ -80,7 +77,7 @@ def entries(file: h5py.File) -> dict[str, Entry]:
                 visit(child, prefix, counts)
                 continue
             inner = f"{prefix}{_renumbered(name, part, counts)}/"
-            for number in sorted(map(int, child["vars"])):
+            for number in _numbers(child["vars"]):
                 entry = Entry(name, number, child["vars"][str(number)])
                 found.append((f"{inner}{number}", entry))
             visit(child, inner, Counter())
@@ -97,6 +94,25 @@ def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         seen[name] += 1
         found[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
     return found
+
+
+def _numbers(variables: h5py.Group) -> list[int]:
+    """The numbers of a layer's variables. Raises ValueError where one is no number or no array."""
+    places = {str(number) for number in range(len(variables))}
+    for name, values in variables.items():
+        if name not in places:
+            raise ValueError(f"{variables.name}/{name} is not named by its place in the layer")
+        if not _is_of_numbers(values):
+            raise ValueError(f"{variables.name}/{name} is no array of numbers")
+    return sorted(map(int, variables))
+
+
+def _is_of_numbers(values: h5py.Group | h5py.Dataset) -> bool:
+    if not isinstance(values, h5py.Dataset):
+        return False
+    if values.attrs.get("dtype") == "bfloat16":
+        return values.dtype.itemsize == 2
+    return values.dtype.kind in "biuf"
 
 
 def _children(group: h5py.Group) -> list[tuple[str, h5py.Group]]:
@@ -168,23 +184,55 @@ def assign(values: h5py.Dataset, array: np.ndarray) -> None:
 
 
 def check_values(path: Path | IO[bytes]) -> None:
-    """Raises ValueError where HDF5 would read from another file, or values that are not stored."""
-
-    def fault(name: str, link: object) -> str | None:
-        there = file.get(name) if isinstance(link, h5py.HardLink) else None
-        there = there if isinstance(there, h5py.Dataset) else None
-        if isinstance(link, h5py.ExternalLink) or (there and (there.external or there.is_virtual)):
-            return f"{name} is in another file, which is not allowed"
-        if there:
-            stored = there.id.get_storage_size()
-            chunk = math.prod(there.chunks or [0])
-            if there.nbytes > _SMALLEST * stored:
-                return f"{name} claims {there.nbytes:,} bytes, of which {stored:,} are stored"
-            # HDF5 unpacks whole chunks, also for one value.
-            if chunk > 2 * there.size + 2**20:
-                return f"{name} holds {there.size:,} values in a chunk of {chunk:,}"
-        return None
-
+    """Raises ValueError where HDF5 would read from another file, or values that are not stored,
+    or would unpack more than a file claims, or would go round in circles."""
     with h5py.File(path) as file:
+        seen = {_address(file)}
+
+        def fault(name: str, link: object) -> str | None:
+            if isinstance(link, h5py.ExternalLink):
+                return f"{name} is in another file, which is not allowed"
+            if not isinstance(link, h5py.HardLink):
+                return f"{name} is a link, which is not allowed"
+            if name.count("/") > _DEEPEST:
+                return f"{name[:100]}... lies more than {_DEEPEST} groups deep"
+            there = file.get(name)
+            if _address(there) in seen:
+                return f"{name} is another name of what is in the file once"
+            seen.add(_address(there))
+            return _fault_of_values(name, there) if isinstance(there, h5py.Dataset) else None
+
         if found := file.visititems_links(fault):  # an exception in there would be lost
             raise ValueError(found)
+
+
+def _address(item: h5py.Group | h5py.Dataset | h5py.Datatype) -> int:
+    return h5py.h5o.get_info(item.id).addr
+
+
+def _fault_of_values(name: str, values: h5py.Dataset) -> str | None:
+    """Why values cannot be read as they are stored in this file."""
+    if values.external or values.is_virtual:
+        return f"{name} is in another file, which is not allowed"
+    stored = values.id.get_storage_size()
+    if values.nbytes > _SMALLEST * stored:
+        return f"{name} claims {values.nbytes:,} bytes, of which {stored:,} are stored"
+    if not values.chunks:
+        return None
+    chunk = math.prod(values.chunks)
+    # HDF5 unpacks whole chunks, also for one value.
+    if chunk > 2 * values.size + 2**20:
+        return f"{name} holds {values.size:,} values in a chunk of {chunk:,}"
+    settings = values.id.get_create_plist()
+    filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
+    if len(set(filters)) < len(filters) or not _FILTERS.issuperset(filters):
+        return f"{name} is packed otherwise than once by gzip (filters of HDF5: {filters})"
+    # A chunk unpacks to what its bytes say, not to its size.
+    largest = 2 * chunk * values.dtype.itemsize + 2**16
+
+    def fault_of_chunk(stored: h5py.h5d.StoreInfo) -> str | None:
+        if stored.size > largest:
+            return f"{name} has a chunk of {stored.size:,} bytes, which holds less"
+        return None
+
+    return values.id.chunk_iter(fault_of_chunk)
