@@ -96,6 +96,15 @@ def damaged(tar: Path) -> None:
     tar.write_bytes(whole)
 
 
+def with_header(root: Path, *, record: bytes, times: int) -> None:
+    """Before the first file come headers that say more of it."""
+    tar = write_tars(root)
+    header = tarfile.TarInfo("more")
+    header.type, header.size = tarfile.XHDTYPE, len(record)
+    block = header.tobuf(tarfile.GNU_FORMAT) + record.ljust(512, b"\0")
+    tar.write_bytes(times * block + tar.read_bytes())
+
+
 @pytest.mark.parametrize(
     ("layout", "write", "words"),
     [
@@ -108,6 +117,16 @@ def damaged(tar: Path) -> None:
             "in 00002 and in 00003 files",
         ),
         ("webdataset", lambda root: damaged(write_tars(root, texts="123")), "is damaged"),
+        (
+            "webdataset",
+            lambda root: with_header(root, record=b"9 a=bcde\n", times=3000),
+            "train-001.tar cannot be read: a header is damaged: maximum recursion",
+        ),
+        (
+            "webdataset",
+            lambda root: with_header(root, record=b"26 GNU.sparse.map=1,2,no\n", times=1),
+            "train-001.tar cannot be read: a header is damaged: invalid literal",
+        ),
         ("tfrecords", lambda root: write_examples(root, ("image", "y")), "has image, y: image/enc"),
     ],
 )

@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import tensorflow as tf
@@ -114,9 +115,9 @@ class Tars(_Archives):
     names = r".*\.tar"
 
     def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
-        with tarfile.open(path, "r:") as tar:
-            now, parts = "", {}
-            for member in tar:
+        now, parts = "", {}
+        with path.open("rb") as file:
+            for member in _members(path):
                 if member.isdir() or os.path.basename(member.name).startswith("."):
                     continue
                 if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
@@ -124,21 +125,31 @@ class Tars(_Archives):
                 folder, name = os.path.split(member.name)
                 name, _, ending = name.partition(".")
                 if (key := f"{folder}/{name}") != now:
-                    yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
+                    yield from _of_parts(file, parts, where=f"{path}, sample {now[1:]}")
                     now, parts = key, {}
                 if (ending := f".{ending.lower()}") in parts:
                     raise ValueError(f"{path}, sample {now[1:]} has {ending} twice")
                 parts[ending] = member
-            with path.open("rb") as file:  # tarfile takes a damaged or missing header for the end
-                file.seek(tar.offset)
-                rest = [any(block) for block in iter(lambda: file.read(2**20), b"")]
-            if any(rest) or not rest:  # an archive ends with zeros
-                raise EOFError(f"it is damaged or cut off at byte {tar.offset}")
-            yield from _of_parts(tar, parts, where=f"{path}, sample {now[1:]}")
+            yield from _of_parts(file, parts, where=f"{path}, sample {now[1:]}")
+
+
+def _members(path: Path) -> Iterator[tarfile.TarInfo]:
+    """Raises tarfile.TarError or EOFError where the archive is damaged, cut off or hostile."""
+    try:
+        with tarfile.open(path, "r:") as tar:
+            yield from tar
+            end = tar.offset
+    except (RecursionError, ValueError, ArithmeticError, LookupError) as error:
+        raise tarfile.ReadError(f"a header is damaged: {error}") from None
+    with path.open("rb") as file:  # tarfile takes a damaged or missing header for the end
+        file.seek(end)
+        rest = [any(block) for block in iter(lambda: file.read(2**20), b"")]
+    if any(rest) or not rest:  # an archive ends with zeros
+        raise EOFError(f"it is damaged or cut off at byte {end}")
 
 
 def _of_parts(
-    tar: tarfile.TarFile, parts: dict[str, tarfile.TarInfo], *, where: str
+    file: BinaryIO, parts: dict[str, tarfile.TarInfo], *, where: str
 ) -> list[tuple[int, int, int]]:
     """Place, length and class of the sample that these files, by ending, make; none of none."""
     if not parts:
@@ -146,7 +157,8 @@ def _of_parts(
     images = [part for ending, part in parts.items() if ending in pictures.IMAGE_SUFFIXES]
     if len(images) != 1 or ".cls" not in parts:
         raise ValueError(f"{where} has {', '.join(parts)}: one picture and a .cls were expected")
-    text = tar.extractfile(parts[".cls"]).read(33)
+    number = parts[".cls"]
+    text = os.pread(file.fileno(), min(number.size, 33), number.offset_data)
     if len(text) > 32 or not re.fullmatch(rb"\s*\d{1,9}\s*", text):
         raise ValueError(f"{where}: its .cls holds {text!r}, not the number of a class")
     return [(images[0].offset_data, images[0].size, int(text))]
