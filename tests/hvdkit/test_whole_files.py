@@ -7,6 +7,7 @@ from kills import killed_at_each
 from refusals import refused
 
 from hvdkit import whole_files
+from hvdkit.checkpoint import lease
 
 RECORD = ".written-by-hvdkit.json"
 NAMES = ("model", "card", "onnx")  # a folder, a file, a file that is not written again
@@ -177,3 +178,13 @@ def test_a_file_is_replaced_where_it_has_the_sign_of_its_command(tmp_path):
     refused(
         lambda: whole_files.refuse_other(file, "by us"), "page.html is a file that this command"
     )
+
+
+def test_a_record_nested_without_end_is_none(tmp_path):
+    nested = 100_000 * "["
+    (tmp_path / whole_files._RECORD).write_text(nested)
+    with whole_files.replaced(tmp_path, ["a"]) as made:
+        (made / "a").write_text("new")
+    assert (tmp_path / "a").read_text() == "new"
+    (tmp_path / ".lease").write_text(nested)
+    assert lease._read(tmp_path) == {}

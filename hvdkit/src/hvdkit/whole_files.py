@@ -176,7 +176,7 @@ def _recorded(folder: Path) -> set[tuple[str, int, int]]:
     try:
         record = json.loads(read(folder / _RECORD, _RECORD_BYTES))
         return {(str(path), int(size), int(time)) for path, size, time in record}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return set()
 
 

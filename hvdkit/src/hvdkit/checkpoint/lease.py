@@ -82,7 +82,7 @@ def _lock(folder: Path) -> tuple[IO[str] | None] | None:
 def _read(folder: Path) -> dict[str, str]:
     try:
         found = json.loads(whole_files.read(folder / ".lease", whole_files.JSON_BYTES))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
