@@ -9,6 +9,12 @@ import socket
 import struct
 import subprocess
 import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
+
+import strangers
 
 # PMIx's first words of a rank: a header, then what it claims. Who listens answers in four bytes.
 _CLAIMS = b"native\0" + struct.pack(">IB", 0, 0) + b"nobody\0" + struct.pack(">I", 0)
@@ -67,6 +73,9 @@ task = json.load(sys.stdin)
 idle = [socket.create_connection(port, 5) for port in task["ports"] for _ in range(200)]
 got = {f"{port}, {m}": say(port, text) for port in task["ports"] for m, text in MESSAGES.items()}
 got |= {f"{port}, by a rank's port": max(borrowing(port), default=0) for port in task["ports"]}
+# Whatever gives a nonce is a rank's watch.
+strangers.hold([port for port in task["ports"] if got[f"{port}, random"] == 16], task["seconds"])
+time.sleep(task["seconds"])
 tried = {f"{port}": len(ranks_ports(port)) for port in task["ports"]}
 places = {"ps": subprocess.run(["ps", "auxeww"], capture_output=True).stdout}
 for file in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):

@@ -80,12 +80,17 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
                 assert len(secret) == 64 and len(ports) >= 3, ports
                 if count == 1:  # mpirun's alone, for each kind of address
                     assert sum(at in ("0.0.0.0", "::") for at, _ in ports) <= 2, ports
-                task = json.dumps({"secrets": [secret, *SECRETS.values()], "ports": ports})
+                # A rank that is silent for 5 s would end the run, see victim.py.
+                task = {"secrets": [secret, *SECRETS.values()], "ports": ports, "seconds": 12}
                 attack = words_on(*NOBODY, PYTHON, HERE / "stranger.py")
-                found = json.loads(subprocess.check_output(attack, input=task, text=True))
+                found = json.loads(
+                    subprocess.check_output(attack, input=json.dumps(task), text=True)
+                )
                 assert found["user"] == 65534 and not found["shown"], found
                 # A rank gives 16 bytes, a nonce; Open MPI nothing.
                 assert {*found["got"].values()} <= {0, 16}, found
+                # The ports of the watch were held.
+                assert [*found["got"].values()].count(16) >= 1, found
                 # At least mpirun's or its daemon's door for its own ranks.
                 assert max(found["ranks_ports"].values()) >= 1, found
             end.touch()

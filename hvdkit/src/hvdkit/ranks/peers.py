@@ -6,13 +6,11 @@ others. While the run goes on each rank asks its neighbour, because MPI waits fo
 for ever; and rank 0 all others when nothing moves, as Horovod 0.28.1's own check ended no run.
 
 A rank listens on loopback where all ranks share a host, else on the run's network. Who connects
-gets a nonce, and an answer only to a question that is signed (HMAC-SHA256) with the run's key.
+gets a nonce, and an answer only to a question that is signed, see questions.py. Nobody is called
+silent whose port still closes connections: no stopped process does that.
 """
 
 import concurrent.futures
-import contextlib
-import hmac
-import json
 import math
 import os
 import socket
@@ -26,19 +24,18 @@ import tensorflow as tf
 
 from hvdkit.logs import complain, join
 from hvdkit.ranks.messages import heartbeat
+from hvdkit.ranks.questions import Answers, Link
 from hvdkit.ranks.start import ways
 from hvdkit.ranks.world import World, hostname
 from hvdkit.settings import project
 from hvdkit.stop import BUG, NOT_NOW
 
 _CONNECT = 5.0  # seconds in which a process that runs answers
-_NONCE, _TAG = 16, 32  # bytes
 _SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
 _SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
 _LATEST = 30  # seconds that later ranks leave to earlier ones, a second each
 _TOLD = 20.0  # seconds in which the neighbour of a rank that ends learns of it
 _ASKED_AT_ONCE = 64
-_ANSWERED_AT_ONCE = 64  # anybody on the host may connect, which takes open files
 _LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
 
 
@@ -48,7 +45,7 @@ class _Place(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    how: str  # gone or silent; empty: it has answered
+    how: str  # gone, silent, or busy: closes connections; empty: it has answered
     at: str  # the place in the code that it is at, or "asking" or "without data"
     still: float  # seconds for which it has not moved
     left: float = 0.0  # seconds for which it may stay where it is
@@ -73,7 +70,8 @@ class Peers:
         self._rank, self._asking = world.rank, False
         self._without_data = False  # this rank has said so, and ends
         self._limits = start_seconds or stall_seconds, stall_seconds
-        self._room = threading.Semaphore(_ANSWERED_AT_ONCE)
+        # To the neighbour: strangers who take the places of its port do not end it.
+        self._kept: Link | None = None
         self._main = threading.main_thread().ident
         self._places = [_Place(hostname(), [])]
         if world.size > 1:
@@ -88,11 +86,16 @@ class Peers:
         addresses = [address for _, address in ways()]
         if world.local_size == world.size:
             addresses = ["127.0.0.1"]
-        servers = [socket.create_server((address, 0), backlog=128) for address in addresses]
+        servers = [socket.create_server((address, 0), backlog=1024) for address in addresses]
         own = (hostname(), [server.getsockname() for server in servers])
         self._places = [_Place(*place) for place in world.gather_objects(own, "peers.places")]
-        for server in servers:
-            threading.Thread(target=self._serve, args=(server,), name="peers", daemon=True).start()
+        answers = Answers(servers, self._key, self._rank)
+        threading.Thread(
+            target=answers.serve,
+            args=(self._own,),
+            name="peers",
+            daemon=True,
+        ).start()
 
     def __enter__(self) -> Self:
         return self
@@ -139,6 +142,8 @@ class Peers:
         """Where all ranks stand, if all have been where they are for too long; else ""."""
         found = {self._rank: _Answer("", *self._own())} | self._ask_all()
         if any(one.left > 0 or one.reads for one in found.values()):  # who reads tells it itself
+            return ""
+        if any(one.how == "busy" for one in found.values()):  # it may move
             return ""
         ended = any(one.how == "gone" for one in found.values())
         if ended and -found[self._rank].left < _SILENT:  # launchers see to that
@@ -190,38 +195,6 @@ class Peers:
     def _who(self, rank: int) -> str:
         return f"rank {rank} on {self._places[rank].host}"
 
-    def _serve(self, server: socket.socket) -> None:
-        while True:
-            try:
-                link, _ = server.accept()
-                # Each in a thread of its own: who says nothing must not keep others waiting.
-                if not self._room.acquire(blocking=False):
-                    link.close()
-                    continue
-                try:
-                    threading.Thread(target=self._answer, args=(link,), daemon=True).start()
-                except RuntimeError:
-                    self._room.release()
-                    raise
-            except (OSError, RuntimeError):
-                time.sleep(0.1)  # out of open files or threads
-
-    def _answer(self, link: socket.socket) -> None:
-        with link, contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            stack.callback(self._room.release)
-            link.settimeout(_CONNECT)
-            nonce = os.urandom(_NONCE)
-            link.sendall(nonce)
-            question = link.recv(_NONCE + _TAG)
-            nonces, tag = nonce + question[:_NONCE], question[_NONCE:]
-            if hmac.compare_digest(tag, self._sign(self._rank, nonces)):
-                answer = json.dumps(self._own()).encode()
-                link.sendall(self._sign(self._rank, nonces, answer) + answer)
-
-    def _sign(self, rank: int, nonces: bytes, answer: bytes = b"?") -> bytes:
-        """Of a question to that rank, or of its answer."""
-        return hmac.digest(self._key, b"peer %d " % rank + nonces + answer, "sha256")
-
     def _main_thread(self) -> str:
         """The innermost line of the project's own that the main thread is at."""
         frame = sys._current_frames().get(self._main)
@@ -240,26 +213,53 @@ class Peers:
             return dict(zip(ranks, pool.map(self._ask, ranks)))
 
     def _ask(self, rank: int) -> _Answer:
-        place, gone = self._places[rank], False
+        answer, link = self._ask_anew(rank)
+        if link:
+            link.close()
+        return answer
+
+    def _ask_neighbour(self, rank: int) -> _Answer:
+        """Asks on the connection that is kept, and on a new one if nothing comes there."""
+        if self._kept:
+            try:
+                return _Answer("", *self._kept.ask())
+            except (OSError, ValueError, TypeError):
+                pass
+        answer, link = self._ask_anew(rank)
+        # One that was only slow is kept: where strangers fill the port, no new one may come about.
+        if link:
+            if self._kept:
+                self._kept.close()
+            self._kept = link
+        return answer
+
+    def _ask_anew(self, rank: int) -> tuple[_Answer, Link | None]:
+        """The answer, and the connection on which it came."""
+        place = self._places[rank]
         doors = place.doors
         if place.host != hostname():  # docker0's address is that of every host: here it leads here
             own = {address for address, _ in self._places[self._rank].doors}
             doors = [door for door in doors if door[0] not in own] or doors
+        found = {"silent"}
         for door in doors:
-            try:
-                with socket.create_connection(tuple(door), _CONNECT) as link:
-                    nonces = link.recv(_NONCE) + os.urandom(_NONCE)
-                    link.sendall(nonces[-_NONCE:] + self._sign(rank, nonces))
-                    with link.makefile("rb") as file:
-                        answer = file.read(2**16)
-                if hmac.compare_digest(answer[:_TAG], self._sign(rank, nonces, answer[_TAG:])):
-                    return _Answer("", *json.loads(answer[_TAG:]))
-                gone = gone or bool(answer)  # another program has the port by now
-            except ConnectionError:
-                gone = True
-            except (OSError, ValueError, TypeError):
-                continue
-        return _Answer("gone" if gone else "silent", "", math.inf)
+            end = time.monotonic() + _CONNECT
+            while time.monotonic() < end:
+                link = None
+                try:
+                    link = Link(door, self._key, rank, seconds=_CONNECT)
+                    return _Answer("", *link.ask()), link
+                except ConnectionRefusedError:
+                    found.add("gone")
+                    end = 0.0
+                except ConnectionError:
+                    found.add("busy")
+                    time.sleep(0.02)
+                except (OSError, ValueError, TypeError):
+                    end = 0.0
+                if link:
+                    link.close()
+        how = next(how for how in ("gone", "busy", "silent") if how in found)
+        return _Answer(how, "", math.inf), None
 
     def _watch(self, seconds: int) -> None:
         neighbour = (self._rank + 1) % len(self._places)
@@ -291,11 +291,11 @@ class Peers:
             if stuck and before_that:
                 complain(stuck)
                 os._exit(BUG if parts else NOT_NOW)
-            answer = self._ask(neighbour)
+            answer = self._ask_neighbour(neighbour)
             how = answer.how
             if answer.at == "without data":
                 os._exit(NOT_NOW)
-            if not how:
+            if not how or (how == "busy" and heard):
                 heard = time.monotonic()
             elif how == "gone":
                 heard = 0.0  # it has ended: launchers see to that
@@ -310,6 +310,8 @@ class Peers:
 def _in_words(how: str) -> str:
     if how == "gone":
         return "ended before the others; its own words say why"
+    if how == "busy":
+        return "could not be asked: it closes connections, of which strangers may open too many"
     if how == "silent":
         return "does not answer: its process was stopped, or its host or network hangs"
     return f"did not come to where the others waited for it: it is at {how}"

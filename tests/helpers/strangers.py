@@ -1,0 +1,24 @@
+"""Somebody who keeps a port's places taken, and opens each connection again as it ends."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterable
+
+_LINKS = 80  # to each port at once
+
+
+def _hold(port: tuple[str, int], end: float) -> None:
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(tuple(port), 3) as link:
+            while link.recv(99):
+                pass
+
+
+def hold(ports: Iterable[tuple[str, int]], seconds: float) -> None:
+    """Starts threads that do it for so many seconds."""
+    end = time.monotonic() + seconds
+    for port in ports:
+        for _ in range(_LINKS):
+            threading.Thread(target=_hold, args=(port, end), daemon=True).start()
