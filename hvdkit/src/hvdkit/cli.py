@@ -45,9 +45,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
     if name == "compare":  # the others continue when the reader of their output ends
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if foreign := project.refusal_of_foreign(name):
+        refuse(foreign)
     if name in _RUNS_A_TASK and not project.is_fork(project.folder()):
         refuse(project.elsewhere(name))
-    sys.path.insert(0, str(project.folder()))
+    project.enter()
     if name in _NEEDS_TENSORFLOW:
         importlib.import_module("hvdkit.ranks.quiet")
     module = importlib.import_module(COMMANDS[name][0])

@@ -104,6 +104,25 @@ def test_outside_a_fork_it_says_where_to_run_it(tmp_path):
     )
 
 
+def test_code_is_run_of_a_fork_only_that_others_cannot_change(tmp_path: Path):
+    command = [Path(sys.executable).with_name("hvdkit"), "check", "--data_dir=none"]
+    for name in ("settings.py", "numpy.py"):
+        (tmp_path / name).write_text("raise SystemExit('foreign code')")
+    (inside := tmp_path / "inside").mkdir()
+
+    def said(where: Path) -> str:
+        return subprocess.run(command, cwd=where, capture_output=True, text=True).stderr
+
+    assert "foreign code" not in said(tmp_path), "of a folder that is no fork"
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "train.py").touch()
+    (tmp_path / "train.py").chmod(0o666)
+    for where in (tmp_path, inside):
+        assert f"other users own or can change {tmp_path}, whose code" in said(where)
+    (tmp_path / "train.py").chmod(0o644)
+    assert "foreign code" in said(inside), "of a fork of one's own"
+
+
 @pytest.mark.parametrize(
     ("run", "which", "words"),
     [

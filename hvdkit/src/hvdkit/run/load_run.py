@@ -174,8 +174,8 @@ def load(run_dir: str | Path, checkpoint: str, ema: bool) -> keras.Model:
     folder = Path(typed.path(run_dir) if isinstance(run_dir, str) else run_dir).absolute()
     fork = project.above(folder) or project.above(Path.cwd())
     if not fork:
-        where = "it lies in no fork, the folder of train.py and tasks/, nor does the working folder"
-        raise ValueError(f"{run_dir}: {where}: change to yours")
+        where = "neither it nor the working folder lies in a fork that only you or root can change"
+        raise ValueError(f"{run_dir}: {where}, with train.py and tasks/: change to yours")
     project.use(fork)
     project.importable()
     with world_lib.kept_numbers():

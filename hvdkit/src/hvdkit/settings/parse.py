@@ -7,7 +7,6 @@ folder the run is started in; paths on the command line are relative to the work
 import dataclasses
 import importlib
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ _DEFAULTS = "configs/default.cfg"  # of the project
 def of_project() -> type[Settings]:
     """The `Settings` of the fork's settings.py, for commands; the engine's where there is none."""
     folder = project.folder()
-    if not (folder / "settings.py").is_file():
+    if not (folder / "settings.py").is_file() or project.above(folder) != folder:
         return Settings
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+    project.enter()
     return importlib.import_module("settings").Settings
 
 

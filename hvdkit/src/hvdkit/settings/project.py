@@ -1,5 +1,7 @@
 """Where the fork is: the folder with train.py and tasks/, to which its relative paths refer."""
 
+import os
+import stat
 import sys
 import sysconfig
 import traceback
@@ -64,13 +66,48 @@ def importable() -> None:
     tasks = getattr(sys.modules.get("tasks"), "__path__", [own / "tasks"])
     if not any(Path(path).resolve() == (own / "tasks").resolve() for path in tasks):
         raise ValueError(f"this process has the tasks of {tasks[0]}: for {own} start another one")
-    if str(own) not in sys.path:
+    enter()
+
+
+def enter() -> None:
+    """Lets the fork's modules be imported; never those of a mere folder, or of another user."""
+    own = folder()
+    if is_fork(own) and is_safe(own) and str(own) not in sys.path:
         sys.path.insert(0, str(own))
 
 
-def above(start: Path) -> Path | None:
-    """The nearest fork, from a folder upward."""
+def nearest(start: Path) -> Path | None:
+    """The nearest fork, from a folder upward, whoever it belongs to."""
     return next(filter(is_fork, (start, *start.parents)), None)
+
+
+def above(start: Path) -> Path | None:
+    """The nearest fork, from a folder upward; None where it is not safe."""
+    fork = nearest(start)
+    return fork if fork and is_safe(fork) else None
+
+
+def is_safe(fork: Path) -> bool:
+    """Whether other users cannot change what it runs, or Python imports from it anyway."""
+    if os.path.realpath(fork) in map(os.path.realpath, sys.path):
+        return True
+    for path in (fork, fork / "train.py", fork / "tasks", fork / "settings.py"):
+        if path.exists():
+            found = path.stat()
+            if found.st_uid not in (0, os.geteuid()) or found.st_mode & stat.S_IWOTH:
+                return False
+    return True
+
+
+def refusal_of_foreign(command: str) -> str:
+    """Why a command does not run in the working folder; "" where no other user's fork is there."""
+    fork = nearest(Path.cwd())
+    if fork is None or is_safe(fork):
+        return ""
+    return (
+        f"hvdkit {command}: other users own or can change {fork}, whose code it would run: "
+        f"change to a fork of your own, or set PYTHONPATH={fork} if you trust it"
+    )
 
 
 def is_fork(path: Path) -> bool:
