@@ -46,7 +46,6 @@ class Run:
       settings: resolved for this number of ranks.
       world: rank, size and what ranks exchange outside a step.
       task, model, optimizer, state: as the task and the settings make them.
-      loss, losses, update: what a step calls, see hvdkit.train.step.Step.
       weights: the model's trainable variables, what a step's gradients are taken of.
       reduction: what hvd.DistributedGradientTape takes besides `op`.
     """
@@ -150,13 +149,22 @@ class Run:
         """Those of a step."""
         config = self.context.config
         self.parts = Step(config, self.world, self.task, state=self.state, spec=self.feed.spec)
-        self.loss = self.parts.loss
-        self.losses = self.parts.losses
-        self.update = self.parts.update
         self.weights = self.parts.weights
         self.reduction = self.parts.reduction
 
     # ---- the step ---------------------------------------------------------------------------
+
+    def loss(self, batch: Any, losses: Any = None) -> tf.Tensor:
+        """This rank's part of the loss of a batch, to take gradients of: see `Step.loss`."""
+        return self.parts.loss(batch, losses)
+
+    def losses(self, batch: Any, losses: Any = None) -> dict[str, tf.Tensor]:
+        """Each term of the loss by itself, for gradients of their own: see `Step.losses`."""
+        return self.parts.losses(batch, losses)
+
+    def update(self, gradients: list) -> Result:
+        """Applies gradients that are summed over ranks: see `Step.update`."""
+        return self.parts.update(gradients)
 
     def function(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         """One graph of a step, traced at once with the batch's signature, checked on all ranks.
