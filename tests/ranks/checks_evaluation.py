@@ -42,7 +42,7 @@ def check_a_failing_evaluation_loses_no_training(world):
             return super().sums(outputs, targets) | {"few": few}
 
     words = "sample 16, 17, 18, 19 (counted from 0; inputs of shape [4, 6]): checks_evaluation.py, "
-    words += "line 40: indices = 1 is not in"
+    words += "line 41: indices = 1 is not in"
     other = fit(world, Fails, words, code=WRONG_USE, eval_every=2)
     assert other.checkpoints == ended.checkpoints == ["step-00000002"]
     # Mended and started again, the evaluation is made up for, and training goes on from there.

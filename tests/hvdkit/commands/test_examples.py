@@ -14,6 +14,7 @@ from small_checkpoints import ALONE
 from small_models import Called
 from small_runs import Small
 
+from hvdkit import whole_files
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.commands import examples, export, predict
 from hvdkit.data.place import Place
@@ -100,7 +101,7 @@ def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, 
 
     export.export(config, ALONE, NEVER, own=own(tmp_path / "exported", check=file))
     assert "equal outputs (more/0 [2, 3], one [2, 1])" in capsys.readouterr().out
-    names = sorted(path.name for path in (tmp_path / "exported").iterdir())
+    names = sorted(path.name for path in (tmp_path / "exported").glob("[!.]*"))
     assert names == ["card.json", "model.keras", "saved_model"]
     served = tf.saved_model.load(str(tmp_path / "exported" / "saved_model"))
     served = served.signatures["serving_default"]
@@ -248,6 +249,7 @@ def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_
     file, out = tmp_path / "people.jsonl", tmp_path / "out"
     out.mkdir()
     (out / "predictions.jsonl").write_text("old")
+    recorded(out, "predictions.jsonl")
     bad = LINES[2] | {"tokens": [1, 9]}  # the embedding has 9 rows
     file.write_text("\n".join(map(json.dumps, [*LINES[:2], bad])))
     act = lambda: predict.predict(config, ALONE, NEVER, own=own(out, file))  # noqa: E731
@@ -256,8 +258,15 @@ def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_
     asked = SimpleNamespace(asked=True)
     stopped = lambda: predict.predict(config, ALONE, asked, own=own(out, file))  # noqa: E731
     refused(stopped, "nothing was written", kind=Stop)
-    assert [path.name for path in out.iterdir()] == ["predictions.jsonl"]
+    assert [path.name for path in out.glob("[!.]*")] == ["predictions.jsonl"]
     assert (out / "predictions.jsonl").read_text() == "old"
+
+
+def recorded(folder, *names):
+    """Makes the folder say that a command has written these names."""
+    made = folder.parent / "made"
+    made.mkdir()
+    whole_files._write_record(folder, names, made)
 
 
 def test_what_fails_leaves_the_export_before(run, tmp_path, monkeypatch):
@@ -266,6 +275,7 @@ def test_what_fails_leaves_the_export_before(run, tmp_path, monkeypatch):
     (out / "saved_model").mkdir(parents=True)
     for name in ("saved_model/old", "model.keras", "card.json"):
         (out / name).write_text("old")
+    recorded(out, "saved_model", "model.keras", "card.json")
     before = sorted(out.rglob("*"))
 
     def full(module, folder, signatures):
@@ -338,9 +348,10 @@ def test_a_layer_that_keras_cannot_write_is_exported_as_a_saved_model(run, tmp_p
     config, model = run(OfOne)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.keras").write_text("of another run")
+    recorded(tmp_path / "out", "model.keras")
     export.export(config, ALONE, NEVER, own=own(tmp_path / "out"))
     assert "there is no model.keras: Keras cannot write it" in capsys.readouterr().out
-    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    names = sorted(path.name for path in (tmp_path / "out").glob("[!.]*"))
     assert names == ["card.json", "saved_model"]
     served = tf.saved_model.load(str(tmp_path / "out" / "saved_model"))
     found = served.signatures["serving_default"](x=tf.ones([1, 6]))

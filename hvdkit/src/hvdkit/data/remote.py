@@ -28,7 +28,7 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
 _PREFIX = "packed-"
-_OF_SETS = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")  # other folders beside these are never touched
+_OF_SETS = re.compile(_PREFIX + "[0-9a-f]{32}")  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
 _AHEAD = 2  # threads that fetch ahead: one may be trying again
 _PAUSE = 0.2  # seconds between their looks
