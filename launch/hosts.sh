@@ -196,7 +196,7 @@ keep_hosts() {
             send LEFT
             bash "$here/stop.sh" "$LAUNCH_ID" LEFT || true
             kill -KILL -- "-$job"
-            rm -rf "$work" "$segments"
+            remove_folders
             return
         fi
         send ''
@@ -218,6 +218,11 @@ keep_hosts() {
 # Whether a rank has been seen; on one host nothing keeps it.
 has_begun() {
     [ "$limit" = 0 ] || grep -qsx 'launch: rank' "$work"/output-* || bash "$here/stop.sh" "$LAUNCH_ID" BEGUN
+}
+
+# Those of this launch. What ends just now, as `show`, may still make a file there: no reason to fail.
+remove_folders() {
+    rm -rf "$work" "$segments" 2>/dev/null || { sleep 1 && rm -rf "$work" "$segments"; } || true
 }
 
 # lose MESSAGE: ends the run
@@ -307,7 +312,7 @@ drain() {
         [ "${fields[4]}" != "$job" ] || kill -KILL "${fields[0]}" 2>/dev/null || true
     done
     for _ in {1..50}; do [ -e "$work/lost" ] || { [ -e "$work/shown" ] && [ -e "$work/shown2" ]; } || sleep 0.1; done
-    rm -rf "$work" "$segments"
+    remove_folders
 }
 
 # launch COMMAND...: sets `code`
@@ -327,7 +332,7 @@ launch() {
     mpi_words
     words+=("$@")
     code=0
-    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && rm -rf "$work" "$segments" && return; fi
+    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && remove_folders && return; fi
     trap end_all EXIT
     # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
     # script; mpirun would give the ranks a few seconds.
@@ -354,7 +359,7 @@ end_all() {
         unlink_hosts LEFT
         [ -z "$job" ] || kill -KILL -- "-$job"
     } 2>/dev/null
-    rm -rf "$work" "$segments"
+    remove_folders
 }
 
 trap 'exit 75' TERM USR1 HUP # nothing runs yet
