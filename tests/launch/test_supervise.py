@@ -331,7 +331,7 @@ def test_it_goes_on_with_the_hosts_that_are_left_and_takes_them_back(tmp_path: P
         )
         words = [*SUPERVISE, *words, "--", "bash", "-c", script]
         with Terminal(hosts[1].words(*words), ROOT, ENVIRONMENT) as terminal:
-            terminal.wait_for("going on without node3, on 2 host", 40)
+            terminal.wait_for(r"going on without node3 \(ssh: .*\), on 2 host", 40)
             terminal.wait_for("node1:1,node2:3", 20)
             listed.write_text("node1:1\nnode3:2\nnode2:3\n")
             hosts.cut(hosts[3], back=True)
