@@ -59,6 +59,21 @@ def test_the_program_goes_on_and_its_file_is_whole(tmp_path: Path, output, code,
     assert errors.count("note: standard output cannot be written") <= 1
 
 
+@pytest.mark.parametrize("kind", ["run", "command"])
+def test_a_pipe_that_does_not_wait_loses_nothing(tmp_path: Path, kind: str):
+    """As another program may leave a terminal that it shares."""
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # less than what is written
+    os.set_blocking(writing, False)
+    process = started([sys.executable, "-c", RUN, str(tmp_path / "file"), kind], stdout=writing)
+    os.close(writing)
+    time.sleep(1)
+    with open(reading) as pipe:
+        lines = pipe.read().splitlines()
+    assert process.wait(60) == 0
+    assert lines == [*(f"line {number}" for number in range(2000)), "last"]
+
+
 @pytest.mark.parametrize("program", ["-m hvdkit --help", "train.py --help", "train.py --nothing"])
 def test_programs_begin_with_a_closed_output(program: str):
     """They end with an exit code of their own."""

@@ -65,6 +65,11 @@ class _Patient(io.RawIOBase):
                 size = end_of_line or select.PIPE_BUF
             try:
                 written = os.write(self._number, self._kept[:size])
+            except BlockingIOError:  # another program made the pipe or terminal so
+                if _waits:
+                    select.select([], [self._number], [])
+                    continue
+                return
             except OSError as error:
                 self._give_up(error)
                 return

@@ -317,9 +317,11 @@ class Checkpoints:
         read = files.manifests(paths)  # what a failing disk does not show may be the best
         there = {path: about for path, about in read.items() if about.score is not None}
         # This run's measure last: its mode decides between scores of the same measure.
-        of_run = [about.measure for about in there.values() if not about.unlike(self.measure)]
+        every_measure = [about.measure for about in there.values()]
+        if any(not about.unlike(self.measure) for about in there.values()):
+            every_measure.append(self.measure)
         measures = {}
-        for measure in [about.measure for about in there.values()] + [self.measure] * bool(of_run):
+        for measure in every_measure:
             measures[json.dumps(files.without_mode(measure), sort_keys=True)] = measure
         best = [files.best(there, measure) for measure in measures.values()]
         kept = {*paths[-self.keep :], *before[-1:], *best}

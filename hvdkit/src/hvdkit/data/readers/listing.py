@@ -1,5 +1,6 @@
 """Lists folders and finds the files of a split; errors say what is missing and where."""
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -198,9 +199,10 @@ def _identities(folder: bytes, names: Iterable[bytes]) -> list[object]:
         if entry and not entry.is_symlink():
             if entry.inode() not in _NO_NUMBERS:
                 identity = (device << 64) + entry.inode()
-        elif os.path.exists(path):
-            asked = os.stat(path)
-            identity = (asked.st_dev << 64) + asked.st_ino
+        else:
+            with contextlib.suppress(OSError):  # a dead link
+                asked = os.stat(path)
+                identity = (asked.st_dev << 64) + asked.st_ino
         found.append(identity)
     return found
 
