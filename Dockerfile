@@ -98,7 +98,7 @@ RUN chmod -R a+rX,go-w /app \
 # Facts of a build (version, revision, base) are added by docker/build.sh.
 LABEL org.opencontainers.image.title="train" \
       org.opencontainers.image.description="TensorFlow training on many nodes with Horovod" \
-      org.opencontainers.image.licenses="NONE"
+      org.opencontainers.image.licenses="MIT"
 
 # What NVIDIA's container tools (Docker's, Enroot's) bring in from the host; void: nothing.
 ARG NVIDIA_VISIBLE_DEVICES=all

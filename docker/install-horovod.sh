@@ -75,10 +75,12 @@ install_requirements() {
 
 # hvdkit, in a fork from vendor/; with --venv in place, so that edits take effect.
 install_engine() {
-    local engine
-    engine=$(compgen -G "$here/../vendor/hvdkit" || compgen -G "$here/../hvdkit") || die "no vendor/hvdkit"
     step "hvdkit" "$uv" pip install "${source[@]}" --python "$python" --no-deps --no-build-isolation \
-        ${venv:+--editable} "$(readlink -f "$engine")"
+        ${venv:+--editable} "$(engine)"
+}
+
+engine() {
+    readlink -f "$(compgen -G "$here/../vendor/hvdkit" || compgen -G "$here/../hvdkit")" || die "no vendor/hvdkit"
 }
 
 # For hosts.sh, where there is a compiler.
@@ -189,6 +191,9 @@ case $mode in
     install_guard
     ;;
 --lock) step "uv.lock" make_lock ;;
---sbom) mpi=system export_lock --no-emit-package cmake --format cyclonedx1.5 >"$2" ;;
+--sbom)
+    mpi=system export_lock --no-emit-package cmake --format cyclonedx1.5 |
+        "$python" "$here/setup/own_parts.py" "$project" "$(engine)" >"$2"
+    ;;
 --wheelhouse) step "Downloads into $wheels; then make setup WHEELHOUSE=$wheels" fill_wheelhouse ;;
 esac

@@ -1,6 +1,8 @@
 """`make setup`: what it builds, when again, and what it says when it cannot."""
 
 import fcntl
+import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -272,3 +274,16 @@ def test_no_space(tmp_path):
         assert "MB free and 3000 MB are needed" in said
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_the_list_of_packages_names_the_engine_and_the_licenses():
+    """SPDX names; hvdkit is on no index, so uv does not list it."""
+    bare = {"metadata": {"component": {"name": "train"}}, "components": []}
+    script = [sys.executable, "docker/setup/own_parts.py", "template", "hvdkit"]
+    ended = subprocess.run(script, input=json.dumps(bare), cwd=ROOT, capture_output=True, text=True)
+    parts = json.loads(ended.stdout)
+    mit = [{"license": {"id": "MIT"}}]
+    assert parts["metadata"]["component"] == {"name": "train", "licenses": mit}
+    [engine] = parts["components"]
+    assert engine["name"] == "hvdkit" and engine["licenses"] == mit
+    assert engine["version"] == importlib.metadata.version("hvdkit")

@@ -21,6 +21,7 @@ ONLY["classification"] = {"tasks/classification.py"}
 ONLY["classification"] |= {f"configs/{name}.cfg" for name in ("digits", "cifar10", "imagenet")}
 # What is made for the project, besides what is copied.
 MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
+MIT = 'license = "MIT"\n'
 LINKS = ("launch", "docker", "examples", "requirements.txt", "requirements-dev.txt")
 ENGINE = "vendor/hvdkit"
 # With the demo's usual size it would take longer.
@@ -83,6 +84,8 @@ def test_a_fork_is_small_whole_and_does_not_mention_the_template(task, forks):
     readme = (fork / "README.md").read_text()
     assert readme.startswith(f"# my-{task}\n") and "template" not in readme.split("## Updates")[0]
     assert "Copyright (c) Ada" in (fork / "LICENSE").read_text()
+    assert MIT in (fork / "pyproject.toml").read_text()
+    assert "Permission is hereby granted" in (fork / "vendor" / "hvdkit" / "LICENSE").read_text()
     dockerfile = (fork / "Dockerfile").read_text()
     assert f'image.title="my-{task}"' in dockerfile and 'image.licenses="MIT"' in dockerfile
 
@@ -181,6 +184,8 @@ def test_no_license_and_no_ci_mean_no_such_file(source, tmp_path):
     fork = make(source, tmp_path / "x", "blank", license="none", ci="none")
     readme = (fork / "README.md").read_text()
     assert not (fork / "LICENSE").exists() and "License" not in readme
+    project = (fork / "pyproject.toml").read_text()
+    assert project == (ROOT / "template" / "pyproject.toml").read_text().replace(MIT, "")
     assert not (fork / ".github").exists() and ".github" not in readme
 
 
