@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
-from hvdkit.train import across
+from hvdkit.train import across, saved_layers
 
 _FUSED = (tf.float16, tf.bfloat16, tf.float32)  # types that cuDNN's kernel takes
 
@@ -174,7 +174,7 @@ def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None
     return tf.cast(normed.y, layer.compute_dtype)
 
 
-@keras.saving.register_keras_serializable(package="engine")
+@saved_layers.register
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """Batch norm over the global batch: forward, backward and moving statistics.
 

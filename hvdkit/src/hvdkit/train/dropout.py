@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draws
 
 from hvdkit.ranks.world import raw
+from hvdkit.train import saved_layers
 
 _DRAWS = (
     "stateless_random_uniform_v2",
@@ -111,7 +112,7 @@ class Seeds:
             variable.assign(tf.cast(state % (2**31 - 2), variable.dtype))
 
 
-@keras.saving.register_keras_serializable(package="engine")
+@saved_layers.register
 class SampleDropout(keras.layers.Layer):
     """Dropout (Srivastava et al. 2014) with a key for every sample.
 

@@ -6,6 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.train import saved_layers
+
 # Of keras.applications.imagenet_utils.preprocess_input; a checkpoint holds a mode's place here.
 MODES = ("tf", "caffe", "torch")
 MEANING = {
@@ -30,7 +32,7 @@ def scaled(image):
     return keras.layers.Rescaling(1.0 / 127.5, -1.0, dtype=wide(), name="scaled")(image)
 
 
-@keras.saving.register_keras_serializable(package="engine")
+@saved_layers.register
 class Preprocess(keras.layers.Layer):
     """RGB in [0, 255], [..., 3] -> what the layers behind it were trained on, float32 at least.
 
