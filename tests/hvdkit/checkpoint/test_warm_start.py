@@ -23,7 +23,7 @@ from hvdkit.data.place import Place
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
 from hvdkit.train import optimizer
-from hvdkit.train.state import Held, State
+from hvdkit.train.state import State, TaskState
 from ranks import CHECKS, names_of_checks, run_checks
 
 
@@ -224,7 +224,9 @@ class Holds:
 def starting(run_dir, task: Holds, *, skip: bool = False) -> Holds:
     model = network()
     config = Settings(init_from=str(run_dir), init_skip_mismatched=skip)
-    warm_start.start(model, config, held=Held(task, model), metric=MainMetric("accuracy"))
+    warm_start.start(
+        model, config, task_state=TaskState(task, model), metric=MainMetric("accuracy")
+    )
     return task
 
 
@@ -271,7 +273,7 @@ def test_the_best_to_start_from_is_by_the_tasks_mode(tmp_path, capsys):
         kept.add_score(of_step(step, score))
     for mode, start in (("max", 1.0), ("min", 2.0)):
         model = network()
-        how = {"held": Held(None, model), "metric": MainMetric("mae", mode)}
+        how = {"task_state": TaskState(None, model), "metric": MainMetric("mae", mode)}
         warm_start.start(model, Settings(init_from=str(tmp_path)), **how)
         assert set(first_weights(model)) == {start}
 
@@ -456,10 +458,10 @@ def test_another_lora_alpha_is_refused_on_a_resume(tmp_path):
         state = averaging(layers_with_kernels(2, alpha))
         kept.restore(kept.find("auto"), state.variables, Settings())
         if refusal is None:
-            state.held.finalize()
+            state.task_state.finalize()
             continue
         with pytest.raises(ValueError, match=refusal):
-            state.held.finalize()
+            state.task_state.finalize()
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "keras"])

@@ -14,10 +14,12 @@ from hvdkit.ranks.world import raw
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
 from hvdkit.train import preprocessing
-from hvdkit.train.state import Held, names_of_model
+from hvdkit.train.state import TaskState, names_of_model
 
 
-def start(model: keras.Model, config: Settings, *, held: Held, metric: MainMetric) -> None:
+def start(
+    model: keras.Model, config: Settings, *, task_state: TaskState, metric: MainMetric
+) -> None:
     """Loads --init_from into the model and what the task holds; prints what it took from there.
 
     `metric`: the task's, by which a run's best checkpoint is chosen where its scores are of it.
@@ -30,10 +32,10 @@ def start(model: keras.Model, config: Settings, *, held: Held, metric: MainMetri
     logs.say(f"starting from the {what} of {path}")
     if left:
         logs.say(f"note: not in it, or of another shape, so left as made: {_listed(left)}")
-    _start_held(held, path, config.init_skip_mismatched)
+    _start_task(task_state, path, config.init_skip_mismatched)
 
 
-def _start_held(held: Held, path: Path, skip: bool) -> None:
+def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
     """Sets what the task holds to a checkpoint's values; a .keras file has none.
 
     Optimizers, metrics and random numbers begin anew. Prints what is taken, what finds no value,
@@ -42,10 +44,10 @@ def _start_held(held: Held, path: Path, skip: bool) -> None:
     """
     there = {} if path.suffix == ".keras" else files.read(path, ("task/", "table/"))
     tables = {name: int(there.pop(name)) for name in list(there) if name.startswith("table/")}
-    here = {int(v) for name, v in held.variables.items() if name.startswith("table/")}
+    here = {int(v) for name, v in task_state.variables.items() if name.startswith("table/")}
     others = [name for name, digest in tables.items() if digest not in here]
-    state = {n: v for n, v in held.of_task.items() if not _is_of_new_run(n, held)}
-    there = {n: value for n, value in there.items() if not _is_of_new_run(n, held)}
+    state = {n: v for n, v in task_state.of_task.items() if not _is_of_new_run(n, task_state)}
+    there = {n: value for n, value in there.items() if not _is_of_new_run(n, task_state)}
     needed = {name: (tuple(v.shape), raw(v).dtype.name) for name, v in state.items()}
     faults = _faults(there, needed)
     unfit = {name: why for name, why in faults.items() if name in there}
@@ -67,11 +69,11 @@ def _start_held(held: Held, path: Path, skip: bool) -> None:
         logs.say(f"note: of {path} is not used: {join(unused, 4)}")
 
 
-def _is_of_new_run(name: str, held: Held) -> bool:
+def _is_of_new_run(name: str, task_state: TaskState) -> bool:
     """Whether a new run begins with its own, as with random numbers and optimizers' slots."""
     if name.rpartition("/")[2].startswith("seed_generator"):
         return True
-    return any(name == own or name.startswith(f"{own}/") for own in held.of_new_run)
+    return any(name == own or name.startswith(f"{own}/") for own in task_state.of_new_run)
 
 
 def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
@@ -206,14 +208,14 @@ def _refuse_unknown_pictures(path: Path, name: str) -> None:
     )
 
 
-def load_held(held: Held, path: Path) -> None:
+def load_task_state(task_state: TaskState, path: Path) -> None:
     """Sets what the task holds to a checkpoint's values. Raises ValueError where there is none."""
     there = files.read(path, ("task/", "table/", "lora/"))
-    for name, variable in held.variables.items():
+    for name, variable in task_state.variables.items():
         if name not in there or there[name].shape != tuple(variable.shape):
             raise ValueError(f"{path} holds no {name} of shape {list(variable.shape)}")
         raw(variable).assign(there[name])
-    held.finalize()
+    task_state.finalize()
 
 
 def has_averages(path: Path) -> bool:

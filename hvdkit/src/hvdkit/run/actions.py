@@ -125,7 +125,7 @@ class CheckNumbers:
     def __init__(self, run: RunContext) -> None:
         self._world = run.world
         self._every = run.config.log_every
-        self._layers = run.state.held.layers
+        self._layers = run.state.task_state.layers
         self._traced = self._numbers()
 
     def due(self, step: int) -> bool:

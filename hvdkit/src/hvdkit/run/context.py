@@ -307,12 +307,12 @@ def bring_to_all(world: World, state: State) -> None:
     """Gives every rank rank 0's variables, and layers what they make of them; all must call it."""
     world.broadcast_variables(list(state.variables.values()))
     with world.fail_together("comparing lookup tables"):
-        state.held.finalize()
+        state.task_state.finalize()
 
 
 def train_reader(run: RunContext) -> Reader:
     """Of training; made anew where it may hold constants of layers from before `begin`."""
-    if not any(hasattr(layer, "finalize_state") for layer in run.state.held.layers):
+    if not any(hasattr(layer, "finalize_state") for layer in run.state.task_state.layers):
         return run.train_reader
     with run.world.fail_together("reading the training data"):
         return task_checks.reader(run.task, run.train_source, training=True)
@@ -353,7 +353,7 @@ def begin(context: RunContext, found: Found | None) -> Start:
         metric = scores.of_task(context.task)
         with world.fail_together("reading the first weights"):
             if world.is_chief and config.init_from:
-                warm_start.start(context.model, config, held=state.held, metric=metric)
+                warm_start.start(context.model, config, task_state=state.task_state, metric=metric)
             elif world.is_chief:
                 warm_start.load_backbone(context.model, config)
             if world.is_chief:

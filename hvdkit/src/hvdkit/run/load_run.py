@@ -28,7 +28,7 @@ from hvdkit.train import optimizer as optimizers
 from hvdkit.train import outputs, task_checks
 from hvdkit.train import task as tasks
 from hvdkit.train.inputs import Inputs
-from hvdkit.train.state import Held
+from hvdkit.train.state import TaskState
 from hvdkit.train.task import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
@@ -143,7 +143,7 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
         own = tasks.optional(task, "optimizer")
         # The task may hold it; in the checkpoint it is the run's.
         others = optimizers.build(config, model, own).optimizer.variables if own else []
-    warm_start.load_held(Held(task, model, others), path)
+    warm_start.load_task_state(TaskState(task, model, others), path)
     return Trained(task, model, path, inputs)
 
 

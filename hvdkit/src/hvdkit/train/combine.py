@@ -46,7 +46,7 @@ class Rule(NamedTuple):
 SAME = Rule("same")  # also of what has none: the trial of a step looks (trial.py)
 
 
-class Changed(NamedTuple):
+class StateChange(NamedTuple):
     variable: tf.Variable
     rule: Rule
     before: tf.Tensor  # its value at the start of the step
@@ -56,7 +56,7 @@ def rules(state: State, task: Any) -> dict[int, Rule]:
     """Rules by id of the tf.Variable. Raises ValueError for one that is malformed or unused."""
     declared = getattr(task, "combines", {})
     found = {}
-    for layer in state.held.layers:
+    for layer in state.task_state.layers:
         known = next((r for kind, r in _KNOWN.items() if isinstance(layer, kind)), None)
         of_layer = declared.get(type(layer), getattr(layer, "combines", known))
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
@@ -143,7 +143,7 @@ class Combiner:
             candidates = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
         synced = moving_ids(self._state.model)
         changed = [
-            Changed(v, self.rules[id(v)], before[id(v)])
+            StateChange(v, self.rules[id(v)], before[id(v)])
             for v in candidates
             if id(v) in self.rules and id(v) not in synced
         ]
@@ -219,7 +219,7 @@ class Combiner:
 
 
 def _seeds(state: State) -> list[tf.Variable]:
-    return [raw(g.state) for layer in state.held.layers for g in layer._seed_generators]
+    return [raw(g.state) for layer in state.task_state.layers for g in layer._seed_generators]
 
 
 def _matches(name: str, key: Any) -> bool:
@@ -233,7 +233,7 @@ def _rule(given: Any, name: str) -> Rule:
     return rule
 
 
-def check_micro_batches(changed: Sequence[Changed], steps: int) -> None:
+def check_micro_batches(changed: Sequence[StateChange], steps: int) -> None:
     queues = [c.variable.name for c in changed if c.rule.kind == "concatenate"]
     if queues and steps > 1:
         raise ValueError(
@@ -256,6 +256,8 @@ def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> t
     return tf.cast(tf.round(value) if before.dtype.is_integer else value, before.dtype)
 
 
-def parts(changed: Sequence[Changed], flat: tf.Tensor) -> Iterator[tuple[Changed, tf.Tensor]]:
+def parts(
+    changed: Sequence[StateChange], flat: tf.Tensor
+) -> Iterator[tuple[StateChange, tf.Tensor]]:
     """Each with its part of all elements in a row."""
     return zip(changed, tf.split(flat, [c.variable.shape.num_elements() for c in changed]))

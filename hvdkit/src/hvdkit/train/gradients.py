@@ -15,7 +15,7 @@ Forward = Callable[[Any], tuple[list[tf.Tensor], tf.Tensor]]
 _OF_TERM = 5
 
 
-class Reduced(NamedTuple):
+class StepTotals(NamedTuple):
     """Of a global batch; the same on every rank but for `losses` and `ready`."""
 
     sums: tf.Tensor  # those of `Forward`, of all ranks
@@ -136,7 +136,7 @@ def unscale(
     factor: tf.Tensor,
     variables: Sequence[keras.Variable] = (),
 ) -> list[tf.Tensor | None]:
-    """Reduced sums made dense (which adds rows named twice) times `factor`: global means."""
+    """Global means: summed gradients, made dense (which adds rows named twice), times `factor`."""
     whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
     still = {i for i, v in enumerate(variables) if overwritten(v)}
     return [

@@ -111,7 +111,9 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
     handles = {id(raw(v).handle) for v in state.variables.values()}
     if trains:
         changed = set(map(id, assigned_handles(graph)))
-        handles -= {id(raw(v).handle) for v in state.held.of_task.values() if v.trainable} - changed
+        handles -= {
+            id(raw(v).handle) for v in state.task_state.of_task.values() if v.trainable
+        } - changed
     named = {id(v.handle): v.name for v in graph.variables}
     used = [t for t, inner in graph.captures if _is_used(inner) and _of_variable(t)]
     if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:

@@ -24,7 +24,7 @@ from hvdkit.train.plateau import Plateau
 Variable = keras.Variable | tf.Variable
 
 
-class Held:
+class TaskState:
     """Found in the attributes of a task, also in lists, tuples and dicts.
 
     Attributes:
@@ -164,7 +164,7 @@ class State:
         self.model = model
         self.optimizer = rule.optimizer
         self.averages = rule.averages
-        self.held = Held(task, model, self.optimizer.variables)
+        self.task_state = TaskState(task, model, self.optimizer.variables)
         self._of_model = model.variables
         self.loss_scale = LossScale(precision)
         self.plateau = Plateau()
@@ -198,17 +198,19 @@ class State:
             named |= {f"ema/{number}/{places[id(v)]}": value for v, value in average.pairs}
         slots = enumerate(zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names)))
         named |= {f"optimizer/{i:04d}/{n}": v for i, (v, n) in slots}
-        return named | self.held.variables
+        return named | self.task_state.variables
 
     @property
     def untrained(self) -> list[tf.Variable]:
         """What the optimizer does not train, of the model and of the task."""
-        return [raw(v) for v in [*self.model.non_trainable_variables, *self.held.of_task.values()]]
+        return [
+            raw(v) for v in [*self.model.non_trainable_variables, *self.task_state.of_task.values()]
+        ]
 
     @property
     def of_forward(self) -> list[tf.Variable]:
         """What a forward pass may change: moving statistics, seeds, counters, queues."""
-        frozen = [v for v in self.held.of_task.values() if not v.trainable]
+        frozen = [v for v in self.task_state.of_task.values() if not v.trainable]
         return [raw(v) for v in [*self.model.non_trainable_variables, *frozen]]
 
     @property

@@ -50,7 +50,7 @@ from hvdkit.train import (
 from hvdkit.train import gradients as gradients_lib
 from hvdkit.train import losses as losses_lib
 from hvdkit.train import optimizer as optimizers
-from hvdkit.train.gradients import Reduced
+from hvdkit.train.gradients import StepTotals
 from hvdkit.train.state import State, leave_zero, unchanged
 from hvdkit.train.task import Example, Task
 
@@ -70,7 +70,7 @@ class _Traced:
     before: dict[int, tf.Tensor]  # values at the start of the step, by the variable's id
     terms: tuple[str, ...] = ()  # names of the first loss's terms, once they are known
     adds_losses: bool = False  # whether the model adds any to them
-    known: Reduced | None = None  # once a loss is: all but the gradients, of the first one
+    known: StepTotals | None = None  # once a loss is: all but the gradients, of the first one
     factor: tf.Tensor | None = None  # from summed gradients to those of the mean
     alone: bool = False  # whether `loss` gave the loss, which may be called once
     sums: list[tf.Tensor] = dataclasses.field(default_factory=list)  # of each loss, on this rank
@@ -209,7 +209,7 @@ class Step:
                 totals = reduction.totals(totals, self._settings, self._variables, name=name)
             totals, all_votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
             if step.known is None:
-                step.known = Reduced(totals, all_votes, losses=own_loss, ready=ready)
+                step.known = StepTotals(totals, all_votes, losses=own_loss, ready=ready)
                 step.terms = self._terms
             to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
         return targets, to_means
@@ -232,7 +232,7 @@ class Step:
             grads = gradients_lib.unscale(gradients, step.factor, self._variables)
             return self.apply(step.known._replace(grads=grads))
 
-    def apply(self, found: Reduced) -> Result:
+    def apply(self, found: StepTotals) -> Result:
         """From means over the global batch to updated weights and the step's figures."""
         settings = self._settings
         state = self._state
@@ -252,7 +252,7 @@ class Step:
         sound = tf.reduce_all(tf.math.is_finite(numbers)) & (rate >= 0)
         readable = found.votes[agreement.DATA_FAILED] == 0
         known = [g for g in found.grads if g is not None]
-        norm, finite = self._end(updating.Offered(known, rate, sound, readable))
+        norm, finite = self._end(updating.UpdateInputs(known, rate, sound, readable))
         state.advance(finite, readable)
         names = traced.terms or self._terms
         result = {
@@ -279,7 +279,7 @@ class Step:
         traced.updated.append(dict(result))  # a copy: the step may change its own
         return result
 
-    def _end(self, offered: updating.Offered) -> tuple[tf.Tensor, tf.Tensor]:
+    def _end(self, offered: updating.UpdateInputs) -> tuple[tf.Tensor, tf.Tensor]:
         before = self._step("run.update").before
         undo = [(v, before[id(v)]) for v in self._untrained]
         if self._is_tried or not world_lib.gpu():
@@ -487,7 +487,7 @@ class Step:
         with self._world.fail_together("trying the step"):
             places = [self._world.rank * count + i for i in range(count)]
             examples = [sample(place, draw=place if mixes else 0) for place in places]
-            with trial.at_rest(self._state.held.layers):
+            with trial.at_rest(self._state.task_state.layers):
                 for function, changed in self._functions:
                     for step in self._steps_to_try(own):
                         run = partial(self._tried, function, changed, step)

@@ -25,9 +25,24 @@ from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train import fixed_point, gathered, reduction
 from hvdkit.train.across import Turn
-from hvdkit.train.combine import SAME, Changed, Rule, check_micro_batches, joined, parts, settled
+from hvdkit.train.combine import (
+    SAME,
+    Rule,
+    StateChange,
+    check_micro_batches,
+    joined,
+    parts,
+    settled,
+)
 from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import Forward, MicroBatches, Reduced, means_of, overwritten, to_means
+from hvdkit.train.gradients import (
+    Forward,
+    MicroBatches,
+    StepTotals,
+    means_of,
+    overwritten,
+    to_means,
+)
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
 
@@ -82,13 +97,13 @@ class Passes:
         self._untrained = [v for v in state.of_forward if id(v) not in seeds]
         # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
         # that it only reads stays as it is, to the last bit.
-        self._changed: list[Changed] = []
+        self._changed: list[StateChange] = []
         self._rules = rules
         self._steps = config.accumulation_steps
         # By target: places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
-    def reduce(self, batch: Any, votes: tf.Tensor) -> Reduced:
+    def reduce(self, batch: Any, votes: tf.Tensor) -> StepTotals:
         """Inside the step's tf.function, on every rank; `batch`: [micro-batches, samples, ...]."""
         if special := [v.path for v in self._variables if overwritten(v)]:
             raise ValueError(
@@ -120,7 +135,7 @@ class Passes:
         self._set_state(total)
         grads = self._means(total.grads, sums, faults)
         losses = tf.reduce_sum(means_of(table[:, :num_sums]), 1)
-        return Reduced(sums, parts[-votes.shape[0] :], losses, ready, grads, faults)
+        return StepTotals(sums, parts[-votes.shape[0] :], losses, ready, grads, faults)
 
     def _turn(
         self, body: Callable[..., Any], batch: Any, start: _Values, *, trace: Sequence[int] = ()
@@ -221,10 +236,10 @@ class Passes:
         most, rows = (tf.cast(fixed_point.pack(x), tf.float64) for x in (most, rows))
         return _Sums(table, packed, state, most, rows)
 
-    def _of(self, *kinds: str) -> list[Changed]:
+    def _of(self, *kinds: str) -> list[StateChange]:
         return [c for c in self._changed if c.rule.kind in kinds]
 
-    def _placed(self, changed: Changed, size: int) -> tf.Tensor:
+    def _placed(self, changed: StateChange, size: int) -> tf.Tensor:
         """The rows that a virtual rank appended, at its place among those of all."""
         each = int(changed.rule.number)
         if changed.variable.shape[0] < size * each:
@@ -253,7 +268,7 @@ class Passes:
         rules = self._rules
         start = self._start
         moved = [v for v in self._untrained if id(v.handle) in changed]
-        self._changed = [Changed(v, rules.get(id(v), SAME), start[id(v)]) for v in moved]
+        self._changed = [StateChange(v, rules.get(id(v), SAME), start[id(v)]) for v in moved]
         check_micro_batches(self._changed, self._steps)
         if self._shared.pulls:
             pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
