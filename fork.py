@@ -11,7 +11,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent
 # Of the project, by default that of its folder: the rule of project_name in copier.yml.
-NAME = re.compile("^[A-Za-z][A-Za-z0-9._-]*$")
+NAME = re.compile(r"^[A-Za-z][A-Za-z0-9._-]*\Z")
 
 
 def refusal(folder: Path) -> str | None:

@@ -430,7 +430,9 @@ def test_lists_of_what_an_update_is_about_agree():
     locked = {name for name in names if name.startswith("requirements")}
     assert set(kept[1:]) == (names - locked) | {"requirements*.txt"}
     rule = runpy.run_path(str(ROOT / "fork.py"))["NAME"].pattern
-    assert f"'{rule}'" in rules["project_name"]["validator"]
+    in_jinja = rule.replace("\\", "\\\\")
+    assert f"'{in_jinja}'" in rules["project_name"]["validator"]
+    assert re.search(rule, "model") and not re.search(rule, "model\n")
 
 
 def everything(folder: Path) -> dict[str, bytes]:
