@@ -1,12 +1,14 @@
 """hvdkit serve: what it answers to uploads that are not a picture's bytes, and to many at once."""
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
 import re
 import socket
 import threading
+import time
 import urllib.request
 
 import pytest
@@ -86,6 +88,24 @@ def test_sixty_connections_at_once_wait_and_are_answered(server, request):
             reply = http.client.HTTPResponse(connection)
             reply.begin()
             assert (reply.status, json.loads(reply.read())) == (200, {"rows": [3]})
+
+
+def test_strangers_hold_few_threads_and_not_for_long(port, monkeypatch):
+    """Half a header each, then one that never ends; who knows the word is answered meanwhile."""
+    assert serve._HEADER_SECONDS == 10  # in a test shorter
+    with contextlib.ExitStack() as strangers:
+        for _ in range(400):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+            stranger.sendall(b"POST /wor")
+        assert post(port, b"abc") == (200, {"rows": [3]})
+        assert threading.active_count() < serve._MOST_STRANGERS + 20
+        monkeypatch.setattr(serve, "_HEADER_SECONDS", 0.3)
+        start = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() < start + 20:
+                stranger.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() < start + 10
 
 
 def test_an_upload_that_is_no_pictures_bytes_is_told_why(port):

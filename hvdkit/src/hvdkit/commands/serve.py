@@ -39,6 +39,8 @@ Answer = Callable[[bytes], dict[str, Any]]
 _MOST_BYTES = 64 * 2**20  # of a picture's file
 # After an answer, how long a client may go on sending, and how long it may be silent.
 _LAST_SECONDS, _SILENT_SECONDS = 60.0, 2.0
+# Connections that have not brought the word: how many stay, and for how long.
+_MOST_STRANGERS, _HEADER_SECONDS = 128, 10.0
 _BODY = """
 <p><label>A picture: <input type="file" id="file" accept="image/*"></label></p>
 <p id="fault" role="alert" class="bad"></p>
@@ -102,9 +104,39 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """A thread a connection, so that none keeps the others waiting."""
+    """A thread a connection, so that none keeps the others waiting.
+
+    Those of strangers, who do not know the word, are few: the oldest makes place for the newest.
+    """
 
     request_queue_size = 128  # connections that wait for `handle_request`; more are reset
+
+    def __init__(self, address: tuple[str, int], kind: type["Handler"]) -> None:
+        super().__init__(address, kind)
+        self._strangers: dict[Any, float] = {}  # since when, the oldest first
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._strangers[request] = time.monotonic()
+        self.handle_timeout()
+        super().process_request(request, client_address)
+
+    def handle_timeout(self) -> None:
+        """Ends strangers' connections that are too old, or too many."""
+        for request, since in list(self._strangers.items()):
+            is_new = time.monotonic() - since < _HEADER_SECONDS
+            if is_new and len(self._strangers) <= _MOST_STRANGERS:
+                return
+            self.welcome(request)
+            with contextlib.suppress(OSError):  # it has ended just now
+                request.shutdown(socket.SHUT_RDWR)
+
+    def welcome(self, request: Any) -> None:
+        """This connection is no stranger's: it has brought the word, or ends."""
+        self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.welcome(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Nothing: a client went away."""
@@ -164,6 +196,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     `handler` makes a class of it.
     """
 
+    server: Server
     answer: Answer
     word: str
     page: str
@@ -217,7 +250,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def _knows_the_word(self) -> bool:
         known = hmac.compare_digest(self.path.encode(), f"/{self.word}".encode())
-        if not known:
+        if known:
+            self.server.welcome(self.connection)
+        else:
             self.send_error(HTTPStatus.NOT_FOUND)
         return known
 
