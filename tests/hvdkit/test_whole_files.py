@@ -1,5 +1,6 @@
 """Files and folders that are put in the place of others: whole, or as before, also after a kill."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from refusals import refused
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import lease
+from hvdkit.settings.project import ENGINE
 
 RECORD = ".written-by-hvdkit.json"
 NAMES = ("model", "card", "onnx")  # a folder, a file, a file that is not written again
@@ -188,3 +190,24 @@ def test_a_record_nested_without_end_is_none(tmp_path):
     assert (tmp_path / "a").read_text() == "new"
     (tmp_path / ".lease").write_text(nested)
     assert lease._read(tmp_path) == {}
+
+
+# What these read, a process of this run has written, and nobody else can.
+OF_OURS = {
+    "commands/export.py",
+    "commands/start_measured.py",
+    "data/card.py",
+    "ranks/encoding.py",
+    "ranks/questions.py",
+    "testing.py",
+}
+
+
+def test_foreign_json_is_read_in_one_place():
+    for text in ("[" * 100_000, '{"a": ', b"\xff", "9" * 5000):
+        refused(lambda text=text: whole_files.from_json(text, "a.json"), "a.json is no JSON that")
+    found = set()
+    for file in ENGINE.rglob("*.py"):
+        if re.search(r"\bjson\.loads?\(", file.read_text()):
+            found.add(str(file.relative_to(ENGINE)))
+    assert found == OF_OURS | {"whole_files.py"}

@@ -66,6 +66,17 @@ def read(path: Path, most: int, *, links: bool = False) -> bytes:
         return file.read(os.fstat(file.fileno()).st_size)
 
 
+def from_json(text: str | bytes, where: object) -> Any:
+    """What a text of JSON holds, whoever wrote it; `where` names it in the error.
+
+    Raises ValueError: it is no JSON, or is nested too deep to be read.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is no JSON that can be read: {error}") from None
+
+
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[Path]:
     """Yields a path to write to; the file then replaces `path` and is flushed to disk.
@@ -174,9 +185,9 @@ def _write_record(folder: Path, names: Sequence[str], made: Path) -> None:
 def _recorded(folder: Path) -> set[tuple[str, int, int]]:
     """The files that `replaced` put into the folder, as `_entries`; none where it did not."""
     try:
-        record = json.loads(read(folder / _RECORD, _RECORD_BYTES))
+        record = from_json(read(folder / _RECORD, _RECORD_BYTES), _RECORD)
         return {(str(path), int(size), int(time)) for path, size, time in record}
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return set()
 
 

@@ -205,6 +205,19 @@ def test_what_is_no_single_label_is_refused_by_row(tmp_path, labels: list, words
     refused(lambda: start_listed.understood(file, "", tmp_path / "links"), words)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", '{"info": 1}'])
+def test_what_a_table_says_of_its_columns_is_known_or_refused(tmp_path, text: str):
+    """Text of `datasets`, which anybody may have written."""
+    files = [{"bytes": readers.encoded(readers.noise(n), "PNG"), "path": None} for n in range(2)]
+    table = pyarrow.table({"image": files, "label": ["a", "b"]})
+    file = tmp_path / "set.parquet"
+    parquet.write_table(table.replace_schema_metadata({"huggingface": text}), file)
+    if text.startswith("[["):
+        refused(lambda: start_listed.understood(file, "", tmp_path / "links"), f"{file}: its text")
+    else:
+        assert start_listed.understood(file, "", tmp_path / "links")
+
+
 def test_what_lies_beside_a_table_and_is_not_read_is_said(tmp_path, capfd):
     for n in range(6):
         readers.save(tmp_path / f"{n}.png", readers.noise(n))

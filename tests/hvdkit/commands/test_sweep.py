@@ -198,6 +198,10 @@ def test_a_folder_with_a_persons_files_is_refused(start, tmp_path, capfd):
     assert start("--base_lr=0.1,0.2") == 2
     assert "all has best.cfg of no sweep" in capfd.readouterr().err
     assert (tmp_path / "all" / "best.cfg").read_text() == "--base_lr=0.1\n"
+    for text, why in (("[" * 100_000, "is no JSON that can be read"), ("5", "holds no lines of")):
+        (tmp_path / "all" / "sweep.json").write_text(text)
+        assert start("--base_lr=0.1,0.2") == 2
+        assert f"all/sweep.json {why}" in capfd.readouterr().err
 
 
 def test_a_launcher_that_is_not_there_is_named(start, capfd):

@@ -273,7 +273,7 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
 
 def _parse(path: Path) -> Manifest:
     file = path / MANIFEST
-    record = json.loads(whole_files.read(file, whole_files.JSON_BYTES))
+    record = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
     checksum, number = record.pop("checksum", None), record.pop("format", None)
     if checksum != checksum_of(record, number):
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")

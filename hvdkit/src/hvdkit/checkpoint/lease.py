@@ -6,7 +6,6 @@ time is renewed every few seconds, for disks that have no locks. A new start of 
 """
 
 import contextlib
-import json
 import os
 import secrets
 import threading
@@ -81,8 +80,9 @@ def _lock(folder: Path) -> tuple[IO[str] | None] | None:
 
 def _read(folder: Path) -> dict[str, str]:
     try:
-        found = json.loads(whole_files.read(folder / ".lease", whole_files.JSON_BYTES))
-    except (OSError, ValueError, RecursionError):
+        text = whole_files.read(folder / ".lease", whole_files.JSON_BYTES)
+        found = whole_files.from_json(text, folder)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 

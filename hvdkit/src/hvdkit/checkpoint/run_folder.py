@@ -4,7 +4,6 @@ Nothing is deleted that a later run does not write again.
 """
 
 import itertools
-import json
 import math
 import shutil
 from collections.abc import Set
@@ -158,10 +157,10 @@ def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
 
     def stays(line: bytes) -> bool:
         try:
-            record = json.loads(line)
+            record = whole_files.from_json(line, path)
             again = evaluates_first and any(key.startswith("eval_") for key in record)
             return record.get("step", math.inf) <= (step - 1 if again else step)
-        except (ValueError, RecursionError, TypeError, AttributeError):  # a kill cut the line
+        except (ValueError, TypeError, AttributeError):  # a kill cut the line
             return False
 
     with whole_files.opened(path) as old, whole_files.written(path) as to, to.open("wb") as new:

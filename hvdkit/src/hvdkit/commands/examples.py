@@ -81,10 +81,7 @@ def _of_lines(file: Path, inputs: Inputs) -> Columns:
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             where = f"{file}, line {number}"
-            try:
-                example = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where} is no JSON: {error}") from None
+            example = whole_files.from_json(line, where)
             if not isinstance(example, dict):
                 raise ValueError(f"{where} is no JSON object: write {{...}} with {inputs}")
             unread |= _check_names(example, where, inputs, told=unread)

@@ -7,7 +7,6 @@ says which, where there are more); one called split may hold train, val and test
 
 import csv
 import io
-import json
 import os
 import re
 from collections import Counter, defaultdict
@@ -126,6 +125,14 @@ def _check_names(path: Path, names: list[str]) -> None:
             raise ValueError(f"{path}: its first line must name the columns; {name} is no name")
 
 
+def _features(path: Path, metadata: bytes) -> dict[str, Any]:
+    """What `datasets` says of each column, by name; empty where it says nothing."""
+    found = whole_files.from_json(metadata, f"{path}: its text about `datasets`")
+    for name in ("info", "features"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
 def _parquet(path: Path) -> Table:
     try:
         from pyarrow import lib, parquet
@@ -138,7 +145,7 @@ def _parquet(path: Path) -> Table:
             schema = file.schema_arrow
             _check_names(path, schema.names)
             metadata = (schema.metadata or {}).get(b"huggingface", b"{}")
-            features = json.loads(metadata).get("info", {}).get("features", {})
+            features = _features(path, metadata)
             columns = _columns(file, os.fstat(opened.fileno()).st_size + _MORE_BYTES)
     except lib.ArrowException as error:
         raise OSError(error) from None
@@ -146,6 +153,8 @@ def _parquet(path: Path) -> Table:
     for name in schema.names:
         known = features.get(name, {})
         classes = known.get("names") if isinstance(known, dict) else None  # of datasets' ClassLabel
+        if not isinstance(classes, list):
+            classes = None
         table[name] = [_value(value, classes) for value in columns[name]]
     return table
 

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import re
 import shlex
@@ -50,7 +49,7 @@ _STARTING = 120.0  # seconds in which srun starts ranks
 _PR_SET_PDEATHSIG = 1
 # For preexec_fn. A command that is killed itself leaves no run that nobody watches.
 end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
-_NO_STEP = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+_NO_STEP = (ValueError, KeyError, TypeError, OverflowError)
 _OF_A_RUN = ("config.cfg", "metrics.jsonl", "checkpoints")
 
 
@@ -97,7 +96,7 @@ def _logged(path: Path) -> list[int]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
         for line in file:
             with contextlib.suppress(*_NO_STEP):
-                steps.append(int(json.loads(line)["step"]))
+                steps.append(int(whole_files.from_json(line, path)["step"]))
     return steps
 
 

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import math
 import os
 import random
@@ -247,7 +246,11 @@ def _study(folder: Path, asked: Asked) -> optuna.Study:
     """A new study, or the one of the folder; ValueError where that is of another sweep."""
     file, journal = folder / "sweep.json", folder / "journal.log"
     new = [*(line for _, line in asked.base), *asked.words({})]
-    old = json.loads(whole_files.read(file, whole_files.JSON_BYTES)) if file.exists() else new
+    old = new
+    if file.exists():
+        old = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
+        if not isinstance(old, list) or not all(isinstance(line, str) for line in old):
+            raise ValueError(f"{file} holds no lines of a sweep: move it, or give another --folder")
     others = [name for name in _WRITTEN if not file.exists() and (folder / name).exists()]
     if others:
         raise ValueError(f"{folder} has {others[0]} of no sweep: move it, or give another --folder")

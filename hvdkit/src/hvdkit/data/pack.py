@@ -10,7 +10,6 @@ a packed split of its own, until all are there; after a kill or an error the nex
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -123,7 +122,10 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
         said = len(missing)
         time.sleep(0.2)
     folder.mkdir(exist_ok=True)
-    metas = [json.loads((part / records.META).read_text()) for part in parts]
+    metas = [
+        whole_files.from_json((part / records.META).read_text(), part / records.META)
+        for part in parts
+    ]
     listed, index = [], []
     for number, (part, meta) in enumerate(zip(parts, metas)):
         (shard,) = meta["shards"]

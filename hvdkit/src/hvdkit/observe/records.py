@@ -1,7 +1,6 @@
 """Reads the records in a run's folder; imports no TensorFlow."""
 
 import contextlib
-import json
 import math
 import re
 import sys
@@ -92,10 +91,11 @@ def read(folder: Path) -> Records:
     steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
     needed = ("time", "score", "score_mode", "from")
     starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in needed)]
+    file = folder / "summary.json"
     try:
-        summary = json.loads(whole_files.read(folder / "summary.json", whole_files.JSON_BYTES))
+        summary = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
-    except (FileNotFoundError, ValueError, RecursionError, AttributeError):
+    except (FileNotFoundError, ValueError, AttributeError):
         summary = {}
     return Records(folder, _settings(config), steps, starts, summary)
 
@@ -147,8 +147,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
             if len(line) > _LINE_BYTES:
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = whole_files.from_json(line, file)
+            except ValueError:
                 continue
             step = record.get("step") if isinstance(record, dict) else None
             if isinstance(step, int) and _is_figure(step):

@@ -5,14 +5,13 @@ Import no Keras before this; `ranks.quiet` does it.
 """
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hvdkit import logs
+from hvdkit import logs, whole_files
 from hvdkit.stop import launch_rank
 
 _DEFAULTS: dict[str, Any] = {
@@ -81,7 +80,7 @@ def _of_the_user(file: Path) -> list[str]:
         if (value.lower() in _ON) != (needed in _ON):
             refused.append(f"{name}={value}")
     try:
-        values = json.loads(file.read_text())
+        values = whole_files.from_json(file.read_text(), file)
     except (OSError, ValueError):
         return refused
     others = []

@@ -265,13 +265,13 @@ def _parsed(path: object, read: Callable[[], bytes]) -> dict[str, Any]:
     """What pack.json holds; `read` may raise OSError, or ValueError where it names the file."""
     data = read()
     try:
-        meta = json.loads(data)
+        meta = whole_files.from_json(data, path)
         if meta["version"] != VERSION:
             raise ValueError(f"its version is not {VERSION} but {meta['version']}")
         if meta["checksum"] != _checksum(meta):
             raise ValueError("its checksum differs")
         _check_types(meta)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); {_AGAIN}") from None
     return meta
 
