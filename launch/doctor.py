@@ -45,6 +45,9 @@ def main() -> int:
     options = parser.parse_args()
     take_folders(options)
     hold_output()
+    if fault := left_of_a_launch():
+        print(f"error: {fault}")
+        return 1
     if ranks.launcher() == "srun":
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1
@@ -68,6 +71,15 @@ def hold_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     else:
         streams.hold()
+
+
+def left_of_a_launch() -> str:
+    """Why this process is no rank though its environment says so; empty where it may be one."""
+    with contextlib.suppress(ImportError):  # of hvdkit, which is found later, on all hosts
+        from hvdkit import stop
+
+        return stop.left_of_a_launch()
+    return ""
 
 
 def take_folders(options: argparse.Namespace) -> None:

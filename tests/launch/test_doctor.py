@@ -191,6 +191,16 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
     assert "allreduce" not in ended.output, "Horovod would hang"
 
 
+@pytest.mark.parametrize("launcher", ["", "12.0;tcp4://127.0.0.1:1"])
+def test_variables_that_another_run_has_left_are_named(launcher: str):
+    """Without those that name the launcher, or with its port, which is closed by now."""
+    left = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    left |= {"PMIX_SERVER_URI41": launcher} if launcher else {}
+    ended = run([sys.executable, DOCTOR], timeout=60, env=left)
+    assert ended.code == 1 and ended.output.count("\n") == 1, ended.output
+    assert "error: OMPI_COMM_WORLD_RANK=0 says that this process is one of" in ended.output
+
+
 def test_a_door_answers_who_has_its_token_and_nobody_else():
     door = ranks.open_door()
     own, place = ranks.open_door(), ("127.0.0.1", door["port"])

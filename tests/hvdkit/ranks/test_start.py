@@ -166,3 +166,8 @@ def test_variables_of_a_rank_are_none_where_its_launcher_is(monkeypatch):
         with monkeypatch.context() as launched:
             launched.setenv(name, "there")
             assert not left_of_a_launch()
+    with socket.create_server(("127.0.0.1", 0)) as launcher:
+        port = launcher.getsockname()[1]
+        monkeypatch.setenv("PMIX_SERVER_URI41", f"12.0;tcp4://127.0.0.1:{port}")
+        assert not left_of_a_launch()
+    assert "unset HOROVOD_SIZE. " in left_of_a_launch()  # it has ended
