@@ -158,11 +158,10 @@ mpi_words() {
         words+=(--prefix "$prefix")
     fi
     [ -e "$guard" ] || guard=-
-    [[ -z $hosts || $here$guard$work$segments != *[[:space:]]* ]] ||
+    [[ -z $hosts || $here$guard$work != *[[:space:]]* ]] ||
         die "mpirun splits words at spaces: $here, $guard and $work must be paths without"
-    words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work $segments orted")
+    words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work orted")
     words+=(-mca orte_tmpdir_base "$work")
-    for name in btl_vader osc_sm osc_rdma; do words+=(-mca "${name}_backing_directory" "$segments"); done
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
     while read -r name; do
         words+=(-x "$name")
@@ -196,7 +195,7 @@ keep_hosts() {
             send LEFT
             bash "$here/stop.sh" "$LAUNCH_ID" LEFT || true
             kill -KILL -- "-$job"
-            remove_folders
+            remove_folder
             return
         fi
         send ''
@@ -220,9 +219,9 @@ has_begun() {
     [ "$limit" = 0 ] || grep -qsx 'launch: rank' "$work"/output-* || bash "$here/stop.sh" "$LAUNCH_ID" BEGUN
 }
 
-# Those of this launch. What ends just now, as `show`, may still make a file there: no reason to fail.
-remove_folders() {
-    rm -rf "$work" "$segments" 2>/dev/null || { sleep 1 && rm -rf "$work" "$segments"; } || true
+# What ends just now, as `show`, may still make a file there: no reason to fail.
+remove_folder() {
+    rm -rf "$work" 2>/dev/null || { sleep 1 && rm -rf "$work"; } || true
 }
 
 # lose MESSAGE: ends the run
@@ -312,12 +311,12 @@ drain() {
         [ "${fields[4]}" != "$job" ] || kill -KILL "${fields[0]}" 2>/dev/null || true
     done
     for _ in {1..50}; do [ -e "$work/lost" ] || { [ -e "$work/shown" ] && [ -e "$work/shown2" ]; } || sleep 0.1; done
-    remove_folders
+    remove_folder
 }
 
 # launch COMMAND...: sets `code`
 launch() {
-    local words work segments
+    local words work
     # By it ranks prove that they are of this launch: hvdkit/ranks/proof.py.
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
@@ -325,14 +324,11 @@ launch() {
         echo "error: $work: make room there, or name another folder in TMPDIR (docker: --tmpfs /tmp)" >&2
         exit "$([[ $work == *'No space left'* ]] && echo 76 || echo 2)"
     fi
-    # The memory that ranks of one host share: of the same name on all hosts, for ranks get it from here.
-    segments=$(mktemp -d "/dev/shm/launch-$LAUNCH_ID.XXXXXXXX" 2>/dev/null) ||
-        segments=$(mktemp -d "${TMPDIR:-/tmp}/launch-$LAUNCH_ID.XXXXXXXX")
     job=''
     mpi_words
     words+=("$@")
     code=0
-    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && remove_folders && return; fi
+    if [ -n "$dry" ]; then printf '%q ' "${words[@]}" && echo && remove_folder && return; fi
     trap end_all EXIT
     # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
     # script; mpirun would give the ranks a few seconds.
@@ -344,6 +340,7 @@ launch() {
     while kill -0 "$job" 2>/dev/null; do wait "$job" 2>/dev/null || true; done # a signal ends a wait
     wait "$job" 2>/dev/null || code=$?
     [ ! -e "$work/lost" ] || code=76
+    [ ! -e "$work/no-daemon" ] || [ -n "$stopping" ] || code=76 # by daemon.sh, which has named the host
     [ "$code" -ge 0 ] || code=$((128 - code)) # by a signal; -1: as one came, and bash has lost how
     # If the launcher was killed, as by `scancel`, it has left ranks behind.
     unlink_hosts "$([ "$code" = 0 ] && echo DONE || echo LEFT)"
@@ -359,7 +356,7 @@ end_all() {
         unlink_hosts LEFT
         [ -z "$job" ] || kill -KILL -- "-$job"
     } 2>/dev/null
-    remove_folders
+    remove_folder
 }
 
 trap 'exit 75' TERM USR1 HUP # nothing runs yet

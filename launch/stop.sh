@@ -94,7 +94,7 @@ watch() {
 case ${2:-USR1} in
 WATCH)
     watch "$1"
-    rm -rf -- {"${TMPDIR:-/tmp}",/dev/shm}/"launch-$1."* # which daemon.sh made
+    rm -rf -- "${TMPDIR:-/tmp}/launch-$1."* # which daemon.sh made
     ;;
 LEFT) end_left "$1" ;;
 BEGUN) [ -n "$(ranks "$1")" ] ;;

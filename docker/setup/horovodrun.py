@@ -11,9 +11,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -161,6 +163,26 @@ def check_temporary_folder() -> None:
         os.environ["TMPDIR"] = folder
 
 
+@contextlib.contextmanager
+def private_folder() -> Iterator[None]:
+    """For Open MPI's files. Its usual place, /tmp/ompi.HOST.UID, may be another user's, who could
+    have it overwrite any file of this one.
+
+    A process of its own removes it when this one and mpirun have ended, however they did.
+    """
+    folder = tempfile.mkdtemp(prefix="horovodrun-")
+    os.environ.setdefault("OMPI_MCA_orte_tmpdir_base", folder)
+    ended, held = os.pipe()
+    os.set_inheritable(held, True)
+    remove = ["sh", "-c", 'trap "" INT TERM HUP USR1; read -r _; rm -rf "$0"', folder]
+    remover = subprocess.Popen(remove, stdin=ended, start_new_session=True)
+    os.close(ended)
+    yield
+    os.close(held)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        remover.wait(ONE_PRESS)
+
+
 def check_loopback() -> None:
     """Ranks of one host meet by it, and Horovod's own ends with an index out of range."""
     try:
@@ -195,12 +217,13 @@ def main() -> int:
     os.environ.setdefault("OMPI_MCA_plm", "^slurm,tm,lsf,alps")
     # By default Open MPI takes no name of a host with other characters than A-Za-z0-9.-
     os.environ.setdefault("OMPI_MCA_regx", "naive")
-    launcher = os.fork()
-    if launcher == 0:
-        launch()
-        return 0
-    stop = Stop(launcher)
-    _, status = os.waitpid(launcher, 0)
+    with private_folder():
+        launcher = os.fork()
+        if launcher == 0:
+            launch()
+            return 0
+        stop = Stop(launcher)
+        _, status = os.waitpid(launcher, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         code = 128 - code

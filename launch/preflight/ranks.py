@@ -71,6 +71,10 @@ class Mpi:
     name = "MPI"
 
     def __init__(self) -> None:
+        with contextlib.suppress(ImportError):  # of hvdkit, which is found later, on all hosts
+            from hvdkit.ranks import start
+
+            start.share_without_names()
         self._mpi = mpi()
         # mpi4py's own call would block all Python threads, also `watch`, which ends a hang.
         start, got = ctypes.CDLL(self._mpi.__file__).MPI_Init_thread, ctypes.c_int()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hosts import NOBODY, PYTHON, Hosts, require, start
+from hosts import NOBODY, PYTHON, Hosts, require, run, start
 from projects import tracked
 
 from hvdkit.ranks import proof
@@ -21,7 +21,6 @@ from hvdkit.testing import kill_session
 from ranks import ROOT
 
 HERE = Path(__file__).parent
-SHARED = Path("/dev/shm")
 SECRETS = {"WANDB_API_KEY": "key-of-wandb-5071", "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072"}
 # Address and port of all that listens there for the launch, and its secret.
 LOOK = """
@@ -44,15 +43,6 @@ def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
         kill_session(process.pid)
 
 
-def check_shared_memory(run_id: str, host: str) -> None:
-    """It lies where only this user can: no name that others can foretell, and make a link of."""
-    (folder,) = SHARED.glob(f"launch-{run_id}.*")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    segments = [path.name for path in folder.glob(f"vader_segment.{host}.*")]
-    assert len(segments) == 2
-    assert not any((SHARED / name).exists() for name in segments)
-
-
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     """On one host or two: the run goes on, no secret is shown, and no port gives an answer."""
@@ -73,7 +63,6 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
             while output.count("ready") < count + 1:  # after the table of places
                 output += (line := run.stdout.readline())
                 assert line, output
-            check_shared_memory(run_id, "node2" if hosts else os.uname().nodename)
             for words_on in inside:
                 look = words_on(sys.executable, "-c", LOOK, run_id)
                 ports, secret = json.loads(subprocess.check_output(look))
@@ -96,12 +85,54 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
             end.touch()
             output += run.communicate(timeout=120)[0]
         assert run.returncode == 0 and output.count("ended well") == count + 1, output
-        assert not any(SHARED.glob(f"launch-{run_id}.*"))
         assert not any(value in output for value in SECRETS.values())
     finally:
         end.touch()
         if hosts:
             hosts.end()
+
+
+# A rank whose files of shared memory, as Open MPI would call them, are another user's already.
+TAKEN = """
+import os, subprocess, sys, time
+from hvdkit.ranks import start
+from hvdkit.stop import launch_rank
+job = int(os.environ["OMPI_MCA_ess_base_jobid"])
+name = f"/dev/shm/vader_segment.{os.uname().nodename}.{os.geteuid()}.{job:x}."
+if launch_rank() == 0:
+    script = "ln -s $1 ${0}0; umask 0; : >${0}1; touch ${0}both"
+    subprocess.run([*sys.argv[2:], "PATH=/usr/bin:/bin", "sh", "-c", script, name, sys.argv[1]])
+while not os.path.exists(f"{name}both"):
+    time.sleep(0.1)
+start.start_mpi(20)
+from mpi4py import MPI
+total = MPI.COMM_WORLD.allreduce(launch_rank() + 1)
+MPI.COMM_WORLD.Barrier()
+maps = open("/proc/self/maps").read()
+sizes = [os.stat(f"{name}{rank}").st_size for rank in range(2)]
+folder = os.environ["PMIX_SERVER_TMPDIR"]
+os.write(1, f"{total} {maps.count('/dev/shm')} {maps.count('/SYSV')} {sizes} in {folder}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --mpi", f"{ROOT}/launch/hosts.sh"])
+def test_nobody_takes_the_memory_that_ranks_share(launcher: str, tmp_path: Path):
+    """A link to a file of the user's, and a file that all may write, are there before MPI starts."""
+    require("setpriv", "unshare")
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("all of it")
+    script = 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec "$@"'
+    words = ["unshare", "--mount", "sh", "-ec", script, "sh", *launcher.split(), "-np", "2"]
+    words += [sys.executable, "-c", TAKEN, str(thesis), *NOBODY]
+    ended = run(words, 60, {"PYTHONPATH": str(ENGINE.parent)})
+    assert ended.code == 0, ended.output
+    found = re.findall(r"3 0 (\d+) \[9, 0\] in (\S+)", ended.output)
+    assert len(found) == 2 and all(int(mapped) >= 2 for mapped, _ in found), ended.output
+    assert thesis.read_text() == "all of it"
+    # Plain mpirun has files of its own in Open MPI's usual folder.
+    for _, folder in found:
+        assert ("/tmp/ompi." in folder) == (launcher == "mpirun"), folder
+        assert not Path(folder).exists()
 
 
 @pytest.mark.parametrize("secret", [pytest.param(False, marks=pytest.mark.slow), True])

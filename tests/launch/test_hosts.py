@@ -115,12 +115,10 @@ def test_open_mpi_keeps_its_files_where_no_other_user_can(hosts: Hosts, tmp_path
         (made,) = Path("/tmp").glob("launch-of-two-hosts.*")
         assert made.stat().st_mode & 0o777 == 0o700 and any(made.iterdir())
         assert not any(file for folder in taken for file in folder.iterdir())
-        (segments,) = Path("/dev/shm").glob("launch-of-two-hosts.*")
-        assert segments.stat().st_mode & 0o777 == 0o700
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(children.split()[0]), signal.SIGTERM)
         assert process.wait(60) == 75
-        assert not made.exists() and not segments.exists()
+        assert not made.exists()
     finally:
         kill_session(process.pid)
         for folder in taken:
@@ -339,6 +337,12 @@ def test_a_login_shell_that_runs_nothing_is_named(hosts: Hosts, shell: str, bash
     require("tcsh")
     with hosts[2].login(shell, bashrc):
         assert "its login shell did not run " in not_now(hosts, "echo", "started")
+
+
+def test_a_host_on_which_open_mpi_does_not_start_is_named(hosts: Hosts):
+    with hosts[2].login("/bin/bash", "export TMPDIR=/nowhere"):
+        said = not_now(hosts, "echo", "started")
+    assert "Open MPI's daemon ended there with exit code 1" in said and "‘/nowhere/" in said, said
 
 
 def test_a_forced_command_is_named_with_what_it_says(hosts: Hosts):

@@ -211,10 +211,15 @@ def test_ranks_without_a_handler_end_by_one_stop(key: bytes, launcher: str, tmp_
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_nothing_is_left_of_a_horovodrun_that_is_killed(launcher: str, tmp_path: Path):
     words = ["horovodrun", launcher, "-np", "2", *STAND_IN, f"--run_dir={tmp_path}"]
-    with Terminal([*words, "--steps=100000"], PROJECT, PLAIN) as terminal:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    own_folder = {"TMPDIR": str(folder)}
+    with Terminal([*words, "--steps=100000"], PROJECT, PLAIN | own_folder) as terminal:
         terminal.wait_for("step 2", 60)
+        assert [path.stat().st_mode & 0o777 for path in folder.glob("horovodrun-*")] == [0o700]
         os.kill(terminal.pid, signal.SIGKILL)
         assert not terminal.left_after(20)
+    wait_for(lambda: not any(folder.glob("horovodrun-*")), "its folder is left", 5)
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
 
 

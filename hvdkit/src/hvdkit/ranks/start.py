@@ -17,13 +17,16 @@ from typing import Any
 
 import psutil
 
-from hvdkit.logs import complain, join
+from hvdkit.logs import complain, join, refuse
 from hvdkit.stop import NOT_NOW, launch_rank
 
 _SAY_AFTER = 30.0  # seconds, if the limit is not less
 _ROLL_CALL = 5.0  # seconds in which ranks that are there tell rank 0
 _NOWHERE = ("lo", "docker", "virbr", "cni", "cilium", "flannel", "cali")  # names begin so
 _DEVICES = "/sys/class/net"
+_SHARED_BYTES = 4 << 20  # that a rank of Open MPI shares with those of its host
+_IPC_PRIVATE = 0
+_IPC_RMID = 0
 _INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # eth0,10.0.0.0/24
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
 
@@ -145,10 +148,34 @@ def _quiet(seconds: int) -> float:
     return min(_SAY_AFTER, seconds or _SAY_AFTER)
 
 
+def share_without_names() -> None:
+    """Has Open MPI share memory between the ranks of a host that no other user can name or open.
+
+    By default it writes into files of /dev/shm, whoever made them, and their names can be foretold.
+    What whoever started the run has set stays. Ends the process where there is none left.
+    """
+    if "OMPI_MCA_shmem" in os.environ:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    segment = libc.shmget(_IPC_PRIVATE, ctypes.c_size_t(_SHARED_BYTES), 0o600)
+    if segment < 0:
+        why = os.strerror(ctypes.get_errno())
+        refuse(
+            f"{os.uname().nodename} has no System V shared memory left for its ranks ({why}): look "
+            "at ipcs -m and at kernel.shmmni, shmall and shmmax there (sysctl)",
+            NOT_NOW,
+        )
+    libc.shmctl(segment, _IPC_RMID, None)
+    os.environ["OMPI_MCA_shmem"] = "sysv"
+    # mpirun tells its ranks what it has found for itself, and they would take nothing else.
+    os.environ["OMPI_MCA_shmem_RUNTIME_QUERY_hint"] = "sysv"
+
+
 def start_mpi(seconds: int) -> None:
     """Before Horovod, which would own MPI otherwise, and finalize it when it shuts down."""
     import mpi4py
 
+    share_without_names()
     # A rank that waits leaves its core to others: 3.9 for 5.5 ms a small step, 2 ranks on 2 cores.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
