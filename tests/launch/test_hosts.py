@@ -342,7 +342,7 @@ def test_a_login_shell_that_runs_nothing_is_named(hosts: Hosts, shell: str, bash
 def test_a_host_on_which_open_mpi_does_not_start_is_named(hosts: Hosts):
     with hosts[2].login("/bin/bash", "export TMPDIR=/nowhere"):
         said = not_now(hosts, "echo", "started")
-    assert "Open MPI's daemon ended there with exit code 1" in said and "‘/nowhere/" in said, said
+    assert "Open MPI's daemon ended there with exit code 1" in said and "/nowhere/" in said, said
 
 
 def test_a_forced_command_is_named_with_what_it_says(hosts: Hosts):

@@ -166,9 +166,8 @@ def share_without_names() -> None:
             NOT_NOW,
         )
     libc.shmctl(segment, _IPC_RMID, None)
-    os.environ["OMPI_MCA_shmem"] = "sysv"
-    # mpirun tells its ranks what it has found for itself, and they would take nothing else.
-    os.environ["OMPI_MCA_shmem_RUNTIME_QUERY_hint"] = "sysv"
+    # mpirun tells its ranks, as a hint, what it takes itself, and they would take nothing else.
+    os.environ |= {"OMPI_MCA_shmem": "sysv", "OMPI_MCA_shmem_RUNTIME_QUERY_hint": "sysv"}
 
 
 def start_mpi(seconds: int) -> None:
