@@ -7,6 +7,8 @@ long it takes, and end with exit code 75. A second Ctrl-C ends everything at onc
 
 import contextlib
 import ctypes
+import errno
+import multiprocessing
 import os
 import re
 import signal
@@ -22,7 +24,7 @@ from typing import NoReturn
 import psutil
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-WRONG_USE, SAVED, ENDED_BY_CTRL_C = 2, 75, 130
+WRONG_USE, SAVED, NOT_NOW, ENDED_BY_CTRL_C = 2, 75, 76, 130
 # Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
 TOO_EARLY = {128 + number for number in REQUESTS}
 ONE_PRESS = 0.5  # SIGINTs this close together, in seconds, are one: make passes the terminal's on
@@ -146,9 +148,9 @@ def launch() -> None:
         sys.exit(int(code[1]) if code else f"error: horovodrun: {error}")
 
 
-def refuse(text: str) -> NoReturn:
+def refuse(text: str, code: int = WRONG_USE) -> NoReturn:
     print(f"error: horovodrun: {text}", file=sys.stderr)
-    sys.exit(WRONG_USE)
+    sys.exit(code)
 
 
 def check_temporary_folder() -> None:
@@ -156,11 +158,25 @@ def check_temporary_folder() -> None:
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:
+        is_full = os.access(os.environ.get("TMPDIR", "/tmp"), os.W_OK)
         refuse(
-            f"{error.strerror}: make room in one, or name another in TMPDIR (docker: --tmpfs /tmp)"
+            f"{error.strerror}: make room in one, or name another in TMPDIR (docker: --tmpfs /tmp)",
+            NOT_NOW if is_full else WRONG_USE,
         )
     if folder != "/tmp":
         os.environ["TMPDIR"] = folder
+
+
+def check_shared_memory() -> None:
+    """Horovod's own makes locks there, and ends with a traceback where it cannot."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        refuse(
+            f"no lock can be made in /dev/shm of {os.uname().nodename}: {error.strerror}: make "
+            "room there (df -h /dev/shm), or give the container more (docker: --shm-size 1g)",
+            NOT_NOW if error.errno == errno.ENOSPC else WRONG_USE,
+        )
 
 
 @contextlib.contextmanager
@@ -175,7 +191,10 @@ def private_folder() -> Iterator[None]:
     ended, held = os.pipe()
     os.set_inheritable(held, True)
     remove = ["sh", "-c", 'trap "" INT TERM HUP USR1; read -r _; rm -rf "$0"', folder]
-    remover = subprocess.Popen(remove, stdin=ended, start_new_session=True)
+    quiet = subprocess.DEVNULL  # whoever reads this one's output waits for no other
+    remover = subprocess.Popen(
+        remove, stdin=ended, stdout=quiet, stderr=quiet, start_new_session=True
+    )
     os.close(ended)
     yield
     os.close(held)
@@ -207,6 +226,7 @@ def hold_streams() -> None:
 def main() -> int:
     hold_streams()
     check_temporary_folder()
+    check_shared_memory()
     check_loopback()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts

@@ -492,6 +492,23 @@ def test_without_a_folder_that_can_be_written_one_line_says_it(launcher: list[st
     assert ended.output.count("\n") == 1, ended.output
 
 
+FULL = 'mount -t tmpfs -o size=64k tmpfs /dev/shm; cat /dev/zero >/dev/shm/full 2>&-; exec "$@"'
+MEET = "import os; from hvdkit.ranks import start; start.start_mpi(20); from mpi4py import MPI; "
+MEET += "os.write(1, b'met %d' % MPI.COMM_WORLD.allreduce(1))"
+
+
+def test_no_room_in_shared_memory_is_no_matter_or_one_line():
+    """MPI needs none there, and Horovod's launcher a little."""
+    require("unshare")
+    words = ["unshare", "--mount", "sh", "-c", FULL, "sh"]
+    program = ["-np", "2", sys.executable, "-c", MEET]
+    ended = run([*words, HOSTS_SH, *program], timeout=60)
+    assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
+    ended = run([*words, "horovodrun", *program], timeout=60)
+    assert ended.code == 76 and ended.output.count("\n") == 1, ended.output
+    assert f"in /dev/shm of {os.uname().nodename}: No space left on device" in ended.output
+
+
 @pytest.mark.parametrize("backend", ["--mpi", "--gloo"])
 def test_horovodrun_needs_no_home_folder(backend: str):
     words = ["env", "HOME=/proc/nowhere", "horovodrun", backend, "-np", "2", "echo", "ranks"]
