@@ -66,7 +66,7 @@ def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **own) -> st
     found, message = DONE, ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            command(config, world, SimpleNamespace(asked=stop), own=SimpleNamespace(**own))
+            command(config, world, SimpleNamespace(asked=stop), arguments=SimpleNamespace(**own))
         except Stop as ended:
             found, message = ended.code, str(ended)
     assert found == code and "\n" not in message, (found, message, printed.getvalue())

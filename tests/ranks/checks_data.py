@@ -102,7 +102,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
     with contextlib.redirect_stdout(io.StringIO()):
         config = load_run.settings(root / "run", flags).for_ranks(world.size)
         stop = SimpleNamespace(asked=False)
-        evaluate(config, world, stop, own=SimpleNamespace(**own))
+        evaluate(config, world, stop, arguments=SimpleNamespace(**own))
     files = sorted((root / "test" / "some").rglob("*.png"))
     images = np.stack([np.asarray(Image.open(file)) for file in files])
     labels = np.array([NAMES.index(file.parent.name) for file in files])
@@ -117,7 +117,7 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
     if world.size == 1:
         own |= {"out": root, "check": None, "onnx": False}
         with contextlib.redirect_stdout(io.StringIO()):
-            export(config, world, stop, own=SimpleNamespace(**own))
+            export(config, world, stop, arguments=SimpleNamespace(**own))
         for file in (root / CARD, root / "saved_model" / "assets.extra" / CARD):
             assert json.loads(file.read_text())["class_names"] == [*NAMES]
 

@@ -176,14 +176,15 @@ def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
 def test_what_decode_returns_beside_classes_is_written_and_shown_too(tmp_path):
     image, names = np.zeros((2, 2, 3), np.uint8), ["cat", "dog"]
     found = {"classes": np.int64(1), "probabilities": np.array([0.25, 0.75]), "size": 3.5}
-    rows = predict.write(tmp_path, "a.png", image=image, outputs=found)
-    assert rows == [["a.png", 1, 0.75, 0, 0.25], ["a.png", {"size": 3.5}]]
-    predict.record(tmp_path, rows, names)
+    prediction = predict.write(tmp_path, "a.png", image=image, outputs=found)
+    assert prediction == ("a.png", [(1, 0.75), (0, 0.25)], {"size": 3.5})
+    predict.record(tmp_path, [prediction], names)
     assert "a.png,dog,0.75,cat,0.25" in (tmp_path / "predictions.csv").read_text()
     assert json_lines(tmp_path / "predictions.jsonl") == [{"file": "a.png", "size": 3.5}]
     drawn = found | {"classes": np.zeros((2, 2), np.int64)}
-    rows = predict.write(tmp_path, "b.png", image=image, outputs=drawn)
-    assert rows == [["b.png", {"size": 3.5}]] and (tmp_path / "labels" / "b.png.png").exists()
+    prediction = predict.write(tmp_path, "b.png", image=image, outputs=drawn)
+    assert prediction == ("b.png", [], {"size": 3.5})
+    assert (tmp_path / "labels" / "b.png.png").exists()
     data = tf.io.encode_png(image).numpy()
     shown = serve.answered(data, lambda _: found, names)["rows"]  # a number is no share
     assert shown == [("dog", "75.0%"), ("cat", "25.0%"), ("size", "3.5")]
@@ -331,7 +332,7 @@ def test_an_export_that_cannot_be_made_is_refused(tmp_path, out, check, words):
     (tmp_path / "file").touch()
     own = SimpleNamespace(out=tmp_path / out, check=check and tmp_path / check)
     with pytest.raises(Stop, match=words) as stop:
-        export(Settings(), ALONE, None, own=own)
+        export(Settings(), ALONE, None, arguments=own)
     assert stop.value.code == WRONG_USE and not own.out.is_dir()
 
 
@@ -339,7 +340,7 @@ def test_an_export_replaces_nothing_of_a_person(tmp_path):
     (tmp_path / "saved_model").mkdir()
     (tmp_path / "saved_model" / "mine").write_text("a person's own")
     with pytest.raises(Stop, match="saved_model/mine was put there") as stop:
-        export(Settings(), ALONE, None, own=SimpleNamespace(out=tmp_path, check=None))
+        export(Settings(), ALONE, None, arguments=SimpleNamespace(out=tmp_path, check=None))
     assert stop.value.code == WRONG_USE and "\n" not in str(stop.value)
     assert [path.name for path in tmp_path.rglob("*")] == ["saved_model", "mine"]
 

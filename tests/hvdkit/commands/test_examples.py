@@ -92,14 +92,14 @@ def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, 
     file = tmp_path / "people.jsonl"
     file.write_text("".join(json.dumps(line | {"id": 7}) + "\n" for line in LINES))
     out = tmp_path / "out"
-    predict.predict(config, ALONE, NEVER, own=own(out, file))
+    predict.predict(config, ALONE, NEVER, arguments=own(out, file))
     assert "line 1 has id, no input of the model" in capsys.readouterr().out
     found = json_lines(out / "predictions.jsonl")
     for line, predicted in zip(LINES, found, strict=True):
         for name, value in called(model, line).items():
             np.testing.assert_allclose(predicted[name], value, 1e-5)
 
-    export.export(config, ALONE, NEVER, own=own(tmp_path / "exported", check=file))
+    export.export(config, ALONE, NEVER, arguments=own(tmp_path / "exported", check=file))
     assert "equal outputs (more/0 [2, 3], one [2, 1])" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "exported").glob("[!.]*"))
     assert names == ["card.json", "model.keras", "saved_model"]
@@ -123,7 +123,7 @@ def test_arrays_are_predicted_to_arrays(run, tmp_path):
     config, model = run(Plain)
     x = np.random.default_rng(1).normal(size=(20, 6))
     np.savez_compressed(tmp_path / "x.npz", inputs=x)
-    predict.predict(config, ALONE, NEVER, own=own(tmp_path / "out", tmp_path / "x.npz"))
+    predict.predict(config, ALONE, NEVER, arguments=own(tmp_path / "out", tmp_path / "x.npz"))
     with np.load(tmp_path / "out" / "predictions.npz") as file:
         wanted = tf.cast(model(x), tf.bfloat16)
         np.testing.assert_array_equal(file["file"], tf.cast(wanted, tf.float32))
@@ -143,7 +143,7 @@ def test_a_table_that_the_task_holds_is_exported(run, tmp_path, capsys):
             return {"word": self.names.lookup(tf.argmax(outputs, -1))}
 
     config, _ = run(Named)
-    export.export(config, ALONE, NEVER, own=own(tmp_path / "out"))
+    export.export(config, ALONE, NEVER, arguments=own(tmp_path / "out"))
     assert "equal outputs (word [" in capsys.readouterr().out
 
 
@@ -252,11 +252,11 @@ def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_
     recorded(out, "predictions.jsonl")
     bad = LINES[2] | {"tokens": [1, 9]}  # the embedding has 9 rows
     file.write_text("\n".join(map(json.dumps, [*LINES[:2], bad])))
-    act = lambda: predict.predict(config, ALONE, NEVER, own=own(out, file))  # noqa: E731
+    act = lambda: predict.predict(config, ALONE, NEVER, arguments=own(out, file))  # noqa: E731
     refused(act, f"{file}, line 3: ", "9 is not in [0, 9)", kind=Stop)
     file.write_text("\n".join(map(json.dumps, LINES)))
     asked = SimpleNamespace(asked=True)
-    stopped = lambda: predict.predict(config, ALONE, asked, own=own(out, file))  # noqa: E731
+    stopped = lambda: predict.predict(config, ALONE, asked, arguments=own(out, file))  # noqa: E731
     refused(stopped, "nothing was written", kind=Stop)
     assert [path.name for path in out.glob("[!.]*")] == ["predictions.jsonl"]
     assert (out / "predictions.jsonl").read_text() == "old"
@@ -284,7 +284,7 @@ def test_what_fails_leaves_the_export_before(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tf.saved_model, "save", full)
     with pytest.raises(Stop, match="No space left") as stop:
-        export.export(config, ALONE, NEVER, own=own(out))
+        export.export(config, ALONE, NEVER, arguments=own(out))
     assert stop.value.code == NOT_NOW
     assert sorted(out.rglob("*")) == before and (out / "model.keras").read_text() == "old"
 
@@ -349,7 +349,7 @@ def test_a_layer_that_keras_cannot_write_is_exported_as_a_saved_model(run, tmp_p
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.keras").write_text("of another run")
     recorded(tmp_path / "out", "model.keras")
-    export.export(config, ALONE, NEVER, own=own(tmp_path / "out"))
+    export.export(config, ALONE, NEVER, arguments=own(tmp_path / "out"))
     assert "there is no model.keras: Keras cannot write it" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "out").glob("[!.]*"))
     assert names == ["card.json", "saved_model"]
@@ -366,6 +366,6 @@ def test_noise_that_the_model_cannot_take_asks_for_examples(run, tmp_path):
             return keras.Model(x, keras.layers.GlobalMaxPooling1D()(y))
 
     config, _ = run(Long)
-    act = lambda: export.export(config, ALONE, NEVER, own=own(tmp_path / "out"))  # noqa: E731
+    act = lambda: export.export(config, ALONE, NEVER, arguments=own(tmp_path / "out"))  # noqa: E731
     refused(act, "(with noise: --check=FILE gives it examples, .npz or .jsonl)", kind=Stop)
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,8 @@ uint8 or float32 of 0 to 255.
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
-_COLUMNS, _SIDE = 16, 96  # tiles in a row, at most; pixels a side, at least
-SIGN = "hvdkit browse"  # what a sheet's file begins with, as its Software
-_TEXT = 18  # pixels: height of the text
+SIGN = "hvdkit browse"  # a sheet's PNG file names this as its Software
+_COLUMNS = 16  # most tiles in a row, where they are of the least size
+_SIDE = 96  # least pixels of a tile's longer side
+_TEXT_HEIGHT = 18  # in pixels
 
 
 def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -53,10 +55,19 @@ def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, A
         virtual_ranks=config.virtual_ranks,
         shards=shards_of(source, config.shuffle_shards),
     )
-    batches = map(sampler.local_samples, range(config.num_steps))
-    drawn = ((int(index), key) for ids, keys in batches for index, key in zip(ids, keys))
-    found = [read_one(reader, source, *one) for one in itertools.islice(drawn, count)]
-    return tf.nest.map_structure(lambda part: part.numpy(), found), classes.of(source)
+    examples = []
+    for index, key in itertools.islice(_draws(sampler, config.num_steps), count):
+        examples.append(read_one(reader, source, index, key))
+    arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), examples)
+    return arrays, classes.of(source)
+
+
+def _draws(sampler: Sampler, num_steps: int) -> Iterator[tuple[int, tf.Tensor]]:
+    """Yields number and random key of each sample of a run, in the run's order."""
+    for step in range(num_steps):
+        indices, keys = sampler.local_samples(step)
+        for index, key in zip(indices, keys):
+            yield int(index), key
 
 
 def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
@@ -64,12 +75,14 @@ def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarra
     tiles = [tile(example, names) for example in examples]
     height, width = np.max([part.shape[:2] for part in tiles], axis=0)
     columns = max(1, min(_COLUMNS * _SIDE // width, len(tiles)))
-    rows = -(-len(tiles) // columns)
-    whole = np.full((rows * height, columns * width, 3), 30, np.uint8)
-    for place, part in enumerate(tiles):
-        top, left = place // columns * height, place % columns * width
-        whole[top : top + part.shape[0], left : left + part.shape[1]] = part
-    return whole
+    rows = math.ceil(len(tiles) / columns)
+    canvas = np.full((rows * height, columns * width, 3), 30, np.uint8)
+    for number, part in enumerate(tiles):
+        row, column = divmod(number, columns)
+        top = row * height
+        left = column * width
+        canvas[top : top + part.shape[0], left : left + part.shape[1]] = part
+    return canvas
 
 
 def write(file: Path, image: np.ndarray) -> None:
@@ -87,24 +100,39 @@ def write(file: Path, image: np.ndarray) -> None:
 def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     """One sample: picture and label, or picture and the name of its class below."""
     image = _picture(example["inputs"])
-    targets = example["targets"] if isinstance(example["targets"], dict) else {}
-    label = targets.get("label") if targets else example["targets"]
-    parts, words, called = [image], "", dict(enumerate(names))
+    targets = example["targets"]
+    if not isinstance(targets, dict):
+        targets = {"label": targets}
+    label = targets.get("label")
+
+    caption = ""
+    parts = [image]
     if label is not None and np.shape(label)[:2] == image.shape[:2]:
         parts.append(COLOURS[np.reshape(label, image.shape[:2])])
     elif label is not None and np.shape(label) == ():
-        words = str(called.get(int(label), label))
-        if {"other", "share"} <= targets.keys():  # mixed of two, by the first one's share
-            share = round(100 * float(targets["share"]))
-            other = called.get(int(targets["other"]), targets["other"])
-            words = f"{share}% {words}, {100 - share}% {other}"
-    times = -(-_SIDE // max(image.shape[:2]))
-    drawn = Image.fromarray(np.hstack(parts).repeat(times, 0).repeat(times, 1))
-    framed = Image.new("RGB", (drawn.width + 2, drawn.height + 2 + (_TEXT if words else 0)))
-    framed.paste(drawn, (1, 1))
-    if words:
-        ImageDraw.Draw(framed).text((3, drawn.height + 1), words, fill="white", font_size=13)
+        caption = _caption(targets, names)
+
+    scale = math.ceil(_SIDE / max(image.shape[:2]))
+    pixels = np.hstack(parts).repeat(scale, 0).repeat(scale, 1)
+    height, width = pixels.shape[:2]
+    text_height = _TEXT_HEIGHT if caption else 0
+    framed = Image.new("RGB", (width + 2, height + 2 + text_height))
+    framed.paste(Image.fromarray(pixels), (1, 1))
+    if caption:
+        ImageDraw.Draw(framed).text((3, height + 1), caption, fill="white", font_size=13)
     return np.asarray(framed)
+
+
+def _caption(targets: dict[str, Any], names: Sequence[str]) -> str:
+    """The class, or both classes of a picture that is mixed of two."""
+    name_of = dict(enumerate(names))
+    label = targets["label"]
+    name = str(name_of.get(int(label), label))
+    if "other" not in targets or "share" not in targets:
+        return name
+    percent = round(100 * float(targets["share"]))  # of the first class
+    other = name_of.get(int(targets["other"]), targets["other"])
+    return f"{percent}% {name}, {100 - percent}% {other}"
 
 
 def _picture(inputs: Any) -> np.ndarray:
@@ -113,22 +141,24 @@ def _picture(inputs: Any) -> np.ndarray:
         if np.ndim(part) == 3 and part.shape[-1] in (1, 3) and part.dtype in (np.uint8, np.float32):
             image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
             return image if image.shape[-1] == 3 else image.repeat(3, -1)
-    shown = "browse shows uint8 or float32 [height, width, 1 or 3], of 0 to 255"
-    raise ValueError(f"the task's inputs hold no picture: {shown}")
+    raise ValueError(
+        "the task's inputs hold no picture: browse shows uint8 or float32 "
+        "[height, width, 1 or 3], of 0 to 255"
+    )
 
 
 @logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
-    made = logs.parser(__doc__)
-    made.add_argument("--out", type=path_argument, required=True, help="PNG for the sheet")
-    made.add_argument("--count", type=int, default=32, help="samples")
-    own, flags = made.parse_known_args(argv[1:])
-    if own.count < 1:
-        made.error(f"--count={own.count}: give 1 or more")
+    parser = logs.parser(__doc__)
+    parser.add_argument("--out", type=path_argument, required=True, help="PNG for the sheet")
+    parser.add_argument("--count", type=int, default=32, help="samples")
+    arguments, flags = parser.parse_known_args(argv[1:])
+    if arguments.count < 1:
+        parser.error(f"--count={arguments.count}: give 1 or more")
     config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
-    whole_files.refuse_other(own.out, SIGN)
-    examples, names = samples(config.for_ranks(1), own.count)
-    write(own.out, sheet(examples, names))
-    print(logs.printable(f"{len(examples)} samples: {own.out}"))
+    whole_files.refuse_other(arguments.out, SIGN)
+    examples, names = samples(config.for_ranks(1), arguments.count)
+    write(arguments.out, sheet(examples, names))
+    print(logs.printable(f"{len(examples)} samples: {arguments.out}"))
     return DONE

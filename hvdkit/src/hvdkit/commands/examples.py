@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ from hvdkit.ranks.world import World
 from hvdkit.stop import PREEMPTED, Stop, launch_rank
 from hvdkit.train.inputs import Inputs, describe
 
-KINDS = {"object": "S", "bfloat16": "f4"}  # what NumPy's files cannot hold, as what they can
+KINDS = {"object": "S", "bfloat16": "f4"}  # NumPy's files hold these types as those
 SUFFIXES = (".npz", ".jsonl")
-LINES, ARRAYS = "predictions.jsonl", "predictions.npz"
-_UNKNOWN_SIZE = 16  # of noise, where an input may have any size
-_MORE_BYTES = 2**30  # in a compressed file's arrays than in the file
-_TRIED = 2  # examples that a model is tried with
+LINES = "predictions.jsonl"
+ARRAYS = "predictions.npz"
+_NOISE_SIZE = 16  # of an axis of noise, where the input takes any size
+_NOISE_EXAMPLES = 2  # a model that takes any batch is tried with so many
+_MORE_BYTES = 2**30  # the arrays of a compressed file may have so many more than the file
 
-# Of each input, an array [...] an example; an array [examples, ...] is one too.
+# By name of an input: arrays [...] of all examples, or one array [examples, ...].
 Columns = dict[str, Sequence[np.ndarray]]
 Batch = dict[str, np.ndarray]  # arrays [batch, ...] by name
 
@@ -58,17 +59,17 @@ def _of_arrays(file: Path, inputs: Inputs) -> Columns:
             arrays = {name: archive[name] for name in archive.files}
     except OSError:
         raise
-    except Exception as error:  # whatever zipfile and NumPy raise at bytes that they did not write
+    except Exception as error:  # zipfile and NumPy raise anything at damaged bytes
         raise ValueError(f"{file} is no file of arrays by np.savez: {error}") from None
     _check_names(arrays, str(file), inputs)
     columns = {}
     for name, spec in inputs.specs.items():
         array = arrays[name]
-        where = f"{file}: {name}"
+        column = f"{file}: {name}"
         if not array.ndim:
-            raise ValueError(f"{where} is one value, not an array with an entry an example")
-        shape = _shape(array.shape[1:], where, spec)
-        columns[name] = _converted(array.reshape([len(array), *shape]), where, spec)
+            raise ValueError(f"{file}: {name} is one value, not an array with an entry an example")
+        shape = _shape(array.shape[1:], column, spec)
+        columns[name] = _converted(array.reshape([len(array), *shape]), column, spec)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{file}: arrays must be of one length, an entry an example: {lengths}")
@@ -80,27 +81,28 @@ def _of_lines(file: Path, inputs: Inputs) -> Columns:
     unread: set[str] = set()
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
-            where = f"{file}, line {number}"
-            example = whole_files.from_json(line, where)
+            example = whole_files.from_json(line, f"{file}, line {number}")
             if not isinstance(example, dict):
-                raise ValueError(f"{where} is no JSON object: write {{...}} with {inputs}")
-            unread |= _check_names(example, where, inputs, told=unread)
+                raise ValueError(
+                    f"{file}, line {number} is no JSON object: write {{...}} with {inputs}"
+                )
+            unread |= _check_names(example, f"{file}, line {number}", inputs, told=unread)
             for name, spec in inputs.specs.items():
-                array = _array(example[name], f"{where}: {name}")
-                shape = _shape(array.shape, f"{where}: {name}", spec)
-                value = _converted(array.reshape(shape), f"{where}: {name}", spec)
-                columns[name].append(value)
+                value = f"{file}, line {number}: {name}"
+                array = _array(example[name], value)
+                shape = _shape(array.shape, value, spec)
+                columns[name].append(_converted(array.reshape(shape), value, spec))
     return columns
 
 
 def _check_names(
-    given: Mapping[str, Any], where: str, inputs: Inputs, *, told: Set[str] = frozenset()
+    names: Collection[str], where: str, inputs: Inputs, *, told: Set[str] = frozenset()
 ) -> set[str]:
     """Names that are no inputs, which a note says once; ValueError where an input is lacking."""
-    missing = [name for name in inputs.names if name not in given]
-    if missing:
-        raise ValueError(f"{where} has no {missing[0]}; the model takes {inputs}")
-    unread = set(given) - set(inputs.names)
+    for name in inputs.names:
+        if name not in names:
+            raise ValueError(f"{where} has no {name}; the model takes {inputs}")
+    unread = set(names) - set(inputs.names)
     new = sorted(unread - told)
     if new and launch_rank() == 0:
         say(f"note: {where} has {join(new)}, no input of the model: not read")
@@ -113,85 +115,88 @@ def _array(value: Any, where: str) -> np.ndarray:
         array = np.array(value)
     except ValueError:
         raise ValueError(f"{where} holds lists of different lengths") from None
-    if array.dtype == object or (array.dtype.kind == "U" and not _is_text(value)):
-        shown = json.dumps(value)
+    # Of numbers beside a text NumPy makes texts.
+    is_mixed = array.dtype.kind == "U" and not _is_text(value)
+    if array.dtype == object or is_mixed:
         raise ValueError(
-            f"{where} is {shown:.60}: write numbers (NaN for a missing one) or texts alone"
+            f"{where} is {json.dumps(value):.60}: write numbers (NaN for a missing one) or texts "
+            "alone"
         )
     return array
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value, or all in nested lists, is text: NumPy makes text of numbers beside one."""
+    """Whether a value is text, or all values in nested lists are."""
     if isinstance(value, list):
-        return all(map(_is_text, value))
+        return all(_is_text(part) for part in value)
     return isinstance(value, str)
 
 
 def _shape(shape: Sequence[int], where: str, spec: tf.TensorSpec) -> list[int]:
     """The shape of an example, checked; a number may stand for a list of one."""
-    sizes = list(spec.shape[1:])
-    found = list(shape)
-    if sizes and sizes[-1] == 1 and len(found) == len(sizes) - 1:
-        found.append(1)
-    fits = len(found) == len(sizes)
-    if not fits or any(size not in (None, own) for size, own in zip(sizes, found)):
-        takes = f"the model takes {describe(spec)}"
-        raise ValueError(f"{where} has examples of shape {list(shape)}; {takes}")
-    return found
+    shape = list(shape)
+    taken = spec.shape[1:]
+    if taken.is_compatible_with(shape):
+        return shape
+    if taken.rank and taken[-1] == 1 and taken[:-1].is_compatible_with(shape):
+        return [*shape, 1]
+    raise ValueError(f"{where} has examples of shape {shape}; the model takes {describe(spec)}")
 
 
 def _converted(array: np.ndarray, where: str, spec: tf.TensorSpec) -> np.ndarray:
     """The array in the input's type; ValueError where that would change a value."""
-    takes = f"the model takes {describe(spec)}"
     if spec.dtype == tf.string:
         if array.size and array.dtype.kind not in "US":
-            raise ValueError(f"{where} holds {array.dtype}, not texts; {takes}")
+            raise ValueError(
+                f"{where} holds {array.dtype}, not texts; the model takes {describe(spec)}"
+            )
         texts = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
         return texts.astype(object)
     if array.size and array.dtype.kind not in "biuf":
-        raise ValueError(f"{where} holds {array.dtype}, not numbers; {takes}")
+        raise ValueError(
+            f"{where} holds {array.dtype}, not numbers; the model takes {describe(spec)}"
+        )
     with np.errstate(all="ignore"):
         converted = array.astype(spec.dtype.as_numpy_dtype)
-    if spec.dtype.is_floating:  # which may round
+    if spec.dtype.is_floating:  # a floating type may round
         is_kept = np.array_equal(np.isinf(converted), np.isinf(array))
     else:
         is_kept = np.array_equal(converted, array)
     if not is_kept:
-        raise ValueError(f"{where} holds a value that {spec.dtype.name} cannot; {takes}")
+        raise ValueError(
+            f"{where} holds a value that {spec.dtype.name} cannot; the model takes {describe(spec)}"
+        )
     return converted
 
 
 def some(file: Path | None, inputs: Inputs) -> Batch:
     """A batch to try the model with: the first example of a file twice, or noise."""
     if file:
-        return batch(read(file, inputs), [0] * _TRIED)
-    draws = np.random.default_rng(0)
-    found = {}
+        return batch(read(file, inputs), [0, 0])
+    random = np.random.default_rng(0)
+    arrays = {}
     for name, spec in inputs.specs.items():
-        sizes = [_UNKNOWN_SIZE if size is None else size for size in spec.shape[1:]]
-        shape = [spec.shape[0] or _TRIED, *sizes]
+        sizes = [_NOISE_SIZE if size is None else size for size in spec.shape[1:]]
+        shape = [spec.shape[0] or _NOISE_EXAMPLES, *sizes]
         if spec.dtype == tf.string:
-            found[name] = np.full(shape, b"", object)
+            arrays[name] = np.full(shape, b"", object)
         elif spec.dtype.is_floating:
-            found[name] = draws.normal(size=shape).astype(spec.dtype.as_numpy_dtype)
+            arrays[name] = random.normal(size=shape).astype(spec.dtype.as_numpy_dtype)
         else:
-            found[name] = np.zeros(shape, spec.dtype.as_numpy_dtype)  # 0 is a number of each kind
-    return found
+            # Zeros are valid for any integer input: as an index, a class or a flag.
+            arrays[name] = np.zeros(shape, spec.dtype.as_numpy_dtype)
+    return arrays
 
 
 def batches(columns: Columns, indices: range, most: int) -> Iterator[range]:
-    """Of neighbours whose inputs are of one shape, at most so many."""
+    """Yields ranges of at most `most` neighbours whose inputs have the same shapes."""
     start = indices.start
-    for index in indices:
-        is_last = index + 1 == indices.stop
-        if (
-            is_last
-            or index + 1 - start == most
-            or _shapes(columns, index + 1) != _shapes(columns, index)
-        ):
-            yield range(start, index + 1)
-            start = index + 1
+    for stop in range(start + 1, indices.stop + 1):
+        is_full = stop - start == most
+        is_last = stop == indices.stop
+        if is_full or is_last or _shapes(columns, stop) != _shapes(columns, start):
+            yield range(start, stop)
+            start = stop
 
 
 def _shapes(columns: Columns, index: int) -> list[tuple[int, ...]]:
@@ -199,19 +204,19 @@ def _shapes(columns: Columns, index: int) -> list[tuple[int, ...]]:
 
 
 def batch(columns: Columns, indices: Iterable[int]) -> Batch:
-    """Of these examples."""
+    """The examples of these numbers, stacked."""
     return {
         name: np.stack([column[index] for index in indices]) for name, column in columns.items()
     }
 
 
 def kept(array: np.ndarray) -> np.ndarray:
-    """In a type that NumPy's files hold."""
+    """The array in a type that NumPy's files hold."""
     return array.astype(KINDS.get(array.dtype.name, array.dtype))
 
 
 def class_names(checkpoint: Path) -> list[str]:
-    """Of the checkpoint's data card; [] where classes have no names."""
+    """Names of the classes in the checkpoint's data card; [] where they have none."""
     return files.read_manifest(checkpoint).card.get("class_names", [])
 
 
@@ -247,8 +252,10 @@ def write_arrays(file: Path, batches: Sequence[Batch]) -> None:
 
     Raises ValueError where they are of different shapes.
     """
-    names = [*batches[0]]
-    _save(file, {name: _joined(name, [values[name] for values in batches]) for name in names})
+    arrays = {}
+    for name in batches[0]:
+        arrays[name] = _joined(name, [batch[name] for batch in batches])
+    _save(file, arrays)
 
 
 def _joined(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -275,7 +282,9 @@ def join_parts(file: Path, parts: Sequence[Path]) -> None:
     else:
         with contextlib.ExitStack() as opened:
             archives = [opened.enter_context(np.load(part)) for part in parts]
-            names = archives[0].files
-            _save(file, {name: _joined(name, [x[name] for x in archives]) for name in names})
+            arrays = {}
+            for name in archives[0].files:
+                arrays[name] = _joined(name, [archive[name] for archive in archives])
+            _save(file, arrays)
     for part in parts:
         part.unlink()

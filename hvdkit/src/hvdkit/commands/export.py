@@ -53,14 +53,17 @@ from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
-# In --out; the card is in the SavedModel's assets.extra too.
-SAVED_MODEL, KERAS, CARD, ONNX = "saved_model", "model.keras", "card.json", "model.onnx"
-WRITTEN = (SAVED_MODEL, KERAS, CARD, ONNX)
-_ONNX_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}  # Keras casts, ONNX not
+SAVED_MODEL = "saved_model"
+KERAS = "model.keras"
+CARD = "card.json"  # also the name in the SavedModel's assets.extra
+ONNX = "model.onnx"
+WRITTEN = (SAVED_MODEL, KERAS, CARD, ONNX)  # names in --out
+_ONNX_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}  # ONNX Runtime casts not
 _LONGEST = 300  # characters of a reason
-_NEAR = 1e-3  # of an output, and of the median: other kernels add up in another order
-# Runs without the project: it has only what it loads.
-_LOADED = """
+# Outputs may differ by this share of a value, and of the median: kernels add in another order.
+_NEAR = 1e-3
+# This program runs in a new process without the project.
+_LOADER = """
 import base64, json, sys
 import numpy as np
 import tensorflow as tf
@@ -94,31 +97,33 @@ class Exported(tf.Module):
 
     def __init__(self, task: Task, model: keras.Model, decode: load_run.Decode) -> None:
         super().__init__()
-        self.model, self._task, self._decode = model, task, decode
-        # Tables and variables of the task that its own functions use: what is not held here by an
-        # attribute is not saved.
+        self.model = model
+        self._task = task
+        self._decode = decode
+        # The task's functions use its tables and variables; a SavedModel has only what attributes
+        # of its module hold.
         kinds = (tf.saved_model.experimental.TrackableResource, tf.Variable)
         self.of_task = [value for value in vars(task).values() if isinstance(value, kinds)]
 
     def of_inputs(self, inputs: Any) -> dict[str, tf.Tensor]:
-        """Of what the model takes, a batch."""
+        """The outputs for a batch of what the model takes."""
         outputs = task_checks.outputs(self._task, self.model, inputs)
         with task_checks.user_code_errors("decode"):
             return self._decode(outputs)
 
     def of_pictures(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Of pictures of one size, uint8 [B, height, width, 3]."""
+        """The outputs for pictures of one size, uint8 [B, height, width, 3]."""
         example = self._task.picture_inputs(tf.zeros([8, 8, 3], tf.uint8))
-        kinds = tf.nest.map_structure(
+        specs = tf.nest.map_structure(
             lambda part: tf.TensorSpec([None] * part.shape.rank, part.dtype), example
         )
-        inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=kinds)
+        inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=specs)
         return self.of_inputs(inputs)
 
     def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Of JPEG, PNG or WebP files, text [B], whose pictures are of one size."""
-        kind = tf.TensorSpec([None, None, 3], tf.uint8)
-        return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=kind))
+        """The outputs for JPEG, PNG or WebP files, text [B], whose pictures are of one size."""
+        spec = tf.TensorSpec([None, None, 3], tf.uint8)
+        return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=spec))
 
 
 class Exports(NamedTuple):
@@ -131,25 +136,27 @@ class Exports(NamedTuple):
     arguments: dict[str, np.ndarray]  # what serving_default takes, by name
 
 
-def export(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
+def export(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
     """Raises Stop where it cannot be done, or where what was written gives other outputs."""
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
     with world.fail_together("exporting"):
-        is_picture = own.check and own.check.suffix not in examples.SUFFIXES
-        data = _picture(own.check) if is_picture else None
-        inputs = [own.check] if own.check else []
-        with whole_files.replaced(own.out.absolute(), WRITTEN, inputs=inputs) as folder:
-            run = load_run.trained(config, own.checkpoint, own.ema, for_pictures=is_picture)
+        is_picture = arguments.check and arguments.check.suffix not in examples.SUFFIXES
+        data = _picture(arguments.check) if is_picture else None
+        inputs = [arguments.check] if arguments.check else []
+        with whole_files.replaced(arguments.out.absolute(), WRITTEN, inputs=inputs) as folder:
+            run = load_run.trained(
+                config, arguments.checkpoint, arguments.ema, for_pictures=is_picture
+            )
             if tasks.optional(run.task, "picture_inputs"):
                 exports = _of_pictures(run, config, data or _picture(None))
             else:
-                exports = _of_examples(run, config, own.check)
+                exports = _of_examples(run, config, arguments.check)
             notes = _write(exports, folder)
-            if own.onnx:
+            if arguments.onnx:
                 takes = to_onnx(run.model, exports.example, folder / ONNX)
-                notes.append(f"{own.out / ONNX}: the network alone, {takes}")
-    print(printable(f"exported {run.path}: {own.out / SAVED_MODEL}"))
+                notes.append(f"{arguments.out / ONNX}: the network alone, {takes}")
+    print(printable(f"exported {run.path}: {arguments.out / SAVED_MODEL}"))
     for note in notes:
         print(printable(note))
 
@@ -204,17 +211,17 @@ def _write(exports: Exports, folder: Path) -> list[str]:
     # As a graph, like the loaded model: eager operations round differently.
     tensors = {name: tf.constant(array) for name, array in exports.arguments.items()}
     wanted = exports.signatures["serving_default"].get_concrete_function()(**tensors)
-    found, fault = loaded_elsewhere(folder, exports.arguments, [*wanted])
-    for name, value in wanted.items():
-        own_value = examples.kept(value.numpy())
-        is_float = own_value.dtype.kind == "f"
-        if not np.array_equal(own_value, found[name], equal_nan=is_float):
+    outputs, fault = loaded_elsewhere(folder, exports.arguments, [*wanted])
+    for name, tensor in wanted.items():
+        array = examples.kept(tensor.numpy())
+        is_float = array.dtype.kind == "f"
+        if not np.array_equal(array, outputs[name], equal_nan=is_float):
             raise Stop(BUG, f"loaded in a new process {name} differ: nothing is exported")
-    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items())
-    checked = f"loaded in a new process without this code: equal outputs ({shapes})"
-    if not note and fault:
+    if fault and not note:
         note = f"note: {KERAS} {_needs(exports.run.model, fault)}; the SavedModel needs no code"
-    return [note, checked] if note else [checked]
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
+    equal = f"loaded in a new process without this code: equal outputs ({shapes})"
+    return [note, equal] if note else [equal]
 
 
 def _write_keras(exports: Exports, file: Path) -> str:
@@ -225,9 +232,9 @@ def _write_keras(exports: Exports, file: Path) -> str:
     run = exports.run
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Keras cannot load is tried
+            warnings.simplefilter("ignore")  # Keras warns of what it may not load; it is tried here
             run.model.save(file)
-    except Exception as error:  # of any kind: layers' own code
+    except Exception as error:  # layers' own code may raise anything
         if passes(error):
             raise OSError(str(error)) from error
         file.unlink(missing_ok=True)
@@ -235,13 +242,15 @@ def _write_keras(exports: Exports, file: Path) -> str:
     loaded, note = _loaded_again(run.model, file)
     if not loaded:
         return note
-    wanted = task_checks.outputs(run.task, run.model, exports.example)
-    found = task_checks.outputs(run.task, loaded, exports.example)
-    if all(map(_near, tf.nest.flatten(wanted), tf.nest.flatten(found))):
+    wanted = tf.nest.flatten(task_checks.outputs(run.task, run.model, exports.example))
+    outputs = tf.nest.flatten(task_checks.outputs(run.task, loaded, exports.example))
+    if all(_near(one, other) for one, other in zip(wanted, outputs)):
         return note
     file.unlink()
-    why = "loaded again it gives other outputs (does a layer's get_config leave something out?)"
-    return f"note: there is no {KERAS}: {why}"
+    return (
+        f"note: there is no {KERAS}: loaded again it gives other outputs "
+        "(does a layer's get_config leave something out?)"
+    )
 
 
 def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, str]:
@@ -249,17 +258,21 @@ def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, s
 
     Keras finds classes that are registered, and refuses functions of Python in its safe mode.
     """
-    own = {type(layer).__name__: type(layer) for layer in _foreign(model)}
-    with_own = f"custom_objects of {', '.join(own)}"
-    ways = [("", {}), (with_own, {"custom_objects": own})]
-    ways.append((f"safe_mode=False, and {with_own}", {"custom_objects": own, "safe_mode": False}))
-    if not own:
-        ways = [("", {}), ("safe_mode=False", {"safe_mode": False})]
+    classes = {type(layer).__name__: type(layer) for layer in _foreign(model)}
+    ways = [("", None, True)]  # in words, custom_objects, safe_mode
+    if classes:
+        names = ", ".join(classes)
+        ways.append((f"custom_objects of {names}", classes, True))
+        ways.append((f"safe_mode=False, and custom_objects of {names}", classes, False))
+    else:
+        ways.append(("safe_mode=False", None, False))
     reasons = []
-    for words, arguments in ways:
+    for words, custom_objects, safe_mode in ways:
         try:
-            loaded = keras.saving.load_model(file, compile=False, **arguments)
-        except Exception as error:  # of any kind: layers' own code
+            loaded = keras.saving.load_model(
+                file, custom_objects=custom_objects, compile=False, safe_mode=safe_mode
+            )
+        except Exception as error:  # layers' own code may raise anything
             reasons.append(_sentence(error))
             continue
         if not reasons:
@@ -270,23 +283,27 @@ def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, s
 
 def _foreign(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers that are not Keras's own."""
-    return [x for x in model._flatten_layers() if not type(x).__module__.startswith("keras.")]
+    layers = model._flatten_layers()
+    return [layer for layer in layers if not type(layer).__module__.startswith("keras.")]
 
 
 def _near(one: tf.Tensor, other: tf.Tensor) -> bool:
     if one.dtype == tf.string or one.shape != other.shape:
         return np.array_equal(one, other)
-    numbers = (tf.cast(value, tf.float64).numpy() for value in (one, other))
-    return np.allclose(*numbers, rtol=_NEAR, atol=1e-6, equal_nan=True)
+    array = tf.cast(one, tf.float64).numpy()
+    other_array = tf.cast(other, tf.float64).numpy()
+    return np.allclose(array, other_array, _NEAR, atol=1e-6, equal_nan=True)
 
 
 def _needs(model: keras.Model, fault: str) -> str:
     """What whoever loads model.keras needs; `fault`: what Keras says without."""
-    kinds = {type(layer) for layer in _foreign(model)}
-    names = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+    classes = {type(layer) for layer in _foreign(model)}
+    names = sorted(f"{layer.__module__}.{layer.__name__}" for layer in classes)
     if names:
-        layers = f"layers that are not Keras's own, {', '.join(names)}"
-        return f"has {layers}: import their modules before you load it"
+        return (
+            f"has layers that are not Keras's own, {', '.join(names)}: import their modules "
+            "before you load it"
+        )
     return f"cannot be loaded without this code: {_sentence(fault)}"
 
 
@@ -307,36 +324,45 @@ def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
         import onnxruntime
         import tf2onnx  # noqa: F401  (Keras calls it)
     except ImportError as error:
-        how = "pip install tf2onnx onnx onnxruntime"
-        raise ValueError(f"--onnx: there is no {error.name}: {how}") from None
-    wanted = [np.asarray(x) for x in tf.nest.flatten(model(inputs, training=False))]
+        raise ValueError(
+            f"--onnx: there is no {error.name}: pip install tf2onnx onnx onnxruntime"
+        ) from None
+    wanted = tf.nest.flatten(model(inputs, training=False))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tf2onnx's, of NumPy
             model.export(str(file), format="onnx", verbose=False)
         session = onnxruntime.InferenceSession(file.read_bytes())
-        takes = session.get_inputs()
-        found = session.run(None, _fed(takes, inputs))
+        outputs = session.run(None, _fed(session.get_inputs(), inputs))
     except Exception as error:  # whatever a converter raises
         raise ValueError(f"--onnx: {model.name} cannot be converted: {error!s:.300}") from None
-    for ours, theirs in zip(wanted, found, strict=True):
-        usual = np.abs(ours[np.isfinite(ours) & (ours != 0)], dtype=np.float64)
-        near = _NEAR * np.median(usual) if usual.size else 0.0
-        if ours.shape != theirs.shape or not np.allclose(ours, theirs, _NEAR, near, True):
+    for tensor, output in zip(wanted, outputs, strict=True):
+        array = tensor.numpy()
+        sizes = np.abs(array[np.isfinite(array) & (array != 0)], dtype=np.float64)
+        tolerance = _NEAR * np.median(sizes) if sizes.size else 0.0
+        is_shape = array.shape == output.shape
+        if not is_shape or not np.allclose(array, output, _NEAR, tolerance, equal_nan=True):
             raise Stop(BUG, f"{file.name} has other outputs in ONNX Runtime: nothing is exported")
-    ends = (*takes, *session.get_outputs())
-    shapes = ([n if isinstance(n, int) else "any" for n in x.shape] for x in ends)
-    return ", ".join(f"{x.name} {x.type} {shape}" for x, shape in zip(ends, shapes))
+    words = []
+    for end in (*session.get_inputs(), *session.get_outputs()):
+        sizes = [size if isinstance(size, int) else "any" for size in end.shape]
+        words.append(f"{end.name} {end.type} {sizes}")
+    return ", ".join(words)
 
 
 def _fed(takes: Sequence[Any], inputs: Any) -> dict[str, np.ndarray]:
     """What ONNX Runtime is given: it casts nothing, and lacks inputs that are not needed."""
-    named = dict(zip([x.name for x in takes], tf.nest.flatten(inputs), strict=False))
-    if isinstance(inputs, Mapping) and {*named} <= {*inputs}:
-        named = inputs
-    elif len(takes) != len(tf.nest.flatten(inputs)):
-        raise ValueError(f"of its inputs it has only {join(x.name for x in takes)}")
-    return {x.name: np.asarray(named[x.name], _ONNX_TYPES.get(x.type)) for x in takes}
+    names = [node.name for node in takes]
+    tensors = tf.nest.flatten(inputs)
+    if isinstance(inputs, Mapping) and {*names} <= {*inputs}:
+        tensor_of = inputs
+    elif len(names) == len(tensors):
+        tensor_of = dict(zip(names, tensors))
+    else:
+        raise ValueError(f"of its inputs it has only {join(names)}")
+    return {
+        node.name: np.asarray(tensor_of[node.name], _ONNX_TYPES.get(node.type)) for node in takes
+    }
 
 
 def loaded_elsewhere(
@@ -347,21 +373,24 @@ def loaded_elsewhere(
     Raises Stop: the SavedModel cannot be loaded, or called.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        given, found, fault = (Path(scratch) / name for name in ("given.npz", "found.npz", "fault"))
-        np.savez(given, *map(_sent, arguments.values()))
-        words = [sys.executable, "-I", "-c", f"KINDS = {examples.KINDS}{_LOADED}"]
-        words += [str(folder), json.dumps([*arguments]), given, found, fault]
-        ended = subprocess.run(words, cwd=scratch, capture_output=True, text=True, check=False)
+        inputs = Path(scratch, "inputs.npz")
+        outputs = Path(scratch, "outputs.npz")
+        fault = Path(scratch, "fault")
+        np.savez(inputs, *[_sent(array) for array in arguments.values()])
+        program = f"KINDS = {examples.KINDS}{_LOADER}"
+        command = [sys.executable, "-I", "-c", program]
+        command += [str(folder), json.dumps([*arguments]), inputs, outputs, fault]
+        ended = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
             raise Stop(BUG, f"the SavedModel cannot be loaded in a new process: {last}")
-        with np.load(found) as file:
-            values = [file[f"arr_{number}"] for number in range(len(names))]
+        with np.load(outputs) as archive:
+            values = [archive[f"arr_{number}"] for number in range(len(names))]
         return dict(zip(sorted(names), values)), fault.read_text() if fault.exists() else ""
 
 
 def _sent(array: np.ndarray) -> np.ndarray:
-    """An array as NumPy's files hold it: they would cut zeros off the end of a text."""
+    """An array as NumPy's files hold it; texts in base64, as they would lose zeros at their end."""
     if array.dtype != object:
         return examples.kept(array)
     texts = [base64.b64encode(value) for value in array.ravel()]
@@ -388,12 +417,14 @@ def _picture(file: Path | None) -> bytes:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
-    made = load_run.parser(__doc__)
-    made.add_argument("--out", type=path_argument, required=True, help="output folder")
-    made.add_argument(
+    parser = load_run.parser(__doc__)
+    parser.add_argument("--out", type=path_argument, required=True, help="output folder")
+    parser.add_argument(
         "--check", type=path_argument, help="picture, or examples, for the check; default: noise"
     )
-    made.add_argument("--onnx", action="store_true", help="the network alone as OUT/model.onnx too")
-    own, flags = made.parse_known_args(argv[1:])
-    config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, export)
+    parser.add_argument(
+        "--onnx", action="store_true", help="the network alone as OUT/model.onnx too"
+    )
+    arguments, flags = parser.parse_known_args(argv[1:])
+    config = load_run.settings(arguments.run_dir, ["--eval_crop=0", *flags])
+    return load_run.on_ranks(config, arguments, export)

@@ -28,7 +28,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -50,131 +50,168 @@ from hvdkit.stop import BUG, Stop, passes
 from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
-_OTHERS = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
+_BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
+_BITS_PER_SAMPLE = 258  # the TIFF tag
+_SHOWN_CLASSES = 5  # most probable classes of a picture
 CSV = "predictions.csv"
-WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # in --out
-# Of predictions.csv: file, then classes and probabilities in turn; of predictions.jsonl: file, dict
-Row = list[Any]
-Drawn = tuple[Image.Image, Image.Image]  # classes, overlay
-OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # of a picture
+WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # names in --out
+OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # from a picture to outputs by name
 
 
-def predict(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
+class Drawing(NamedTuple):
+    """A segmented picture, drawn."""
+
+    classes: Image.Image  # with a palette
+    overlay: Image.Image
+
+
+class Prediction(NamedTuple):
+    """What is predicted of a picture, but for drawings."""
+
+    file: str
+    likeliest: list[tuple[int, float]]  # class and probability; [] where it has not one class
+    others: dict[str, Any]  # other outputs by name, for JSON
+
+
+def predict(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all was predicted."""
-    of_examples = any(path.suffix in examples.SUFFIXES for path in own.pictures)
-    kind = predict_examples.Work if of_examples else Pictures
+    predictor_class = PicturePredictor
+    if any(path.suffix in examples.SUFFIXES for path in arguments.pictures):
+        predictor_class = predict_examples.ExamplePredictor
     with contextlib.ExitStack() as replacing:
-        made = ""
-        with world.fail_together(f"writing {own.out}"):  # known before the work
+        folder_of_chief = ""
+        # A folder that cannot be written is refused before the work.
+        with world.fail_together(f"writing {arguments.out}"):
             if world.is_chief:
-                replaced = whole_files.replaced(own.out, WRITTEN, inputs=own.pictures)
-                made = replacing.enter_context(replaced)
-        work = kind(config, world, own)
-        folder = Path(world.broadcast_object(os.path.abspath(made), "predict.folder"))
-        with world.fail_together(f"writing {own.out}"):
+                replaced = whole_files.replaced(arguments.out, WRITTEN, inputs=arguments.pictures)
+                folder_of_chief = os.path.abspath(replacing.enter_context(replaced))
+        predictor = predictor_class(config, world, arguments)
+        folder = Path(world.broadcast_object(folder_of_chief, "predict.folder"))
+        with world.fail_together(f"writing {arguments.out}"):
             if not folder.is_dir():
                 raise ValueError("it is not the folder of rank 0: give one that all ranks see")
-        faults = work.predict_into(folder, stop_signal)
-        with world.fail_together(f"writing {own.out}"):
+        faults = predictor.predict_into(folder, stop_signal)
+        with world.fail_together(f"writing {arguments.out}"):
             replacing.pop_all().close()
     for fault in faults:
         say(world, f"skipped: {fault}")
-    say(world, f"written: {own.out}")
+    say(world, f"written: {arguments.out}")
     if faults:
-        raise Stop(BUG, f"{len(faults)} of {work.count} files were skipped, see above")
+        raise Stop(BUG, f"{len(faults)} of {predictor.count} files were skipped, see above")
 
 
-class Pictures:
+class PicturePredictor:
     """Predicts on pictures; every rank must make it, and call its methods."""
 
-    def __init__(self, config: Settings, world: World, own: Any) -> None:
+    def __init__(self, config: Settings, world: World, arguments: Any) -> None:
         self._world = world
         with world.fail_together("looking for pictures"):
-            self._found = listed(own.pictures, own.out)
-            self.count = len(self._found)
+            self._files = listed(arguments.pictures, arguments.out)
+            self.count = len(self._files)
         with world.fail_together("making the model"):
-            task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
+            task, model, path, decode = load_run.model_of(
+                config, arguments.checkpoint, arguments.ema
+            )
             self._class_names = examples.class_names(path)
         world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
-        world.check_same(repr(list(self._found)), "the names of the pictures")
+        world.check_same(repr(list(self._files)), "the names of the pictures")
         self._outputs_of = of_picture(task, model, decode)
         say(world, f"{self.count} pictures, by {path}")
 
     def predict_into(self, folder: Path, stop_signal: StopSignal) -> list[str]:
         """Returns a sentence for each file that cannot be predicted on."""
         world = self._world
-        found_rows: list[Row] = []
-        faults: list[str] = []
+        own_predictions: list[Prediction] = []
+        own_faults: list[str] = []
         failure = None
-        mine = list(self._found.items())[world.rank :: world.size]
-        for done, (name, file) in enumerate(mine, start=1):
+        own_files = list(self._files.items())[world.rank :: world.size]
+        for done, (name, file) in enumerate(own_files, start=1):
             if stop_signal.asked or failure:
                 break
             try:  # an error ends no rank here: the others wait for it below
                 image = load(file)
-                found_rows += write(folder, name, image=image, outputs=self._outputs_of(image))
+                prediction = write(folder, name, image=image, outputs=self._outputs_of(image))
+                if prediction.likeliest or prediction.others:
+                    own_predictions.append(prediction)
             except tf.errors.ResourceExhaustedError:
-                faults.append(
+                own_faults.append(
                     f"{file} does not fit into memory; for segmentation try --eval_window"
                 )
             except tf.errors.OpError as error:
-                faults.append(f"{file}: {reason_of(error)}")
+                own_faults.append(f"{file}: {reason_of(error)}")
             except (ValueError, OSError) as error:
                 if passes(error):  # a full disk, not a bad file
                     failure = error
-                faults.append(str(error))
+                own_faults.append(str(error))
             if world.is_chief:
-                logs.progress("pictures", done, len(mine))
+                logs.progress("pictures", done, len(own_files))
         with world.fail_together("predicting"):
             if failure:
                 raise failure
         examples.check_stopped(world, stop_signal)
-        everyone = world.gather_objects((found_rows, faults), "predict.rows")
-        rows = sorted((row for theirs, _ in everyone for row in theirs), key=lambda row: row[0])
+
+        predictions: list[Prediction] = []
+        faults: list[str] = []
+        everyone = world.gather_objects((own_predictions, own_faults), "predict.rows")
+        for rank_predictions, rank_faults in everyone:
+            predictions += [Prediction(*fields) for fields in rank_predictions]
+            faults += rank_faults
+        predictions.sort(key=lambda prediction: prediction.file)
         with world.fail_together(f"writing {folder.parent}"):
             if world.is_chief:
-                record(folder, rows, self._class_names)
-        return [fault for _, theirs in everyone for fault in theirs]
+                record(folder, predictions, self._class_names)
+        return faults
 
 
 def of_picture(task: Task, model: keras.Model, decode: load_run.Decode) -> OutputsOf:
     """The function from a picture, uint8 [height, width, 3], to what its outputs mean, by name."""
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
-    def outputs_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
+    def tensors_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
         inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
         decoded = decode(task_checks.outputs(task, model, inputs))
         return {name: value[0] for name, value in decoded.items()}
 
-    return lambda image: {n: x.numpy() for n, x in outputs_of(tf.constant(image)).items()}
+    def outputs_of(image: np.ndarray) -> dict[str, np.ndarray]:
+        tensors = tensors_of(tf.constant(image))
+        return {name: value.numpy() for name, value in tensors.items()}
+
+    return outputs_of
 
 
 def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
     """The files to predict on by the name of their output; of folders all but what is in `out`."""
-    found: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     written = tuple(f"{os.path.realpath(out / name)}/" for name in WRITTEN)
     for path in named:
         if not path.exists():
             raise ValueError(f"{path} does not exist")
-        inside = [path]
-        if path.is_dir():
-            inside = [p for p in _inside(path) if not f"{os.path.realpath(p)}/".startswith(written)]
-        for file in inside:
-            name = str(file.relative_to(path) if path.is_dir() else Path(file.name))
-            if found.setdefault(name, file) != file:
-                raise ValueError(f"{found[name]} and {file} would both be written as {name}")
-    if not found:
-        raise ValueError(f"no files in {', '.join(map(str, named))}")
-    return found
+        is_folder = path.is_dir()
+        for file in _inside(path) if is_folder else [path]:
+            if is_folder and f"{os.path.realpath(file)}/".startswith(written):
+                continue
+            name = str(file.relative_to(path)) if is_folder else path.name
+            if file_of.setdefault(name, file) != file:
+                raise ValueError(f"{file_of[name]} and {file} would both be written as {name}")
+    if not file_of:
+        raise ValueError(f"no files in {', '.join(str(path) for path in named)}")
+    return file_of
 
 
-def _inside(path: Path, above: tuple[str, ...] = ()) -> list[Path]:
-    """All but hidden files, in linked folders too; with dead links, which are reported later."""
-    real, found = os.path.realpath(path), []
-    for inner in sorted(path.iterdir()) if real not in above else ():  # links may lead in a circle
-        if not inner.name.startswith("."):
-            found += _inside(inner, (*above, real)) if inner.is_dir() else [inner]
-    return found
+def _inside(folder: Path, above: tuple[str, ...] = ()) -> list[Path]:
+    """All but hidden files, in linked folders too; with dead links, which are reported later.
+
+    `above`: real paths of the folders that hold this one, as links may lead in a circle.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return []
+    files = []
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        files += _inside(path, (*above, real)) if path.is_dir() else [path]
+    return files
 
 
 def load(file: Path) -> np.ndarray:
@@ -188,98 +225,132 @@ def load(file: Path) -> np.ndarray:
 def decoded(data: bytes, file: object) -> np.ndarray:
     """The picture in a file's bytes, as `load` returns it; `file` is named where it raises."""
     fault = pictures.refused(data)
+    if fault:
+        raise ValueError(f"{file} {fault}")
     try:
-        if not fault and (tf.io.is_jpeg(data) | pictures.is_webp(data) or data[:4] == b"\x89PNG"):
+        if tf.io.is_jpeg(data) or pictures.is_webp(data) or data[:4] == b"\x89PNG":
             return pictures.decode_image(tf.constant(data)).numpy()
-        if not fault:
-            with Image.open(io.BytesIO(data), formats=_OTHERS) as picture:
-                fault = pictures.too_large(*picture.size)
-                # Of a TIFF's colours of 16 bits Pillow would keep the high 8.
-                bits = picture.tag_v2.get(258, (1,)) if picture.format == "TIFF" else (1,)
-                if not fault and picture.mode[0] not in "IF" and max(bits) <= 8:
-                    return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
-            fault = fault or "has more than 8 bits a channel: convert it to 8 bits"
+        with Image.open(io.BytesIO(data), formats=_BY_PILLOW) as picture:
+            fault = pictures.too_large(*picture.size) or _too_deep(picture)
+            if not fault:
+                return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except tf.errors.OpError:
-        fault = "is damaged: it cannot be decoded"
+        raise ValueError(f"{file} is damaged: it cannot be decoded") from None
     except UnidentifiedImageError:
-        fault = "is no picture in a format that is read"
-    except Image.DecompressionBombError:  # of twice the limit, before its size is known here
-        fault = f"has more pixels than --max_pixels={pictures.most_pixels}"
-    # Whatever Pillow raises at damaged files: RuntimeError, struct.error, ZeroDivisionError, ...
+        raise ValueError(f"{file} is no picture in a format that is read") from None
+    except Image.DecompressionBombError:  # Pillow raises it at twice its limit, on opening
+        limit = pictures.most_pixels
+        raise ValueError(f"{file} has more pixels than --max_pixels={limit}") from None
+    # Damaged files make Pillow raise RuntimeError, struct.error, ZeroDivisionError and others.
     except Exception as error:
-        fault = f"cannot be read: {error}"
+        raise ValueError(f"{file} cannot be read: {error}") from None
     raise ValueError(f"{file} {fault}")
 
 
-def write(out: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> list[Row]:
-    """Writes what can be drawn; returns the rows of anything else."""
-    pictures_of = drawn(name, image=image, outputs=outputs)
-    for folder, picture in zip(("labels", "overlays"), pictures_of or ()):
-        file = out / folder / f"{name}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(file, "PNG")
-    return rows(name, outputs, drawn=bool(pictures_of))
+def _too_deep(picture: Image.Image) -> str:
+    """Why a picture's colours are refused; "" where they have 8 bits or fewer."""
+    bits = (1,)
+    if picture.format == "TIFF":  # of colours of 16 bits Pillow would keep the high 8
+        bits = picture.tag_v2.get(_BITS_PER_SAMPLE, bits)
+    if picture.mode[0] in "IF" or max(bits) > 8:
+        return "has more than 8 bits a channel: convert it to 8 bits"
+    return ""
 
 
-def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawn | None:
-    """ "classes" [height, width] at the picture's size, and drawn over it; None: there are none."""
-    classes, chances = outputs.get("classes"), outputs.get("probabilities")
-    if classes is not None and chances is not None and np.any(chances != chances):
+def write(folder: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Prediction:
+    """Writes what can be drawn; returns anything else."""
+    drawing = drawn(name, image=image, outputs=outputs)
+    if drawing:
+        for kind, picture in (("labels", drawing.classes), ("overlays", drawing.overlay)):
+            file = folder / kind / f"{name}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(file, "PNG")
+    return prediction(name, outputs, is_drawn=bool(drawing))
+
+
+def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawing | None:
+    """The output "classes" [height, width], at the picture's size; None where it is another."""
+    classes = outputs.get("classes")
+    probabilities = outputs.get("probabilities")
+    has_both = classes is not None and probabilities is not None
+    if has_both and np.any(probabilities != probabilities):  # NaN differs from itself
         raise ValueError(f"{name}: the model's outputs are no numbers (NaN), so it has no class")
     if np.ndim(classes) != 2:
         return None
-    if classes.max(initial=0) >= len(COLOURS) or np.shape(chances)[2:] > (len(COLOURS),):
-        raise ValueError(f"{name}: more than {len(COLOURS)} classes: a PNG of labels holds 256")
-    classes = Image.fromarray(classes.astype(np.uint8), "P")
-    classes = classes.resize(image.shape[1::-1], Image.Resampling.NEAREST)
-    classes.putpalette(COLOURS.tobytes())
-    return classes, Image.blend(Image.fromarray(image), classes.convert("RGB"), 0.5)
+    most = len(COLOURS)
+    if classes.max(initial=0) >= most or np.shape(probabilities)[2:] > (most,):
+        raise ValueError(f"{name}: more than {most} classes: a PNG of labels holds 256")
+    labels = Image.fromarray(classes.astype(np.uint8), "P")
+    labels = labels.resize(image.shape[1::-1], Image.Resampling.NEAREST)
+    labels.putpalette(COLOURS.tobytes())
+    overlay = Image.blend(Image.fromarray(image), labels.convert("RGB"), 0.5)
+    return Drawing(labels, overlay)
 
 
-def rows(name: str, outputs: dict[str, Any], *, drawn: bool) -> list[Row]:
-    """The five most probable classes, unless they are `drawn`; then the other outputs by name."""
-    classes, chances, found = outputs.get("classes"), outputs.get("probabilities"), []
-    if np.ndim(classes) == 0 and classes is not None and np.ndim(chances) == 1:
-        first = np.argsort(-chances, kind="stable")[:5]
-        found = [[name, *(x for c in first for x in (int(c), float(chances[c])))]]
-    told = ("classes", "probabilities") if drawn or found else ()
-    others = {part: examples.plain(value) for part, value in outputs.items() if part not in told}
-    return found + [[name, others]] * bool(others)
+def prediction(name: str, outputs: dict[str, Any], *, is_drawn: bool) -> Prediction:
+    """The most probable classes, where the picture has one class; other outputs by name."""
+    classes = outputs.get("classes")
+    probabilities = outputs.get("probabilities")
+    likeliest = []
+    if classes is not None and np.ndim(classes) == 0 and np.ndim(probabilities) == 1:
+        for number in np.argsort(-probabilities, kind="stable")[:_SHOWN_CLASSES]:
+            likeliest.append((int(number), float(probabilities[number])))
+    others = dict(outputs)
+    if is_drawn or likeliest:
+        others.pop("classes", None)
+        others.pop("probabilities", None)
+    plain_others = {output: examples.plain(value) for output, value in others.items()}
+    return Prediction(name, likeliest, plain_others)
 
 
-def record(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Writes and prints the rows; `names` of the classes, if any."""
-    if listed := [row for row in rows if not isinstance(row[1], dict)]:
-        table(out / CSV, listed, names)
-    if others := [row for row in rows if isinstance(row[1], dict)]:
-        with whole_files.written(out / examples.LINES) as partial:
-            partial.write_text("".join(json.dumps({"file": n} | x) + "\n" for n, x in others))
-    for name, found in others:
-        print(logs.printable(f"{name}: {json.dumps(found):.200}"))
+def class_name(number: int, names: Sequence[str]) -> str:
+    """The name of a class; its number where it has none."""
+    return names[number] if number < len(names) else str(number)
 
 
-def table(out: Path, rows: Sequence[Row], names: Sequence[str]) -> None:
-    """Writes and prints the rows; `names` of the classes may be empty."""
-    name_of = {str(number): name for number, name in enumerate(names)}
-    named = [[file, *(name_of.get(str(x), x) for x in pairs)] for file, *pairs in rows]
-    head = [f"{x}_{i + 1}" for i in range(len(rows[0]) // 2) for x in ("class", "p")]
-    whole_files.write_csv(out, [["file", *head], *named])
-    for file, *pairs in named:
-        likeliest = (f"{c} {p:.1%}" for c, p in zip(pairs[::2], pairs[1::2]))
-        print(logs.printable(f"{file}: {'  '.join(likeliest)}"))
+def record(folder: Path, predictions: Sequence[Prediction], names: Sequence[str]) -> None:
+    """Writes and prints predictions; `names` of the classes, if any."""
+    classified = [prediction for prediction in predictions if prediction.likeliest]
+    if classified:
+        _write_table(folder / CSV, classified, names)
+    lines = []
+    for file, _, others in predictions:
+        if others:
+            lines.append(json.dumps({"file": file} | others) + "\n")
+            print(logs.printable(f"{file}: {json.dumps(others):.200}"))
+    if lines:
+        with whole_files.written(folder / examples.LINES) as partial:
+            partial.write_text("".join(lines))
+
+
+def _write_table(file: Path, predictions: Sequence[Prediction], names: Sequence[str]) -> None:
+    heads = ["file"]
+    for place in range(1, len(predictions[0].likeliest) + 1):
+        heads += [f"class_{place}", f"p_{place}"]
+    rows = []
+    for prediction in predictions:
+        row: list[Any] = [prediction.file]
+        words = []
+        for number, probability in prediction.likeliest:
+            name = class_name(number, names)
+            row += [name, probability]
+            words.append(f"{name} {probability:.1%}")
+        rows.append(row)
+        print(logs.printable(f"{prediction.file}: {'  '.join(words)}"))
+    whole_files.write_csv(file, [heads, *rows])
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 files were skipped, 2 wrong use, 75 stopped."""
-    made = load_run.parser(__doc__)
-    made.add_argument("--out", type=path_argument, required=True, help="output folder")
-    made.add_argument(
+    parser = load_run.parser(__doc__)
+    parser.add_argument("--out", type=path_argument, required=True, help="output folder")
+    parser.add_argument(
         "pictures",
         nargs="+",
         type=Path,
         metavar="FILE_OR_FOLDER",
         help="pictures and folders of them; or one file of examples, .npz or .jsonl",
     )
-    own, flags = made.parse_known_args(argv[1:])
-    config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, predict)
+    arguments, flags = parser.parse_known_args(argv[1:])
+    config = load_run.settings(arguments.run_dir, ["--eval_crop=0", *flags])
+    return load_run.on_ranks(config, arguments, predict)

@@ -17,24 +17,25 @@ from hvdkit.settings import Settings
 from hvdkit.train import task_checks
 
 
-class Work:
+class ExamplePredictor:
     """Predicts on a file of examples; every rank must make it, and call its methods."""
 
-    def __init__(self, config: Settings, world: World, own: Any) -> None:
-        self._world, self._most = world, config.eval_batch_size
-        self._file: Path = own.pictures[0]
+    def __init__(self, config: Settings, world: World, arguments: Any) -> None:
+        self._world = world
+        self._batch_size = config.eval_batch_size
+        self._file: Path = arguments.pictures[0]
         self._as_lines = self._file.suffix == ".jsonl"
         with world.fail_together("reading the examples"):
-            if len(own.pictures) > 1:
+            if len(arguments.pictures) > 1:
                 raise ValueError(f"give one file of examples ({' or '.join(examples.SUFFIXES)})")
             digest = whole_files.sha256(self._file)
-            self._run = load_run.trained(config, own.checkpoint, own.ema)
+            self._run = load_run.trained(config, arguments.checkpoint, arguments.ema)
             self._columns = examples.read(self._file, self._run.inputs)
             self.count = examples.count(self._columns)
-            # Twice the first one: what forgets the batch shows with more than one.
-            tried = self._run.inputs.nested(examples.batch(self._columns, [0, 0]))
+            # The first example twice: with one alone, outputs that lack the batch's axis may pass.
+            batch = self._run.inputs.nested(examples.batch(self._columns, [0, 0]))
             try:
-                self._decode = load_run.decoder(self._run, config, tried)
+                self._decode = load_run.decoder(self._run, config, batch)
             except ValueError as error:
                 raise ValueError(f"{self._place(0)}: {error}") from error
         weights = world_lib.weights_sha256(self._run.model.variables)
@@ -49,20 +50,22 @@ class Work:
         world = self._world
         name = examples.LINES if self._as_lines else examples.ARRAYS
         parts = [folder / f"{rank:06d}-{name}" for rank in range(world.size)]
+        own_part = parts[world.rank]
         class_names = examples.class_names(self._run.path)
-        mine = range(*share(self.count, world.rank, world.size))
-        found: list[examples.Batch] = []
+        own_indices = range(*share(self.count, world.rank, world.size))
+        predictions: list[examples.Batch] = []
         with world.fail_together("predicting"):
-            for indices in examples.batches(self._columns, mine, self._most):
+            for indices in examples.batches(self._columns, own_indices, self._batch_size):
                 if stop_signal.asked:
                     break
-                found += self._predicted(indices)
+                predictions += self._predicted(indices)
                 if world.is_chief:
-                    logs.progress("examples", indices.stop - mine.start, len(mine))
-            if found and self._as_lines:
-                examples.write_lines(parts[world.rank], found, class_names)
-            elif found:
-                examples.write_arrays(parts[world.rank], found)
+                    done = indices.stop - own_indices.start
+                    logs.progress("examples", done, len(own_indices))
+            if predictions and self._as_lines:
+                examples.write_lines(own_part, predictions, class_names)
+            elif predictions:
+                examples.write_arrays(own_part, predictions)
         examples.check_stopped(world, stop_signal)
         with world.fail_together(f"writing {folder.parent}"):
             if world.is_chief:
@@ -81,11 +84,12 @@ class Work:
             if len(indices) == 1:
                 place = self._place(indices.start)
                 raise ValueError(f"{place}: {reason_of(error)}") from None
-            found = []
+            predictions = []
             for index in indices:
-                found += self._predicted(range(index, index + 1))
-            return found
+                predictions += self._predicted(range(index, index + 1))
+            return predictions
         return [{name: value.numpy() for name, value in outputs.items()}]
 
     def _place(self, index: int) -> str:
-        return f"{self._file}, {'line' if self._as_lines else 'example'} {index + 1}"
+        kind = "line" if self._as_lines else "example"
+        return f"{self._file}, {kind} {index + 1}"

@@ -7,6 +7,7 @@ last evaluation. The interval is Student's, of 95 %: mean +- t * deviation / sqr
 again, the command resumes.
 """
 
+import argparse
 import math
 import statistics
 import subprocess
@@ -29,8 +30,10 @@ T += (2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423)
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean, standard deviation (of a sample: n - 1), half the width of the 95 % interval."""
-    mean, deviation = statistics.mean(values), statistics.stdev(values)
-    return mean, deviation, T[len(values) - 2] * deviation / math.sqrt(len(values))
+    count = len(values)
+    deviation = statistics.stdev(values)
+    half_width = T[count - 2] * deviation / math.sqrt(count)
+    return statistics.mean(values), deviation, half_width
 
 
 class NoScore(ValueError):
@@ -43,71 +46,97 @@ def score(folder: Path) -> tuple[MainMetric, Score]:
     Raises NoScore; ValueError where the run did not end well: a launcher or a script may lose its
     exit code.
     """
-    found = records.read(folder)
-    if found.summary.get("exit_code") != DONE:
-        why = found.summary.get("exit_reason", "it wrote no summary.json")
-        raise ValueError(f"{folder}: its run did not end well: {why}")
-    metric = found.main_metric()
-    newest = found._replace(lines=found.evaluations[-1:]).scored()
-    if not found.evaluations or not metric.name:
+    run = records.read(folder)
+    if run.summary.get("exit_code") != DONE:
+        reason = run.summary.get("exit_reason", "it wrote no summary.json")
+        raise ValueError(f"{folder}: its run did not end well: {reason}")
+    metric = run.main_metric()
+    if not run.evaluations or not metric.name:
         raise NoScore(f"{folder}: it has no evaluation, so no score")
-    if not newest and f"eval_{metric.name}" in found.evaluations[-1]:
+    last = run.evaluations[-1]
+    scores = run._replace(lines=[last]).scored()
+    if scores:
+        return metric, scores[0]
+    if f"eval_{metric.name}" in last:
         raise NoScore(f"{folder}: {metric.name} of its last evaluation is NaN or infinite")
-    if not newest:
-        there = logs.join(found.scores()) or "nothing"
-        raise NoScore(f"{folder}: {metric.name} is missing in its last evaluation, of {there}")
-    return metric, newest[0]
+    others = logs.join(run.scores()) or "nothing"
+    raise NoScore(f"{folder}: {metric.name} is missing in its last evaluation, of {others}")
+
+
+class SeedRuns:
+    """Runs of one command, a seed each; `run_all` makes them and returns the exit code."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._process: subprocess.Popen | None = None
+        self._signals: list[int] = []  # all that came to this process
+
+    def run_all(self) -> int:
+        """Raises ValueError: a run did not end well, or its score is of another metric."""
+        hear(self._hear)
+        first = self._arguments.first
+        count = self._arguments.count
+        metrics: list[MainMetric] = []
+        values: list[float] = []
+        for seed in range(first, first + count):
+            if self._signals:  # the run before had ended when the signal came
+                logs.complain(f"told to stop before seed {seed}: the same command goes on")
+                return PREEMPTED
+            folder = self._arguments.run_dir / f"seed-{seed}"
+            code = self._train(seed, folder)
+            if code:
+                logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
+                return code if code > 0 else 128 - code
+            try:
+                metric, newest = score(folder)
+            except ValueError as error:
+                if self._signals:
+                    return PREEMPTED
+                if not isinstance(error, NoScore):
+                    raise
+                logs.complain(str(error))
+                return BUG
+            metrics.append(metric)
+            values.append(newest.value)
+            if metric != metrics[0]:
+                raise ValueError(
+                    f"the score of seed {seed} is of {metric.describe()}, that of seed {first} of "
+                    f"{metrics[0].describe()}: give another --run_dir"
+                )
+            print(logs.printable(f"seed {seed}: {metric.name} {newest.value:.6g}"), flush=True)
+
+        mean, deviation, half_width = interval(values)
+        print(
+            f"{metrics[0].describe()} of {count} seeds: mean {mean:.6g}, "
+            f"standard deviation {deviation:.3g}, 95 % confidence interval "
+            f"{mean - half_width:.6g} to {mean + half_width:.6g}"
+        )
+        return DONE
+
+    def _train(self, seed: int, folder: Path) -> int:
+        """Returns the exit code of the run; -N where signal N ended it."""
+        run_dir = typed.written(folder, is_path=True)
+        command = [*self._arguments.command, f"--seed={seed}", f"--run_dir={run_dir}"]
+        # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
+        self._process = subprocess.Popen(command, process_group=0, preexec_fn=end_with_parent)
+        if self._signals:  # it came while there was no process to tell
+            tell(self._process, self._signals[0])
+        return self._process.wait()
+
+    def _hear(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+        if self._process:
+            tell(self._process, number)
 
 
 @logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 a run has no score, 2 wrong use, 75 told to stop, or a run's
     that ended badly."""
-    made = logs.parser(__doc__)
-    made.add_argument("--count", type=int, default=5, choices=range(2, len(T) + 2), metavar="2..31")
-    made.add_argument("--first", type=int, default=1, help="the first seed")
-    made.add_argument("--run_dir", type=path_argument, required=True, help="folder for the runs")
-    made.add_argument("command", nargs="+", help="after --: what trains")
-    own, scores, told, run = made.parse_args(argv[1:]), [], [], None
-    first = None
-
-    def pass_on(number: int, _: object) -> None:
-        told.append(number)
-        if run:
-            tell(run, number)
-
-    hear(pass_on)
-    for seed in range(own.first, own.first + own.count):
-        if told:  # too late for the run before to stop
-            logs.complain(f"told to stop before seed {seed}: the same command goes on")
-            return PREEMPTED
-        folder = own.run_dir / f"seed-{seed}"
-        run_dir = typed.written(folder, is_path=True)
-        command = [*own.command, f"--seed={seed}", f"--run_dir={run_dir}"]
-        how = {"process_group": 0, "preexec_fn": end_with_parent}  # Ctrl-C comes here alone
-        run = subprocess.Popen(command, **how)
-        if told:  # while there was none to tell
-            tell(run, told[0])
-        if code := run.wait():
-            logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
-            return code if code > 0 else 128 - code
-        try:
-            metric, newest = score(folder)
-        except ValueError as error:
-            if told:
-                return PREEMPTED
-            if not isinstance(error, NoScore):
-                raise
-            logs.complain(str(error))
-            return BUG
-        first = first or metric
-        if metric != first:
-            other = f"of {metric.describe()}, that of seed {own.first} of {first.describe()}"
-            raise ValueError(f"the score of seed {seed} is {other}: give another --run_dir")
-        scores.append(newest.value)
-        print(logs.printable(f"seed {seed}: {metric.name} {newest.value:.6g}"), flush=True)
-    mean, deviation, half = interval(scores)
-    spread = f"standard deviation {deviation:.3g}"
-    spread += f", 95 % confidence interval {mean - half:.6g} to {mean + half:.6g}"
-    print(f"{metric.describe()} of {own.count} seeds: mean {mean:.6g}, {spread}")
-    return DONE
+    parser = logs.parser(__doc__)
+    counts = range(2, len(T) + 2)
+    parser.add_argument("--count", type=int, default=5, choices=counts, metavar="2..31")
+    parser.add_argument("--first", type=int, default=1, help="the first seed")
+    parser.add_argument("--run_dir", type=path_argument, required=True, help="folder for the runs")
+    parser.add_argument("command", nargs="+", help="after --: what trains")
+    return SeedRuns(parser.parse_args(argv[1:])).run_all()

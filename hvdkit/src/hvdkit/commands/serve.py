@@ -23,6 +23,7 @@ from http import HTTPStatus
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from hvdkit.checkpoint import files
 from hvdkit.commands import predict
@@ -75,12 +76,12 @@ file.onchange = async () => {
 """
 
 
-def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) -> None:
+def serve(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
     """Answers until it is stopped. Raises Stop where it cannot begin."""
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit serve answers from one process: start it on one rank")
     with world.fail_together("serving"):
-        task, model, path, decode = load_run.model_of(config, own.checkpoint, own.ema)
+        task, model, path, decode = load_run.model_of(config, arguments.checkpoint, arguments.ema)
         outputs_of = predict.of_picture(task, model, decode)
         names = files.read_manifest(path).card.get("class_names", [])
         word = secrets.token_urlsafe()
@@ -91,10 +92,12 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, own: Any) 
                 return answered(data, outputs_of, names)
 
         try:
-            server = Server(("127.0.0.1", own.port), handler(answer, word, str(path)))
+            server = Server(("127.0.0.1", arguments.port), handler(answer, word, str(path)))
         except OSError as error:
-            why = f"--port={own.port}: {error.strerror}; give another, or 0 for any that is free"
-            raise ValueError(why) from None
+            raise ValueError(
+                f"--port={arguments.port}: {error.strerror}; "
+                "give another, or 0 for any that is free"
+            ) from None
     with server:
         server.timeout = 0.5
         # By its number: on ::1, another name of localhost, another user may listen for the word.
@@ -146,32 +149,46 @@ def answered(data: bytes, outputs_of: predict.OutputsOf, names: list[str]) -> di
     """What the page shows: rows of name, value, perhaps colour, and an overlay; or an "error"."""
     try:
         image = predict.decoded(data, "the file")
-        drawn = predict.drawn("the file", image=image, outputs=(found := outputs_of(image)))
+        outputs = outputs_of(image)
+        drawing = predict.drawn("the file", image=image, outputs=outputs)
     except Exception as error:  # whatever a picture does to a model, the server stays
         return {"error": f"{error}"[:500]}
-    named, shown = {str(number): name for number, name in enumerate(names)}, []
-    picture = {}
-    if drawn:
-        classes, overlay = drawn
-        counts = np.bincount(np.asarray(classes).ravel())
-        for c in np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]:
-            called = names[c] if c < len(names) else f"class {c}"
-            shown.append((called, f"{counts[c] / counts.sum():.1%}", "#" + bytes(COLOURS[c]).hex()))
-        overlay.save(buffer := io.BytesIO(), "PNG")
-        encoded = base64.b64encode(buffer.getvalue()).decode()
-        picture = {"picture": f"data:image/png;base64,{encoded}"}
-    for _, *row in predict.rows("", found, drawn=bool(drawn)):
-        if isinstance(row[0], dict):
-            shown += [(name, json.dumps(value)[:500]) for name, value in row[0].items()]
-        else:
-            pairs = zip(row[::2], row[1::2])
-            shown += [(named.get(str(c), str(c)), f"{chance:.1%}") for c, chance in pairs]
-    return {"rows": shown} | picture
+    rows: list[tuple[str, ...]] = []
+    content: dict[str, Any] = {"rows": rows}
+    if drawing:
+        rows += _shares(drawing.classes, names)
+        content["picture"] = _data_url(drawing.overlay)
+    prediction = predict.prediction("", outputs, is_drawn=bool(drawing))
+    for number, probability in prediction.likeliest:
+        rows.append((predict.class_name(number, names), f"{probability:.1%}"))
+    for name, value in prediction.others.items():
+        rows.append((name, json.dumps(value)[:500]))
+    return content
+
+
+def _shares(classes: Image.Image, names: list[str]) -> list[tuple[str, str, str]]:
+    """Name, share of all pixels and colour of each class in a picture, the largest first."""
+    counts = np.bincount(np.asarray(classes).ravel())
+    rows = []
+    for number in np.argsort(-counts, kind="stable"):
+        if counts[number]:
+            name = names[number] if number < len(names) else f"class {number}"
+            colour = f"#{bytes(COLOURS[number]).hex()}"
+            rows.append((name, f"{counts[number] / counts.sum():.1%}", colour))
+    return rows
+
+
+def _data_url(picture: Image.Image) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    return f"data:image/png;base64,{encoded}"
 
 
 def refused(headers: Mapping[str, str]) -> tuple[HTTPStatus, str] | None:
     """Why a body with these headers is not read, if it is not: a status and a sentence."""
-    size, kind = headers.get("Content-Length", "").strip(), headers.get("Content-Type", "")
+    size = headers.get("Content-Length", "").strip()
+    kind = headers.get("Content-Type", "")
     if headers.get("Transfer-Encoding"):
         why = "a chunked upload is not read: send the picture's bytes with a Content-Length"
         return HTTPStatus.LENGTH_REQUIRED, why
@@ -285,10 +302,10 @@ def handler(answer: Answer, word: str, title: str) -> type[Handler]:
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 stopped, 2 wrong use."""
-    made = load_run.parser(__doc__)
-    made.add_argument("--port", type=int, default=8000, help="0: any that is free")
-    own, flags = made.parse_known_args(argv[1:])
-    if not 0 <= own.port < 2**16:
-        made.error(f"--port={own.port}: 0 to 65535")
-    config = load_run.settings(own.run_dir, ["--eval_crop=0", *flags])
-    return load_run.on_ranks(config, own, serve)
+    parser = load_run.parser(__doc__)
+    parser.add_argument("--port", type=int, default=8000, help="0: any that is free")
+    arguments, flags = parser.parse_known_args(argv[1:])
+    if not 0 <= arguments.port < 2**16:
+        parser.error(f"--port={arguments.port}: 0 to 65535")
+    config = load_run.settings(arguments.run_dir, ["--eval_crop=0", *flags])
+    return load_run.on_ranks(config, arguments, serve)

@@ -32,7 +32,7 @@ from hvdkit.train.state import TaskState
 from hvdkit.train.task import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
-Work = Callable[..., None]  # of settings, world, stop signal; own: what `parser` found
+Work = Callable[..., None]  # of settings, world, stop signal; arguments: what `parser` found
 # What only a new run begins with.
 _NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
 _NEW += ("--backbone_weights=", "--backbone_preprocessing=")
@@ -71,21 +71,23 @@ def settings_of(run_dir: Path, flags: Sequence[str] = ()) -> Settings:
     return settings_lib.load(words, settings_lib.of_project(), past)
 
 
-def on_ranks(config: Settings, own: argparse.Namespace, work: Work) -> int:
+def on_ranks(config: Settings, arguments: argparse.Namespace, work: Work) -> int:
     """Does the work on the ranks that were launched; returns the exit code.
 
-    `own`: what `parser` found, the same on every rank but for paths.
+    `arguments`: what `parser` found, the same on every rank but for paths.
     """
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
         stop_signal.words = "stopping"
         stop_signal.saved = True  # there is nothing to save
-        agreement.check_settings(world, config, {"checkpoint": own.checkpoint, "ema": own.ema})
+        agreement.check_settings(
+            world, config, {"checkpoint": arguments.checkpoint, "ema": arguments.ema}
+        )
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
             resolved = config.for_ranks(world.size)
         with world_lib.kept_numbers():
-            work(resolved, world, stop_signal, own=own)
+            work(resolved, world, stop_signal, arguments=arguments)
 
     return with_ranks(config, on_each)
 
