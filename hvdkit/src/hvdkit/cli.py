@@ -10,7 +10,7 @@ from hvdkit.logs import refuse
 from hvdkit.settings import project
 from hvdkit.stop import WRONG_USE
 
-# Module with main(argv) -> exit code, and what it does.
+# By name: a module with main(argv) -> exit code, and a summary.
 COMMANDS = {
     "start": ("hvdkit.commands.start", "a folder of pictures to a flagfile that trains on them"),
     "check": ("hvdkit.data.check", "reads every sample of a data set, lists the bad ones"),
@@ -33,17 +33,18 @@ _NEEDS_TENSORFLOW = {"check", "pack", "report"} | _RUNS_A_TASK
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. Run it in the fork's folder: it uses its tasks/."""
     streams.hold()
-    words = [*(sys.argv if argv is None else argv)]
+    words = list(sys.argv if argv is None else argv)
     if len(words) < 2 or words[1] in ("-h", "--help"):
         print("usage: hvdkit COMMAND ... (hvdkit COMMAND --help says more)\n")
-        for name, (_, what) in COMMANDS.items():
-            print(f"  {name:<10} {what}")
+        for name, (_, summary) in COMMANDS.items():
+            print(f"  {name:<10} {summary}")
         sys.exit(0)
     name = words[1]
     if name not in COMMANDS:
         refuse(f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
-    if name == "compare":  # the others continue when the reader of their output ends
+    # Other commands continue when the reader of their output ends; all that compare does is print.
+    if name == "compare":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if foreign := project.refusal_of_foreign(name):
         refuse(foreign)
@@ -52,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     project.enter()
     if name in _NEEDS_TENSORFLOW:
         importlib.import_module("hvdkit.ranks.quiet")
-    module = importlib.import_module(COMMANDS[name][0])
+    module, _ = COMMANDS[name]
     sys.argv = [f"hvdkit {name}", *words[2:]]  # argparse names the program by it
-    code = module.main(sys.argv)
-    if name == "compare" and streams.is_lost():  # what it prints is all that it does
+    code = importlib.import_module(module).main(sys.argv)
+    if name == "compare" and streams.is_lost():
         code = code or WRONG_USE
     sys.exit(code)

@@ -26,7 +26,8 @@ import numpy as np
 
 from hvdkit.settings import project
 
-_LAST_LINES = 25  # of each rank, shown when a launch times out or fails unexpectedly
+# When a launch hangs or fails, so many lines of each rank are shown.
+_LAST_LINES = 25
 
 ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -75,13 +76,17 @@ def launch(
         "gloo": ["horovodrun", "--gloo", "--disable-cache", "-np", str(ranks)],
         "mpi": ["horovodrun", "--mpi", "--disable-cache", "-np", str(ranks)],
     }[backend]
-    words = [*prefix, sys.executable, *map(str, command)]
+    words = [*prefix, sys.executable, *[str(word) for word in command]]
     with tempfile.TemporaryFile("w+") as log:
-        # Not the working folder: a test knows its project, wherever pytest was started.
-        where = project.of_caller() or project.folder()
-        how = {"cwd": where, "env": os.environ | ENVIRONMENT | (env or {})}
-        how |= {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-        process = subprocess.Popen(words, **how)
+        process = subprocess.Popen(
+            words,
+            # A test knows its project, wherever pytest was started.
+            cwd=project.of_caller() or project.folder(),
+            env=os.environ | ENVIRONMENT | (env or {}),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code = _wait(process, timeout, kill_when)
         except subprocess.TimeoutExpired:
@@ -104,13 +109,20 @@ def assert_same_weights(*flags: str, ranks: Sequence[int] = (1, 2), steps: int =
       AssertionError: a run did not end well, or a weight differs by more than 1e-9 of the largest
         of its array; the message names it.
     """
-    found = {count: _weights(flags, count, steps) for count in ranks}
     first, *others = ranks
+    expected = _weights(flags, first, steps)
     for count in others:
-        for name, value in found[first].items():
-            scale = max(float(np.max(np.abs(value), initial=0.0)), 1e-30)
-            apart = float(np.max(np.abs(found[count][name] - value), initial=0.0)) / scale
-            assert apart < 1e-9, f"{name} on {count} ranks differs from {first}: {apart:.1e}"
+        weights = _weights(flags, count, steps)
+        for name, value in expected.items():
+            scale = max(_largest(value), 1e-30)
+            difference = _largest(weights[name] - value) / scale
+            assert difference < 1e-9, (
+                f"{name} on {count} ranks differs from {first}: {difference:.1e}"
+            )
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.max(np.abs(array), initial=0.0))
 
 
 def assert_learns_one_batch(*flags: str, steps: int = 50, factor: float = 0.5) -> None:
@@ -156,10 +168,22 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
 def _weights(flags: Sequence[str], ranks: int, steps: int) -> dict[str, np.ndarray]:
     """Variables of the model after a short run, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        own = ["--precision=float64", "--bn_sync=full", "--deterministic", "--eval_every=0"]
-        own += ["--virtual_ranks=0", "--nojit", "--warmup_steps=0"]
-        own += [f"--run_dir={folder}/run", f"--num_steps={steps}"]
-        _ended(ranks, ["train.py", *flags, *own])
+        _ended(
+            ranks,
+            [
+                "train.py",
+                *flags,
+                "--precision=float64",
+                "--bn_sync=full",
+                "--deterministic",
+                "--eval_every=0",
+                "--virtual_ranks=0",
+                "--nojit",
+                "--warmup_steps=0",
+                f"--run_dir={folder}/run",
+                f"--num_steps={steps}",
+            ],
+        )
         path = Path(folder) / "run" / "checkpoints" / f"step-{steps:08d}" / "state.npz"
         with np.load(path) as file:
             return {name: file[name] for name in file.files if name.startswith("model/")}
@@ -174,11 +198,14 @@ def _ended(ranks: int, command: list[str]) -> str:
 
 def last_lines(output: str) -> str:
     """The last lines of each rank, by the tags that the launchers put before them."""
-    by_rank: dict[str, list[str]] = {}
+    lines_of: dict[str, list[str]] = {}
     for line in output.splitlines():
         tag = re.match(r"\[(?:\d+,)?(\d+)\]<", line)
-        by_rank.setdefault(f"rank {tag[1]}" if tag else "launcher", []).append(line)
-    parts = [f"--- {who}\n" + "\n".join(ls[-_LAST_LINES:]) for who, ls in sorted(by_rank.items())]
+        speaker = f"rank {tag[1]}" if tag else "launcher"
+        lines_of.setdefault(speaker, []).append(line)
+    parts = []
+    for speaker, lines in sorted(lines_of.items()):
+        parts += [f"--- {speaker}", *lines[-_LAST_LINES:]]
     return "\n".join(parts)
 
 

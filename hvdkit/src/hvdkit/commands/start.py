@@ -18,6 +18,7 @@ import re
 import shutil
 import sys
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from hvdkit.data import arrangement, check, classes
 from hvdkit.data.arrangement import Item
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing
+from hvdkit.data.source import Source
 from hvdkit.logs import join
 from hvdkit.settings import project
 from hvdkit.stop import DONE
@@ -38,112 +40,159 @@ from hvdkit.train import task as tasks
 
 _TASKS = {"map": "segmentation", "class": "classification"}
 _QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
-_SAMPLES = 32  # of the sheet
+_SAMPLES = 32  # on the sheet
+_MANY_VALUES = 20  # masks with more may have values that resizing left at edges
 
 
-def _understood(root: Path, links: Path, own: Namespace) -> Data:
+def _read_data(root: Path, links: Path, arguments: Namespace) -> Data:
     """Reads all samples; ValueError says what is wrong with them."""
-    folder, about = root, "splits as they are"
-    layout = "" if root.is_file() or own.layout else check.layout_of(root)
+    folder = root
+    about = "splits as they are"
+    layout = ""
+    if root.is_dir() and not arguments.layout:
+        layout = check.layout_of(root)
     if layout in ("", "class_folders"):
-        items = _recognized(root, layout, own, links=links)
+        items = _recognized(root, layout, arguments, links=links)
         listing.check_once(os.fsencode(item.picture) for item in items)
         items, about = arrangement.with_splits(items)
-        if items[0].mask or not (layout and (root / "val").is_dir()):
+        has_masks = bool(items[0].mask)
+        if has_masks or not layout or not (root / "val").is_dir():
             arrangement.link(items, links)
-            folder, layout = links, "folders" if items[0].mask else "class_folders"
+            folder = links
+            layout = "folders" if has_masks else "class_folders"
     else:
-        _refuse_label(own.label, root)
-    faults: list[str] = []
-    how = {"classes": 0, "tell": faults.append, "names": [], "read": []}
-    train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
-    white = faults and all("--label_map=255:1" in fault for fault in faults)
-    values = {IGNORE: 1} if white and classes.without_foreground(train.of + val.of) else {}
-    if values:  # masks of 0 and 255, in both splits
-        faults.clear()
-        how |= {"values": values}
-        train, val = (check.check(folder, split, layout, **how) for split in ("train", "val"))
-    for fault in faults:  # a link's name says little, and a table's picture has no file
-        real = re.sub(rf"{re.escape(str(links))}/\S+", lambda m: os.path.realpath(m[0]), fault)
-        stored = rf"{re.escape(os.path.realpath(links))}/\.pictures/row0*(\d+)\.\w+"
-        print(logs.printable(re.sub(stored, rf"row \1 of {root.name}", real)))
+        _refuse_label(arguments.label, root)
+
+    counts, faults = _check_splits(folder, layout)
+    is_white = _is_white(counts, faults)
+    if is_white:
+        counts, faults = _check_splits(folder, layout, {IGNORE: 1})
+    for fault in faults:
+        print(logs.printable(_by_own_name(fault, root, links)))
     if faults:
         raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
-    if (task := _TASKS[train.kind]) not in tasks.available():
+    train, val = counts
+    task = _TASKS[train.kind]
+    if task not in tasks.available():
         raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
     if layout == "folders":
         _check_masks(root, train.of + val.of)
-    return Data(folder, layout, about, task, max(train.classes, val.classes), train, bool(values))
+    return Data(
+        folder=folder,
+        layout=layout,
+        about=about,
+        task=task,
+        classes=max(train.classes, val.classes),
+        train=train,
+        is_white=is_white,
+    )
 
 
-def _check_masks(root: Path, of: np.ndarray) -> None:
-    """Raises ValueError where values do not look like classes; `of`: how many pixels have each."""
-    used = np.flatnonzero(of[:IGNORE]).tolist()
-    blurred = len(used) > 20 and of[1:IGNORE].sum() < of[IGNORE]  # what resizing leaves at edges
-    if len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1] or blurred:
-        seen = logs.join(np.flatnonzero(of), 8)
-        how = f"save them with 0, 1, 2, ... for classes, at least two; {IGNORE} means ignored"
-        raise ValueError(f"{root}: the masks hold the values {seen}, and a value is a class: {how}")
+def _check_splits(
+    folder: Path, layout: str, values: Mapping[int, int] | None = None
+) -> tuple[list[check.Counts], list[str]]:
+    """Reads both splits: what they hold, and faults; `values`: as --label_map."""
+    faults: list[str] = []
+    class_names: list[str] = []
+    sources: list[Source] = []
+    counts = []
+    for split in ("train", "val"):
+        counts.append(
+            check.check(
+                folder,
+                split,
+                layout,
+                classes=0,
+                tell=faults.append,
+                names=class_names,
+                read=sources,
+                values=values,
+            )
+        )
+    return counts, faults
+
+
+def _is_white(counts: Sequence[check.Counts], faults: Sequence[str]) -> bool:
+    """Whether masks hold 0 and 255 only, and nothing else is wrong."""
+    if not faults or not all("--label_map=255:1" in fault for fault in faults):
+        return False
+    train, val = counts
+    return bool(classes.without_foreground(train.of + val.of))
+
+
+def _by_own_name(fault: str, root: Path, links: Path) -> str:
+    """A fault that names a link's file instead of the link, and of a stored picture its row."""
+    text = re.sub(rf"{re.escape(str(links))}/\S+", lambda match: os.path.realpath(match[0]), fault)
+    stored = rf"{re.escape(os.path.realpath(links))}/\.pictures/row0*(\d+)\.\w+"
+    return re.sub(stored, rf"row \1 of {root.name}", text)
+
+
+def _check_masks(root: Path, pixels: np.ndarray) -> None:
+    """Raises ValueError where values do not look like classes; `pixels`: how many have each."""
+    used = np.flatnonzero(pixels[:IGNORE]).tolist()
+    is_resized = len(used) > _MANY_VALUES and pixels[1:IGNORE].sum() < pixels[IGNORE]
+    is_sparse = len(used) < 2 or math.gcd(*used) > 1 or 4 * len(used) < used[-1]
+    if is_sparse or is_resized:
+        raise ValueError(
+            f"{root}: the masks hold the values {join(np.flatnonzero(pixels), 8)}, and a value is "
+            f"a class: save them with 0, 1, 2, ... for classes, at least two; {IGNORE} means "
+            "ignored"
+        )
 
 
 def _refuse_label(label: str, root: Path) -> None:
     """Raises ValueError for a --label, as no table is read."""
     if label:
-        what = f"--label={label} is a column of a table, and {root} is read without one"
-        raise ValueError(f"{what}: leave it out, or give the table")
+        raise ValueError(
+            f"--label={label} is a column of a table, and {root} is read without one: leave it "
+            "out, or give the table"
+        )
 
 
-def _recognized(root: Path, layout: str, own: Namespace, *, links: Path) -> list[Item]:
+def _recognized(root: Path, layout: str, arguments: Namespace, *, links: Path) -> list[Item]:
     """The samples of a folder, or of a table of pictures."""
     if not root.is_dir():
-        if root.suffix.lower() not in start_listed.TABLES:
-            kinds = join(start_listed.TABLES)
-            other = start_listed.refused(root) or f"{root} is no folder, and no table ({kinds})"
-            raise ValueError(other)
-        return start_listed.understood(root, own.label, links)
+        start_listed.refuse_other(root)
+        return start_listed.understood(root, arguments.label, links)
     try:  # a table beside what is recognized is a note
-        found = arrangement.recognized(root, own.layout)
+        items = arrangement.recognized(root, arguments.layout)
     except ValueError:
-        table = None if layout or own.layout else start_listed.of(root)
+        table = None if layout or arguments.layout else start_listed.of(root)
         if not table:
             raise
-        return start_listed.understood(table, own.label, links)
-    _refuse_label(own.label, root)
-    return found
+        return start_listed.understood(table, arguments.label, links)
+    _refuse_label(arguments.label, root)
+    return items
 
 
-def start(root: Path, name: str, own: Namespace) -> str:
+def start(root: Path, name: str, arguments: Namespace) -> str:
     """Writes all files, and returns the flag that trains with them.
 
     Raises ValueError, and leaves nothing, where the data do not say how to train on them.
     """
-    here, flag = project.folder(), f"--flagfile=configs/{name}.cfg"
-    cfg, links = here / "configs" / f"{name}.cfg", here / "datasets" / name
-    links = links.with_name(f"{name}-links") if links == root else links
-    if not root.exists():
-        what = "the folder with the pictures, or a table of them"
-        raise ValueError(f"{root} does not exist: give {what}")
-    if links.is_relative_to(root):
-        raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
-    sheet = here / "runs" / f"{name}-sheet.png"
+    fork = project.folder()
+    flag = f"--flagfile=configs/{name}.cfg"
+    cfg = fork / "configs" / f"{name}.cfg"
+    sheet = fork / "runs" / f"{name}-sheet.png"
+    links = fork / "datasets" / name
+    if links == root:
+        links = links.with_name(f"{name}-links")
+    _check_paths(root, cfg, links)
     whole_files.refuse_other(sheet, browse.SIGN)
-    if there := [path for path in (cfg, links) if path.exists()]:
-        raise ValueError(f"{there[0]} exists: give another --name, or remove it")
     with contextlib.ExitStack() as undone:
         undone.callback(shutil.rmtree, links, ignore_errors=True)
-        data = _understood(root, links, own)
-        print(f"{data.task}: {len(data.read.sizes):,} pictures to train on; {data.about}")
-        ask = not own.yes
-        print(_QUESTION * ask, end="", flush=True)
-        mirror = not (ask and sys.stdin.readline().strip().lower().startswith("n"))
+        data = _read_data(root, links, arguments)
+        print(f"{data.task}: {len(data.train.sizes):,} pictures to train on; {data.about}")
+        mirror = arguments.yes or _may_mirror()
         undone.callback(cfg.unlink, missing_ok=True)
 
         def write(measured: Measured) -> settings_lib.Settings:
-            lines = [f"# {root}, by hvdkit start: horovodrun -np 2 python train.py {flag}", ""]
-            for why, choice in choices(name, data, measured, mirror=mirror):
-                lines[-1:] = [f"# {why}", choice, ""]
+            lines = [f"# {root}, by hvdkit start: horovodrun -np 2 python train.py {flag}"]
+            for reason, choice in choices(name, data, measured, mirror=mirror):
+                lines += [f"# {reason}", choice]
             with whole_files.written(cfg) as partial:
-                partial.write_text("\n".join(map(logs.printable, lines)), "utf-8")
+                text = "".join(f"{logs.printable(line)}\n" for line in lines)
+                partial.write_text(text, "utf-8")
             return settings_lib.load(["start", flag], settings_lib.of_project()).for_ranks(1)
 
         config = write(Measured())
@@ -151,37 +200,58 @@ def start(root: Path, name: str, own: Namespace) -> str:
         sheet.parent.mkdir(exist_ok=True)
         browse.write(sheet, browse.sheet(examples, names))
         print(logs.printable(f"written: {sheet}, samples to look at"))
-        if not own.quick:
-            about = "measuring batch and learning rate, a minute or two; --quick: neither"
-            print(about, flush=True)
-            measured = Measured(*start_measured.batch(flag, most(data)))
+        if not arguments.quick:
+            print(
+                "measuring batch and learning rate, a minute or two; --quick: neither", flush=True
+            )
+            batch, speeds = start_measured.batch(flag, most(data))
+            measured = Measured(batch, speeds)
             write(measured)
             write(measured._replace(rate=start_measured.rate(flag)))
         undone.pop_all()
     print(logs.printable(f"written: {cfg}, with reasons"))
-    print(logs.printable(f"to train, in {here}: horovodrun -np 2 python train.py {flag}"))
+    print(logs.printable(f"to train, in {fork}: horovodrun -np 2 python train.py {flag}"))
     return flag
+
+
+def _check_paths(root: Path, cfg: Path, links: Path) -> None:
+    """Raises ValueError: there are no data, or what would be written is there."""
+    if not root.exists():
+        raise ValueError(
+            f"{root} does not exist: give the folder with the pictures, or a table of them"
+        )
+    if links.is_relative_to(root):
+        raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
+    for path in (cfg, links):
+        if path.exists():
+            raise ValueError(f"{path} exists: give another --name, or remove it")
+
+
+def _may_mirror() -> bool:
+    print(_QUESTION, end="", flush=True)
+    return not sys.stdin.readline().strip().lower().startswith("n")
 
 
 @logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code, 0 done or 2 wrong use; with --train that of make."""
-    made = logs.parser(__doc__)
-    made.add_argument("data", type=Path, help="folder of the pictures, or a table of them")
-    made.add_argument("--name", help="of the new files; by default the data's")
-    made.add_argument("--label", default="", help="column of a table that holds the classes")
-    made.add_argument("--layout", default="", help="roles of the folders' levels: any/split/class")
-    made.add_argument("--yes", action="store_true", help="ask nothing: mirror pictures")
-    made.add_argument("--quick", action="store_true", help="usual batch and rate, not measured")
-    made.add_argument("--train", action="store_true", help="train, on all GPUs or two ranks")
-    own = made.parse_args(argv[1:])
-    root = Path(os.path.abspath(own.data))
-    name = own.name or (root.stem if root.is_file() else root.name)
+    parser = logs.parser(__doc__)
+    add = parser.add_argument
+    add("data", type=Path, help="folder of the pictures, or a table of them")
+    add("--name", help="of the new files; by default the data's")
+    add("--label", default="", help="column of a table that holds the classes")
+    add("--layout", default="", help="roles of the folders' levels: any/split/class")
+    add("--yes", action="store_true", help="ask nothing: mirror pictures")
+    add("--quick", action="store_true", help="usual batch and rate, not measured")
+    add("--train", action="store_true", help="train, on all GPUs or two ranks")
+    arguments = parser.parse_args(argv[1:])
+    root = Path(os.path.abspath(arguments.data))
+    name = arguments.name or (root.stem if root.is_file() else root.name)
     name = re.sub(r"[^\w.]+", "-", name, flags=re.ASCII).strip("-.") or "mine"
     tf.config.set_visible_devices([], "GPU")  # it would hold the memory that the trials need
-    flag = start(root, name, own)
-    if own.train:
+    flag = start(root, name, arguments)
+    if arguments.train:
         sys.stdout.flush()
-        words = start_measured.train(flag)
-        os.execvp(words[0], words)
+        command = start_measured.train(flag)
+        os.execvp(command[0], command)
     return DONE

@@ -7,6 +7,7 @@ says which, where there are more); one called split may hold train, val and test
 
 import csv
 import io
+import itertools
 import os
 import re
 from collections import Counter, defaultdict
@@ -34,7 +35,8 @@ _ARRAYS = (
 )
 _MOST_BYTES = 2**30  # of a table of text
 _MORE_BYTES = 2**30  # in the values of a Parquet file than in the file
-_ROWS, _BYTES_A_VALUE = 64, 64  # at a time; in Python, besides its text
+_ROWS = 64  # of a Parquet file that are read at a time
+_BYTES_A_VALUE = 64  # that Python needs for a value besides its text
 _ENDINGS = IMAGE_SUFFIXES + OTHER_SUFFIXES
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 _FORMATS = {"PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp"}
@@ -47,22 +49,29 @@ class _NoValue(str):
     """What a cell of Parquet holds instead of a single value, in words."""
 
 
-def refused(path: Path) -> str:
-    """Why a file without pictures is none to start from, "" for a table."""
-    return f"{path} {_ARRAYS}" if path.suffix.lower() in ARRAYS else ""
+def refuse_other(path: Path) -> None:
+    """Raises ValueError for a file that is no table."""
+    suffix = path.suffix.lower()
+    if suffix in ARRAYS:
+        raise ValueError(f"{path} {_ARRAYS}")
+    if suffix not in TABLES:
+        raise ValueError(f"{path} is no folder, and no table ({join(TABLES)})")
 
 
 def of(root: Path) -> Path | None:
     """The one table of a folder; ValueError for several, or for arrays."""
-    files = [*root.glob("[!.]*"), *root.glob("[!.]*/[!.]*")]
     tables = sorted(path for path in root.glob("[!.]*") if path.suffix.lower() in TABLES)
     if len(tables) > 1:
-        how = "join them into one, or give one, without the others"
-        raise ValueError(f"{root} holds several tables, {join(tables)}: {how}")
-    arrays = sorted(path for path in files if path.suffix.lower() in ARRAYS)
-    if arrays and not tables:
-        raise ValueError(refused(arrays[0]))
-    return tables[0] if tables else None
+        raise ValueError(
+            f"{root} holds several tables, {join(tables)}: join them into one, or give one, "
+            "without the others"
+        )
+    if tables:
+        return tables[0]
+    for path in sorted([*root.glob("[!.]*"), *root.glob("[!.]*/[!.]*")]):
+        if path.suffix.lower() in ARRAYS:
+            refuse_other(path)
+    return None
 
 
 def understood(path: Path, label: str, links: Path) -> list[Item]:
@@ -84,12 +93,13 @@ def understood(path: Path, label: str, links: Path) -> list[Item]:
     labels = table.pop(label)
     if table:
         print(printable(f"  not read: the columns {join(table)}"))
-    beside = [other for other in path.parent.glob("[!.]*") if other.suffix.lower() in TABLES]
-    if others := sorted(other.name for other in beside if other != path):
-        print(printable(f"  not read: {len(others)} tables beside it, as {others[0]}"))
+    others = sorted(file.name for file in path.parent.glob("[!.]*") if file != path)
+    tables = [name for name in others if Path(name).suffix.lower() in TABLES]
+    if tables:
+        print(printable(f"  not read: {len(tables)} tables beside it, as {tables[0]}"))
     _check_labels(path, labels, label)
-    counts = sorted(Counter(labels).items())
-    print(printable(f"  {label}: {join((f'{name} ({count})' for name, count in counts), 40)}"))
+    counts = [f"{name} ({count})" for name, count in sorted(Counter(labels).items())]
+    print(printable(f"  {label}: {join(counts, 40)}"))
     items = []
     for split, file, name in zip(splits, pictures, labels, strict=True):
         folder = path.parent if file.is_relative_to(path.parent) else file.parent
@@ -103,24 +113,26 @@ def _csv(path: Path) -> Table:
     with io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
         first = file.readline()
         file.seek(0)
-        between = max(",;\t|", key=first.count)
-        lines = csv.reader(file, delimiter=between, strict=True)
+        delimiter = max(",;\t|", key=first.count)
+        lines = csv.reader(file, delimiter=delimiter, strict=True)
         rows = [[text.strip() for text in line] for line in lines if line]
     names = rows.pop(0) if rows else []
     for number, row in enumerate(rows, 1):
         if len(row) != len(names):
-            what = f"row {number} has {len(row)} values, the line of names {len(names)}"
-            raise ValueError(f"{path}: {what}")
+            raise ValueError(
+                f"{path}: row {number} has {len(row)} values, the line of names {len(names)}"
+            )
     _check_names(path, names)
     return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
 def _check_names(path: Path, names: list[str]) -> None:
     """Raises ValueError for columns of one name, and for a first row that names none."""
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ValueError(f"{path} has more than one column {join(twice)}: rename one")
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{path} has more than one column {join(repeated)}: rename one")
     for name in names:
-        is_value = name.lower().endswith(_ENDINGS) or name.isdecimal()
+        is_value = _is_picture(name) or name.isdecimal()
         if is_value or (path.parent / name).is_file():
             raise ValueError(f"{path}: its first line must name the columns; {name} is no name")
 
@@ -170,7 +182,7 @@ def _columns(file: Any, most: int) -> Table:
     for batch in batches:
         for column, part in zip(columns.values(), batch.columns, strict=True):
             values = part.to_pylist()
-            read += sum(map(_bytes_of, values))
+            read += sum(_bytes_of(value) for value in values)
             column += values
         needed = max(needed, read)
         if needed > most:
@@ -181,10 +193,11 @@ def _columns(file: Any, most: int) -> Table:
 
 
 def _bytes_of(value: Any) -> int:
-    """In Python's memory, about."""
-    if isinstance(value, dict | list):
-        parts = value.values() if isinstance(value, dict) else value
-        return _BYTES_A_VALUE + sum(map(_bytes_of, parts))
+    """What a value needs in Python's memory, about."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return _BYTES_A_VALUE + sum(_bytes_of(part) for part in value)
     return _BYTES_A_VALUE + (len(value) if isinstance(value, str | bytes) else 0)
 
 
@@ -207,73 +220,105 @@ def _value(value: Any, classes: list[str] | None) -> str | bytes:
 
 def _stored(path: Path, table: Table, links: Path) -> list[Path]:
     """Takes out the column of bytes, and writes each as a file; [] where there is none."""
-    found = [name for name in table if any(isinstance(x, bytes) for x in table[name])]
-    if len(found) > 1:
-        raise ValueError(f"{path}: {join(found)} all hold bytes, and one column may hold pictures")
-    if not found:
+    columns = [name for name in table if any(isinstance(value, bytes) for value in table[name])]
+    if len(columns) > 1:
+        raise ValueError(
+            f"{path}: {join(columns)} all hold bytes, and one column may hold pictures"
+        )
+    if not columns:
         return []
+    (column,) = columns
     files = []
     folder = links / ".pictures"
     folder.mkdir(parents=True)
-    for number, data in enumerate(table.pop(found[0]), 1):
+    for number, data in enumerate(table.pop(column), 1):
         try:
             ending = _FORMATS[Image.open(io.BytesIO(data or b"")).format]
         except (OSError, KeyError, TypeError):
-            what = f"row {number} of {found[0]} is no PNG, JPEG or WebP"
-            raise ValueError(f"{path}: {what}: convert it, or remove the row") from None
-        files.append(folder / f"row{number:08}{ending}")
-        files[-1].write_bytes(data)
+            raise ValueError(
+                f"{path}: row {number} of {column} is no PNG, JPEG or WebP: convert it, or remove "
+                "the row"
+            ) from None
+        file = folder / f"row{number:08}{ending}"
+        file.write_bytes(data)
+        files.append(file)
     return files
 
 
 def _named(path: Path, table: Table, label: str) -> list[Path]:
     """Takes out the column whose values are names of pictures; it is not `label`."""
     there = _pictures(path, table)
-    found: dict[str, list[str]] = {}
-    lost: dict[str, str] = {}
-    for name, column in table.items():
-        keys = [_key(path, value) for value in column]
-        missing = [key for key in keys if key not in there]
-        if not missing and name != label:
-            found[name] = keys
-        elif missing:
-            near = spelling.near(missing[0], there)
-            lost[name] = f"{len(missing)} pictures not beside it or below, first {missing[0]}{near}"
-    for name, what in lost.items():
-        are_names = any(value.lower().endswith(_ENDINGS) for value in table[name])
-        if are_names or ("spelled" in what and not found):
-            rule = "names must be alike to the letter, with / between folders, ids with their zeros"
-            raise ValueError(f"{path}: {name} names {what}: {rule}")
-    if not found:
-        raise ValueError(f"{path} {_NO_PICTURES}")
-    lists = {name: [min(there[key]) for key in keys] for name, keys in found.items()}
-    once = [name for name, files in lists.items() if len({*files}) == len(files)]
-    name = once[0] if once else max(lists, key=lambda column: len({*lists[column]}))
-    for key in found[name]:
+    keys_of = _columns_of_names(path, table, there, label)
+    files_of = {}
+    for column, keys in keys_of.items():
+        files_of[column] = [min(there[key]) for key in keys]
+    # Columns that name each picture once; another may be an id that several rows share.
+    unique = [column for column, files in files_of.items() if len({*files}) == len(files)]
+    most_distinct = max(files_of, key=lambda name: len({*files_of[name]}))
+    column = unique[0] if unique else most_distinct
+    files = files_of[column]
+    for key in keys_of[column]:
         if len(there[key]) > 1:
             raise ValueError(f"{path}: {key} may be each of {join(sorted(there[key]))}")
-    _check_rows(f"{path}: {name}", lists[name], table[name])
-    if different := [name for name in once if lists[name] != lists[once[0]]]:
-        what = f"{once[0]} and {different[0]} name pictures, and one column may: remove the other"
-        raise ValueError(f"{path}: {what}; for masks make folders images/ and masks/")
-    for name in once:
-        del table[name]
-    unnamed = set().union(*there.values()).difference(lists[name])
+    _check_rows(f"{path}: {column}", files, table[column])
+    for other in unique:
+        if files_of[other] != files:
+            raise ValueError(
+                f"{path}: {column} and {other} name pictures, and one column may: remove the "
+                "other; for masks make folders images/ and masks/"
+            )
+        del table[other]
+    unnamed = set().union(*there.values()).difference(files)
     if unnamed:
-        what = f"{len(unnamed):,} pictures that {once[0]} does not name, as {min(unnamed)}"
-        print(printable(f"  not read: {what}"))
-    return lists[once[0]]
+        print(
+            printable(
+                f"  not read: {len(unnamed):,} pictures that {column} does not name, as "
+                f"{min(unnamed)}"
+            )
+        )
+    return files
 
 
-def _check_rows(where: str, files: list[Path], spelled: list[str]) -> None:
-    """Raises ValueError for a picture of two rows."""
+def _columns_of_names(
+    path: Path, table: Table, there: dict[str, set[Path]], label: str
+) -> dict[str, list[str]]:
+    """By column that names pictures, but for `label`: keys of `there`.
+
+    Raises ValueError: no column does, or one names pictures that are not there.
+    """
+    keys_of: dict[str, list[str]] = {}
+    lost_of: dict[str, list[str]] = {}
+    for column, values in table.items():
+        keys = [_key(path, value) for value in values]
+        lost = [key for key in keys if key not in there]
+        if lost:
+            lost_of[column] = lost
+        elif column != label:
+            keys_of[column] = keys
+    for column, lost in lost_of.items():
+        near = spelling.near(lost[0], there)
+        are_names = any(_is_picture(value) for value in table[column])
+        if are_names or (near and not keys_of):
+            raise ValueError(
+                f"{path}: {column} names {len(lost)} pictures not beside it or below, first "
+                f"{lost[0]}{near}: names must be alike to the letter, with / between folders, ids "
+                "with their zeros"
+            )
+    if not keys_of:
+        raise ValueError(f"{path} {_NO_PICTURES}")
+    return keys_of
+
+
+def _check_rows(where: str, files: list[Path], names: list[str]) -> None:
+    """Raises ValueError for a picture of two rows; `names`: as the table has them."""
     rows: dict[Path, int] = {}
     for row, file in enumerate(files):
         other = rows.setdefault(file, row)
         if other != row:
-            both = f"rows {other + 1} and {row + 1} ({spelled[other]}, {spelled[row]})"
-            what = "and one class is learned of each"
-            raise ValueError(f"{where} has a picture twice, in {both}, {what}")
+            raise ValueError(
+                f"{where} has a picture twice, in rows {other + 1} and {row + 1} "
+                f"({names[other]}, {names[row]}), and one class is learned of each"
+            )
 
 
 def _key(path: Path, name: str) -> str:
@@ -284,10 +329,11 @@ def _key(path: Path, name: str) -> str:
 
 def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
     """Pictures beside the table or below, by path, by name, and by name without ending."""
-    files = [*path.parent.glob("*"), *path.parent.glob("*/*")]
     # All below only where pictures are named: a table may lie in a home folder.
-    if any(value.lower().endswith(_ENDINGS) for column in table.values() for value in column):
-        files = [*listing.files(path.parent)]
+    if any(_is_picture(value) for value in itertools.chain.from_iterable(table.values())):
+        files = listing.files(path.parent)
+    else:
+        files = [*path.parent.glob("*"), *path.parent.glob("*/*")]
     there = defaultdict(set)
     for file in files:
         if file.suffix.lower() in IMAGE_SUFFIXES and not listing.is_of_system(file.name):
@@ -296,43 +342,57 @@ def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
     return there
 
 
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(_ENDINGS)
+
+
 def _splits(path: Path, table: Table) -> list[str]:
     """Takes out the column called split, of train, val or test in each row; "" if there is none."""
-    found = [name for name in table if name.lower() in ("split", "subset", "set", "fold")]
-    if not found:
+    columns = [name for name in table if name.lower() in ("split", "subset", "set", "fold")]
+    if not columns:
         return [""] * len(next(iter(table.values()), []))
-    (name, *more) = found
-    words = {value: layout.split_of(value) for value in {*table[name]}}
-    if more or not all(words.values()):
-        rule = "one column may say train, val or test in each row, and be called split"
-        raise ValueError(f"{path}: the column {name} holds {join(sorted(words))}: {rule}")
-    return [words[value] for value in table.pop(name)]
+    column = columns[0]
+    split_of = {value: layout.split_of(value) for value in {*table[column]}}
+    if len(columns) > 1 or not all(split_of.values()):
+        raise ValueError(
+            f"{path}: the column {column} holds {join(sorted(split_of))}: one column may say "
+            "train, val or test in each row, and be called split"
+        )
+    return [split_of[value] for value in table.pop(column)]
 
 
 def _label(path: Path, table: Table, given: str) -> str:
     """The column of classes: that given, or the only one."""
     if given in table:
         return given
-    if given or len(table) != 1:
-        what = f"there is no column {given}." if given else "which column holds the classes?"
-        raise ValueError(f"{path}: {what} Give --label=, of {join(table) or 'no other column'}")
-    return next(iter(table))
+    if len(table) == 1 and not given:
+        return next(iter(table))
+    others = join(table) or "no other column"
+    if given:
+        raise ValueError(f"{path}: there is no column {given}. Give --label=, of {others}")
+    raise ValueError(f"{path}: which column holds the classes? Give --label=, of {others}")
 
 
 def _check_labels(path: Path, labels: list[str], label: str) -> None:
     """Raises ValueError where they are no classes that can be folders' names."""
     for number, name in enumerate(labels, 1):
         if not name:
-            what = f"row {number} has no label in the column {label}"
-            raise ValueError(f"{path}: {what}: fill it in, or remove the row")
+            raise ValueError(
+                f"{path}: row {number} has no label in the column {label}: fill it in, or remove "
+                "the row"
+            )
         if isinstance(name, _NoValue):
-            what = f"row {number} has {name} in the column {label}"
-            raise ValueError(f"{path}: {what} and a picture has one class: mend or remove the row")
+            raise ValueError(
+                f"{path}: row {number} has {name} in the column {label} and a picture has one "
+                "class: mend or remove the row"
+            )
         if name.lower() in _MISSING:
-            what = f"row {number} has {name} as {label}, a class or nothing"
-            raise ValueError(f"{path}: {what}: write the class as a word, or remove the row")
-        bad = "/" in name or name.startswith(".") or not name.isprintable()
-        if bad or len(os.fsencode(name)) >= 200:
+            raise ValueError(
+                f"{path}: row {number} has {name} as {label}, a class or nothing: write the class "
+                "as a word, or remove the row"
+            )
+        is_name = "/" not in name and not name.startswith(".") and name.isprintable()
+        if not is_name or len(os.fsencode(name)) >= 200:
             raise ValueError(f"{path}: the label {name!r} cannot be a folder's name: rename it")
         if re.fullmatch(r"[-+]?\d*\.\d*[1-9]\d*", name):
             raise ValueError(f"{path}: {label} is no class but a number: {name} in row {number}")

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,9 @@ from hvdkit.train import objective
 from hvdkit.train import task as tasks
 
 _FIRST = 8  # samples of the smallest batch that is tried
-_STEPS = 3
+_STEPS = 3  # that are timed of each batch
 _ENOUGH = 0.9  # of the highest speed
+_SAMPLES = 32  # different ones in a batch, at most
 
 
 def batch(flag: str, most: int) -> tuple[int, str]:
@@ -29,41 +29,47 @@ def batch(flag: str, most: int) -> tuple[int, str]:
     Forward and backward pass on the first device of this host, in a process of its own, which
     leaves a GPU's memory free at its end. ValueError where that fails.
     """
-    words = [sys.executable, "-m", __spec__.name, flag, str(most)]
-    ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=project.folder())
+    command = [sys.executable, "-m", __spec__.name, flag, str(most)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=project.folder())
     if ended.returncode:
         raise ValueError("no batch could be measured (above: why); --quick does without")
-    return tuple(json.loads(ended.stdout.splitlines()[-1]))
+    size, speeds = json.loads(ended.stdout.splitlines()[-1])
+    return size, speeds
 
 
-def _batch(config: Settings, examples: Sequence[Any], most: int) -> tuple[int, str]:
+def _fastest(config: Settings, most: int) -> tuple[int, str]:
+    """As `batch`, in this process."""
+    examples, _ = browse.samples(config, _SAMPLES)
     task = tasks.load(config)
-    model, rates, size = task.build_model(), {}, min(_FIRST, most)
+    model = task.build_model()
 
     @tf.function(autograph=False)
     def gradients(batch: Any) -> Any:
         with tf.GradientTape() as tape:
             terms = objective.loss(task, model(batch["inputs"], training=True), batch["targets"])
-            loss = tf.add_n([tf.reduce_sum(x * w) for x, w in terms.values()])
+            loss = tf.add_n([tf.reduce_sum(x * weights) for x, weights in terms.values()])
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
+    size = min(_FIRST, most)
+    speeds: dict[int, float] = {}  # samples a second, by batch
     while size <= most:
-        picked = [examples[i % len(examples)] for i in range(size)]
-        stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *picked)
+        chosen = [examples[i % len(examples)] for i in range(size)]
+        stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)
         try:
-            gradients(stacked)
+            gradients(stacked)  # the first call traces
             start = time.perf_counter()
             for _ in range(_STEPS):
-                [*filter(tf.is_tensor, gradients(stacked))][-1].numpy()
+                last = [part for part in gradients(stacked) if part is not None][-1]
+                tf.convert_to_tensor(last).numpy()  # waits for the device
         except tf.errors.ResourceExhaustedError:
             break
-        rates[size] = size * _STEPS / (time.perf_counter() - start)
+        speeds[size] = size * _STEPS / (time.perf_counter() - start)
         size *= 2
-    if not rates:
+    if not speeds:
         raise ValueError(f"{size} samples do not fit into memory: choose a smaller model or crop")
-    fast = [size for size, rate in rates.items() if rate >= _ENOUGH * max(rates.values())]
-    shown = ", ".join(f"{size}: {rate:,.0f}" for size, rate in rates.items())
-    return fast[0], shown
+    fastest = max(speeds.values())
+    fast = [size for size, speed in speeds.items() if speed >= _ENOUGH * fastest]
+    return fast[0], ", ".join(f"{size}: {speed:,.0f}" for size, speed in speeds.items())
 
 
 def train(flags: str) -> list[str]:
@@ -75,10 +81,10 @@ def train(flags: str) -> list[str]:
 def rate(flags: str) -> float | None:
     """What a range test of these flags suggests; None where it suggests none."""
     ended = subprocess.run(train(f"{flags} --find_lr"), stdout=subprocess.PIPE, text=True)
-    found = re.search(r"try --base_lr=([\d.e+-]+):", ended.stdout)
-    return float(found[1]) if found else None
+    match = re.search(r"try --base_lr=([\d.e+-]+):", ended.stdout)
+    return float(match[1]) if match else None
 
 
 if __name__ == "__main__":
-    made = settings_lib.load(["start", sys.argv[1]], settings_lib.of_project()).for_ranks(1)
-    print(json.dumps(_batch(made, browse.samples(made, 32)[0], int(sys.argv[2]))))
+    settings = settings_lib.load(["start", sys.argv[1]], settings_lib.of_project())
+    print(json.dumps(_fastest(settings.for_ranks(1), most=int(sys.argv[2]))))

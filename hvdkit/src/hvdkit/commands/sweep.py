@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hvdkit import logs
 from hvdkit import settings as settings_lib
-from hvdkit.settings import fields, flagfiles, project, typed
+from hvdkit.settings import Settings, fields, flagfiles, project, typed
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import NOT_NOW, WRONG_USE, passes
 
@@ -24,7 +24,7 @@ _NUMBERS = {"int": (int, "whole numbers"), "float": (float, "numbers")}
 _BATCH = {"global_batch_size", "batch_per_rank"}  # a flagfile may hold one of them
 
 
-class Asked(NamedTuple):
+class SearchSpace(NamedTuple):
     """What is searched."""
 
     base: list[tuple[str, str]]  # names and lines of the flagfile
@@ -37,81 +37,109 @@ class Asked(NamedTuple):
 
     def flagfile(self, values: Mapping[str, object]) -> list[str]:
         """Lines of a flagfile that trains as a trial with these values does."""
-        given = {*self.flags, *(_BATCH if self.flags.keys() & _BATCH else ()), "run_dir"}
-        given |= {f"no{name}" for name in given}
-        lines = [line for name, line in self.base if name not in given]
+        replaced = {*self.flags, "run_dir"}
+        if replaced & _BATCH:
+            replaced |= _BATCH
+        lines = []
+        for name, line in self.base:
+            if name not in replaced and name.removeprefix("no") not in replaced:
+                lines.append(line)
         for name, value in (self.flags | {**values}).items():
             lines.append(f"--{name}={typed.written(value)}")
         return lines
 
 
-def asked(base: Path, words: Sequence[str]) -> Asked:
+def search_space(base: Path, words: Sequence[str]) -> SearchSpace:
     """Raises ValueError where a trial could not be started; both ends of a range are tried."""
     kind = settings_lib.of_project()
     flagfile = f"--flagfile={typed.written(base, is_path=True)}"
     lines = [(flag.name, flag.text()) for flag in flagfiles.expand([flagfile], ())]
-    flags, values = {}, {}
+    flags: dict[str, str] = {}
+    swept: dict[str, list] = {}
     for word in words:
-        name, is_given, text = word.removeprefix("--").partition("=")
-        if not (is_given and word.startswith("--")) or name in ("run_dir", "flagfile"):
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not equals or name in ("run_dir", "flagfile"):
             raise ValueError(f"{word}: give settings as --NAME=VALUES; --folder is for all runs")
-        field, flags[name] = fields.of(kind).get(name), text
-        found = _values(name, text, fields.kind(field) if field else "")
-        values.pop(name, None)  # the last one counts
-        values |= {name: found} if len(found) > 1 else {}
-    what, first = Asked(lines, flags, values), {name: of[0] for name, of in values.items()}
-    for change in [{}, *({name: value} for name, of in values.items() for value in of)]:
-        trial = [*what.words(first | change), "--run_dir=trial"]
-        settings = settings_lib.parse(["sweep", flagfile, *trial], kind)
-    if not values:
+        field = fields.of(kind).get(name)
+        values = _values(name, text, fields.kind(field) if field else "")
+        flags[name] = text
+        swept.pop(name, None)  # the last one counts
+        if len(values) > 1:
+            swept[name] = values
+    space = SearchSpace(lines, flags, swept)
+
+    settings = _tried(space, flagfile, kind)
+    if not swept:
         raise ValueError("nothing to search: give a range, --base_lr=1e-4:1e-2:log, or a choice")
     if not settings.eval_every:
         raise ValueError("--eval_every=0 makes no evaluations, by which trials are compared")
     if settings.resume not in ("auto", "never"):
-        told = f"--resume={settings.resume}: a trial resumes its own run alone"
-        raise ValueError(f"{told}; --init_from= takes first weights from another")
+        raise ValueError(
+            f"--resume={settings.resume}: a trial resumes its own run alone; --init_from= takes "
+            "first weights from another"
+        )
     for name in ("dry_run", "find_lr", "benchmark"):
         if getattr(settings, name):
             raise ValueError(f"--{name} gives no score to compare: leave it out")
-    return what
+    return space
+
+
+def _tried(space: SearchSpace, flagfile: str, kind: type[Settings]) -> Settings:
+    """Parses each swept value once, the others at their first; returns the last settings."""
+    first = {name: values[0] for name, values in space.values.items()}
+    trials = [first]
+    for name, values in space.values.items():
+        trials += [first | {name: value} for value in values]
+    for trial in trials:
+        command = ["sweep", flagfile, *space.words(trial), "--run_dir=trial"]
+        settings = settings_lib.parse(command, kind)
+    return settings
 
 
 def _values(name: str, text: str, kind: str) -> list:
     """Both ends of a range, as numbers; or all values, as texts."""
     if kind not in _NUMBERS or ":" not in text:
         return text.split(",")
-    (number, numbers), (low, _, high) = _NUMBERS[kind], text.removesuffix(":log").partition(":")
+    number, numbers = _NUMBERS[kind]
+    low, _, high = text.removesuffix(":log").partition(":")
     with contextlib.suppress(ValueError):
         ends = [number(low), number(high)]
         if ends[0] < ends[1] and (ends[0] > 0 or not text.endswith(":log")):
             return ends
-    how = f"{numbers} as LOW:HIGH or, above 0, LOW:HIGH:log, with LOW < HIGH"
-    raise ValueError(f"--{name}={text} is no range: write {how}")
+    raise ValueError(
+        f"--{name}={text} is no range: write {numbers} as LOW:HIGH or, above 0, LOW:HIGH:log, "
+        "with LOW < HIGH"
+    )
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 no trial has a score, 2 wrong use, 75 stopped, 76 later."""
-    made = logs.parser(__doc__)
-    made.add_argument("base", type=Path, metavar="BASE.cfg", help="flagfile of all trials")
-    made.add_argument("--folder", type=path_argument, help="for the trials' runs (runs/sweep-BASE)")
-    made.add_argument("--trials", type=int, default=20, metavar="N", help="how many (20)")
-    made.add_argument("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
-    made.add_argument("--seed", type=int, default=1, help="of drawn values; BASE.cfg has the runs'")
-    launch = {"help": "what starts a trial (python train.py)", "metavar": "COMMAND"}
-    made.add_argument("--launch", default=shlex.join([sys.executable, "train.py"]), **launch)
-    own, words = made.parse_known_args(argv[1:])
-    own.folder = own.folder or Path("runs", f"sweep-{own.base.stem}")
-    own.command = logs.printable(shlex.join(["hvdkit", "sweep", *argv[1:]]))
+    parser = logs.parser(__doc__)
+    add = parser.add_argument
+    add("base", type=Path, metavar="BASE.cfg", help="flagfile of all trials")
+    add("--folder", type=path_argument, help="for the trials' runs (runs/sweep-BASE)")
+    add("--trials", type=int, default=20, metavar="N", help="how many (20)")
+    add("--jobs", type=int, default=1, metavar="N", help="so many at a time (1)")
+    add("--seed", type=int, default=1, help="of drawn values; BASE.cfg has the runs'")
+    add(
+        "--launch",
+        default=shlex.join([sys.executable, "train.py"]),
+        metavar="COMMAND",
+        help="what starts a trial (python train.py)",
+    )
+    arguments, words = parser.parse_known_args(argv[1:])
+    arguments.folder = arguments.folder or Path("runs", f"sweep-{arguments.base.stem}")
+    arguments.command = logs.printable(shlex.join(["hvdkit", "sweep", *argv[1:]]))
     if not project.is_fork(Path.cwd()):
         logs.refuse(project.elsewhere("sweep"))
-    if min(own.trials, own.jobs) < 1:
+    if min(arguments.trials, arguments.jobs) < 1:
         logs.refuse("--trials and --jobs: 1 or more")
     try:
         from hvdkit.commands.sweep_trials import Sweep
     except ModuleNotFoundError as error:
         logs.refuse(f"{error}: hvdkit sweep needs Optuna: python -m pip install optuna")
     try:
-        sweep = Sweep(own, asked(own.base, words))
+        sweep = Sweep(arguments, search_space(arguments.base, words))
         with sweep.lock:
             return sweep.run()
     except (OSError, ValueError) as error:  # trials that run save and end

@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hvdkit import whole_files
 from hvdkit.commands import seeds
 from hvdkit.commands.supervise import end_with_parent, hear, newest_step
-from hvdkit.commands.sweep import Asked
+from hvdkit.commands.sweep import SearchSpace
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
@@ -34,23 +34,24 @@ from hvdkit.scores import MainMetric, Score
 from hvdkit.settings import typed
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
-_FAILURES = 3  # trials, after which a sweep without a score ends
-_RESTARTS, _PAUSE = 3, 5.0  # of a trial that ends with 75 or 76 by itself; seconds before each
+_FAILURES = 3  # a sweep without a score ends after so many trials that failed
+_RESTARTS = 3  # of a trial that ends with 75 or 76 by itself
+_PAUSE = 5.0  # seconds before each restart
 _BASE = "base.cfg"  # in the folder: the flagfile as it was when the sweep began
 _WRITTEN = (_BASE, "best.cfg", "journal.log", "sweep.html")  # in the folder, beside sweep.json
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
-@dataclasses.dataclass
-class Run:
+@dataclasses.dataclass(kw_only=True)
+class TrialRun:
     """A trial that runs, in one of --jobs places."""
 
     trial: optuna.Trial
     slot: int
     folder: Path
-    reported: int  # evaluations
+    reported: int  # evaluations that Optuna knows
     process: subprocess.Popen | None = None
-    began: float = 0.0
+    started_at: float = 0.0
     restarts: int = 0
     pruned: bool = False
     stopped: bool = False
@@ -59,37 +60,55 @@ class Run:
 class Sweep:
     """The trials of one folder; `run` returns the exit code."""
 
-    def __init__(self, own: argparse.Namespace, asked: Asked) -> None:
+    def __init__(self, arguments: argparse.Namespace, space: SearchSpace) -> None:
         """Raises ValueError where the folder has another sweep, NotNow while one runs there."""
-        self._own, self._asked, self._launch = own, asked, shlex.split(own.launch)
-        names = {Path(word).name for word in self._launch}
+        self._arguments = arguments
+        self._space = space
+        self._launch = shlex.split(arguments.launch)
+        programs = {Path(word).name for word in self._launch}
         # SIGTERM makes srun kill the ranks, and mpirun after a second; both pass SIGUSR1 on.
-        self._signal = signal.SIGUSR1 if names & {"srun", "mpirun"} else signal.SIGTERM
-        self._gpus = _gpus() if own.jobs > 1 and "srun" not in names else []
-        own.folder.mkdir(parents=True, exist_ok=True)
+        self._signal = signal.SIGUSR1 if programs & {"srun", "mpirun"} else signal.SIGTERM
+        self._gpus = _gpus() if arguments.jobs > 1 and "srun" not in programs else []
+        folder = arguments.folder
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock = whole_files.lock(own.folder / ".lock")
+            self.lock = whole_files.lock(folder / ".lock")
         except BlockingIOError:
-            raise NotNow(f"{own.folder} is in use by another sweep: wait for its end") from None
-        self._study, self._running, self._code = _study(own.folder, asked), [], DONE
+            raise NotNow(f"{folder} is in use by another sweep: wait for its end") from None
+        self._study = _study(folder, space)
+        self._running: list[TrialRun] = []
+        self._code = DONE  # another code ends the sweep
 
     def run(self) -> int:
         """Runs trials to the last one, or to a signal. Raises OSError: the folder fails."""
         hear(self._hear)
         try:
-            return self._run()
-        finally:  # where the folder fails, those that are left save and end
+            self._run_trials()
+        finally:  # where the folder fails, trials that run save and end
             for process in [run.process for run in self._running if run.process]:
                 if process.poll() is None:
                     os.killpg(process.pid, self._signal)
                 process.wait()
+        best = self._write()
+        if self._code:
+            return self._code
+        if best:
+            print(printable(f"best settings: {best}; all: {best.with_name('sweep.html')}"))
+            return DONE
+        reasons = ["none has failed"]
+        reasons += [t.user_attrs["why"] for t in self._trials() if "why" in t.user_attrs]
+        complain(
+            f"no trial has a score: {reasons[-1]}; {self._arguments.folder}/trial-*.log say more"
+        )
+        return BUG
 
-    def _run(self) -> int:
+    def _run_trials(self) -> None:
         while True:
-            while not self._code and len(self._running) < self._own.jobs and self._begin():
-                pass
+            while not self._code and len(self._running) < self._arguments.jobs:
+                if not self._begin():
+                    break
             if not self._running:
-                break
+                return
             time.sleep(1)
             for run in [*self._running]:
                 code = run.process.poll()
@@ -99,19 +118,11 @@ class Sweep:
                 elif code is None and (run.pruned or self._code) and not run.stopped:
                     run.stopped = True
                     os.killpg(run.process.pid, self._signal)
-        best = self._write()
-        if best and not self._code:
-            print(printable(f"best settings: {best}; all: {best.with_name('sweep.html')}"))
-        elif not self._code:
-            reasons = [one.user_attrs["why"] for one in self._trials() if "why" in one.user_attrs]
-            last = f": {reasons[-1]}" if reasons else ""
-            complain(f"no trial has a score{last}; {self._own.folder}/trial-*.log say more")
-        return self._code or (DONE if best else BUG)
 
     def _hear(self, number: int, frame: object) -> None:
         if not self._code:
             self._code = PREEMPTED
-            with contextlib.suppress(OSError):  # nobody reads it
+            with contextlib.suppress(OSError):  # its reader may have gone
                 os.write(2, b"stopping: trials save, then end; the same command resumes\n")
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
@@ -120,43 +131,61 @@ class Sweep:
     def _begin(self) -> bool:
         """Starts a trial, first those that an earlier start left; False where there is none."""
         number = len(self._trials())
-        if number >= self._own.trials and not self._trials(TrialState.WAITING):
+        if number >= self._arguments.trials and not self._trials(TrialState.WAITING):
             return False
-        seed = random.Random(f"{self._own.seed} {number}").getrandbits(32)
-        self._study.sampler = optuna.samplers.TPESampler(seed=seed)  # alike after a restart
-        trial = self._study.ask(_space(self._asked))
-        reported = max(self._trials()[trial.number].intermediate_values, default=0)
-        slot = min({*range(self._own.jobs)} - {run.slot for run in self._running})
-        folder = self._own.folder / f"trial-{trial.number + 1:04}"
-        self._running.append(Run(trial, slot, folder, reported))
-        self._start(self._running[-1])
+        # The seed makes the sampler draw the same after a restart.
+        seed = random.Random(f"{self._arguments.seed} {number}").getrandbits(32)
+        self._study.sampler = optuna.samplers.TPESampler(seed=seed)
+        trial = self._study.ask(_distributions(self._space))
+        free = {*range(self._arguments.jobs)} - {run.slot for run in self._running}
+        run = TrialRun(
+            trial=trial,
+            slot=min(free),
+            folder=self._arguments.folder / f"trial-{trial.number + 1:04}",
+            reported=max(self._trials()[trial.number].intermediate_values, default=0),
+        )
+        self._running.append(run)
+        self._start(run)
         return True
 
-    def _start(self, run: Run) -> None:
-        env, count = dict(os.environ), max(1, len(self._gpus) // self._own.jobs)
+    def _start(self, run: TrialRun) -> None:
+        env = dict(os.environ)
         if self._gpus:
+            count = max(1, len(self._gpus) // self._arguments.jobs)
             first = run.slot * count % len(self._gpus)
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + count])
-        base = typed.written(self._own.folder / _BASE, is_path=True)
-        flags = [f"--flagfile={base}", *self._asked.words(run.trial.params)]
+        base = typed.written(self._arguments.folder / _BASE, is_path=True)
         run_dir = typed.written(run.folder, is_path=True)
-        words = [*self._launch, *flags, f"--run_dir={run_dir}", "--resume=auto"]
-        how = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": env}
-        how |= {"process_group": 0, "preexec_fn": end_with_parent}
+        command = [
+            *self._launch,
+            f"--flagfile={base}",
+            *self._space.words(run.trial.params),
+            f"--run_dir={run_dir}",
+            "--resume=auto",
+        ]
         with whole_files.opened(run.folder.with_suffix(".log"), append=True) as log:
-            run.process, run.began = subprocess.Popen(words, stdout=log, **how), time.monotonic()
+            run.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                process_group=0,
+                preexec_fn=end_with_parent,
+            )
+        run.started_at = time.monotonic()
 
-    def _look(self, run: Run) -> None:
+    def _look(self, run: TrialRun) -> None:
         """Reports new evaluations to Optuna, which may prune by each."""
         try:
-            found = records.read(run.folder)
+            record = records.read(run.folder)
         except (OSError, ValueError):  # it has not begun to write
             return
-        metric = found.main_metric()
-        values = records.column(found.evaluations, f"eval_{metric.name}")
+        metric = record.main_metric()
+        values = records.column(record.evaluations, f"eval_{metric.name}")
         if values and not self._metric().name:
             self._study.set_user_attr("metric", metric)
-        if metric != self._metric():  # `_end` refuses its score
+        if metric != self._metric():  # `_height` refuses its score
             return
         for number, value in enumerate(values[run.reported :], run.reported + 1):
             run.reported = number
@@ -168,121 +197,183 @@ class Sweep:
         """Of all trials, whose values in the study are its heights; without a name at first."""
         return MainMetric(*self._study.user_attrs.get("metric", [""]))
 
-    def _end(self, run: Run, code: int) -> None:
+    def _end(self, run: TrialRun, code: int) -> None:
         """What follows an exit code: the trial's result, another start, or the sweep's end."""
-        seconds = run.trial.user_attrs.get("seconds", 0.0) + time.monotonic() - run.began
-        run.trial.set_user_attr("seconds", seconds)
-        run.trial.set_user_attr("steps", newest_step(run.folder))
-        state, score, why = TrialState.FAIL, None, f"exit code {code}"
-        # Wrong use, or, before any score, the third failure.
-        hopeless = code == WRONG_USE or len(self._trials(TrialState.FAIL)) >= _FAILURES - 1
-        self._running.remove(run)
+        trial = run.trial
+        seconds = trial.user_attrs.get("seconds", 0.0) + time.monotonic() - run.started_at
+        trial.set_user_attr("seconds", seconds)
+        trial.set_user_attr("steps", newest_step(run.folder))
         if run.pruned and run.stopped:
-            state = TrialState.PRUNED
+            self._tell(run, TrialState.PRUNED)
         elif self._code:  # it goes on when the sweep does; horovodrun may return 0 for 75
-            return
+            self._running.remove(run)
         elif code == DONE:
             try:
-                metric, newest = seeds.score(run.folder)
-                if metric != self._metric():
-                    others = self._metric().describe()
-                    raise ValueError(f"its score is of {metric.describe()}, others' of {others}")
-                run.trial.set_user_attr("loss", newest.loss)
-                state, score = TrialState.COMPLETE, metric.height(newest.value)
+                height = self._height(run)
             except (OSError, ValueError) as error:
-                why = str(error)
+                self._tell(run, TrialState.FAIL, reason=str(error))
+            else:
+                self._tell(run, TrialState.COMPLETE, height=height)
         elif code in (PREEMPTED, NOT_NOW) and run.restarts < _RESTARTS:
             run.restarts += 1
-            self._running.append(run)
             time.sleep(_PAUSE)
-            return self._start(run)
-        elif hopeless and code not in (DONE, DIVERGED) and not self._trials(*_SCORED):
-            self._code = code
-            self._study.tell(run.trial, state=state)  # not drawn again
-            log = run.folder.with_suffix(".log")
-            text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
-            last = (re.findall(r"error: (.*)", text) or text.splitlines() or [""])[-1]
-            return complain(f"{run.folder}.log: {last}")
-        if state == TrialState.FAIL:
-            run.trial.set_user_attr("why", why)
-        self._tell(self._study.tell(run.trial, score, state), why)
+            self._start(run)
+        elif code != DIVERGED and self._is_hopeless(code):
+            self._give_up(run, code)
+        else:
+            self._tell(run, TrialState.FAIL, reason=f"exit code {code}")
 
-    def _tell(self, trial: FrozenTrial, why: str) -> None:
-        """Prints a line about a trial, writes the files anew."""
-        metric, best, what = self._metric(), self._best(), f"failed, {why}"
-        if trial.value is not None:
-            what = f"{metric.name} {metric.height(trial.value):.4f}"
-        if trial.state == TrialState.PRUNED:
-            what = f"pruned at evaluation {max(trial.intermediate_values)}, {what}"
-        than = "no score yet"
-        if best:
-            than = f"best {metric.height(best.value):.4f}, trial {best.number + 1}"
-        values = " ".join(f"{name}={_short(value)}" for name, value in trial.params.items())
-        done, seconds = f"{trial.number + 1}/{self._own.trials}", trial.user_attrs["seconds"]
-        print(printable(f"trial {done}: {what} ({than}): {values}; {seconds:.0f} s"), flush=True)
+    def _height(self, run: TrialRun) -> float:
+        """The score of a run that ended well. Raises ValueError: there is none to compare."""
+        metric, newest = seeds.score(run.folder)
+        if metric != self._metric():
+            others = self._metric().describe()
+            raise ValueError(f"its score is of {metric.describe()}, others' of {others}")
+        run.trial.set_user_attr("loss", newest.loss)
+        return metric.height(newest.value)
+
+    def _is_hopeless(self, code: int) -> bool:
+        """Whether no trial has a score yet, and this is wrong use, or the last failure allowed."""
+        failures = len(self._trials(TrialState.FAIL)) + 1
+        return (code == WRONG_USE or failures >= _FAILURES) and not self._trials(*_SCORED)
+
+    def _give_up(self, run: TrialRun, code: int) -> None:
+        self._code = code
+        self._running.remove(run)
+        self._study.tell(run.trial, state=TrialState.FAIL)  # it is not drawn again
+        log = run.folder.with_suffix(".log")
+        text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
+        lines = re.findall(r"error: (.*)", text) or text.splitlines() or [""]
+        complain(f"{run.folder}.log: {lines[-1]}")
+
+    def _tell(
+        self,
+        run: TrialRun,
+        state: TrialState,
+        *,
+        height: float | None = None,
+        reason: str = "",
+    ) -> None:
+        """Tells Optuna a trial's result, prints a line about it, writes the files anew."""
+        self._running.remove(run)
+        if reason:
+            run.trial.set_user_attr("why", reason)
+        trial = self._study.tell(run.trial, height, state)
+        values = [f"{name}={_short(value)}" for name, value in trial.params.items()]
+        print(
+            printable(
+                f"trial {trial.number + 1}/{self._arguments.trials}: "
+                f"{self._result(trial, reason)} ({self._comparison()}): {' '.join(values)}; "
+                f"{trial.user_attrs['seconds']:.0f} s"
+            ),
+            flush=True,
+        )
         self._write()
+
+    def _result(self, trial: FrozenTrial, reason: str) -> str:
+        if trial.value is None:
+            return f"failed, {reason}"
+        metric = self._metric()
+        score = metric.height(trial.value)
+        if trial.state == TrialState.PRUNED:
+            last = max(trial.intermediate_values)
+            return f"pruned at evaluation {last}, {metric.name} {score:.4f}"
+        return f"{metric.name} {score:.4f}"
+
+    def _comparison(self) -> str:
+        best = self._best()
+        if not best:
+            return "no score yet"
+        return f"best {self._metric().height(best.value):.4f}, trial {best.number + 1}"
 
     def _best(self) -> FrozenTrial | None:
         return max(self._trials(TrialState.COMPLETE), key=_rank, default=None)
 
     def _write(self) -> Path | None:
         """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
-        folder, best = self._own.folder, self._best()
+        folder = self._arguments.folder
         metric = self._metric()
-        parts = _parts(metric, self._trials(), self._asked)
+        parts = _parts(metric, self._trials(), self._space)
         pages.write(folder / "sweep.html", str(folder), parts, by="sweep")
+        best = self._best()
         if not best:
             return None
-        score = f"{metric.name} {metric.height(best.value):.6g}"
-        about = f"# {score}, trial {best.number + 1}: {self._own.command}"
+        score = metric.height(best.value)
         run_dir = typed.written(folder / "best", is_path=True)
-        lines = [about, *self._asked.flagfile(best.params), f"--run_dir={run_dir}\n"]
+        lines = [
+            f"# {metric.name} {score:.6g}, trial {best.number + 1}: {self._arguments.command}",
+            *self._space.flagfile(best.params),
+            f"--run_dir={run_dir}\n",
+        ]
         with whole_files.written(folder / "best.cfg") as partial:
             partial.write_text("\n".join(lines))
         return folder / "best.cfg"
 
 
-def _study(folder: Path, asked: Asked) -> optuna.Study:
+def _study(folder: Path, space: SearchSpace) -> optuna.Study:
     """A new study, or the one of the folder; ValueError where that is of another sweep."""
-    file, journal = folder / "sweep.json", folder / "journal.log"
-    new = [*(line for _, line in asked.base), *asked.words({})]
-    old = new
-    if file.exists():
-        old = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
-        if not isinstance(old, list) or not all(isinstance(line, str) for line in old):
-            raise ValueError(f"{file} holds no lines of a sweep: move it, or give another --folder")
-    others = [name for name in _WRITTEN if not file.exists() and (folder / name).exists()]
-    if others:
-        raise ValueError(f"{folder} has {others[0]} of no sweep: move it, or give another --folder")
-    for line in [line for line in (*old, *new) if (line in old) != (line in new)]:
-        whose = "that one" if line in old else "this one"
-        raise ValueError(f"{folder} has another sweep: only {whose} has {line}; give --folder")
-    whole_files.write_json(file, new)
+    _keep_search(folder, space)
     with whole_files.written(folder / _BASE) as partial:
-        partial.write_text("".join(f"{line}\n" for _, line in asked.base))
-    if journal.exists() and not (text := journal.read_bytes()).endswith(b"\n"):
-        os.truncate(journal, text.rfind(b"\n") + 1)  # a full disk cut its last line
+        partial.write_text("".join(f"{line}\n" for _, line in space.base))
+    journal = folder / "journal.log"
+    if journal.exists():
+        text = journal.read_bytes()
+        if not text.endswith(b"\n"):  # a full disk cut its last line
+            os.truncate(journal, text.rfind(b"\n") + 1)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(journal))
     storage = optuna.storages.JournalStorage(backend)
-    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
-    how = {"storage": storage, "pruner": pruner, "direction": "maximize", "load_if_exists": True}
-    study = optuna.create_study(study_name="sweep", **how)
+    study = optuna.create_study(
+        study_name="sweep",
+        storage=storage,
+        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
+        direction="maximize",
+        load_if_exists=True,
+    )
     for left in study.get_trials(states=[TrialState.RUNNING]):  # `ask` takes these first
         storage.set_trial_state_values(left._trial_id, TrialState.WAITING)
     return study
 
 
-def _space(asked: Asked) -> dict[str, distributions.BaseDistribution]:
-    found = {}
-    for name, values in asked.values.items():
-        whole = isinstance(values[0], int)
-        kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+def _keep_search(folder: Path, space: SearchSpace) -> None:
+    """Writes what is searched; ValueError where the folder has another sweep."""
+    file = folder / "sweep.json"
+    lines = [line for _, line in space.base] + space.words({})
+    if file.exists():
+        old = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
+        if not isinstance(old, list) or not all(isinstance(line, str) for line in old):
+            raise ValueError(f"{file} holds no lines of a sweep: move it, or give another --folder")
+        for line in (*old, *lines):
+            if line not in old or line not in lines:
+                sweep = "that one" if line in old else "this one"
+                raise ValueError(
+                    f"{folder} has another sweep: only {sweep} has {line}; give --folder"
+                )
+    else:
+        for name in _WRITTEN:
+            if (folder / name).exists():
+                raise ValueError(
+                    f"{folder} has {name} of no sweep: move it, or give another --folder"
+                )
+    whole_files.write_json(file, lines)
+
+
+def _distributions(space: SearchSpace) -> dict[str, distributions.BaseDistribution]:
+    """What Optuna draws each swept setting from."""
+    drawn: dict[str, distributions.BaseDistribution] = {}
+    for name, values in space.values.items():
+        is_log = _is_log(space, name)
         if isinstance(values[0], str):
-            found[name] = distributions.CategoricalDistribution(values)
+            drawn[name] = distributions.CategoricalDistribution(values)
+        elif isinstance(values[0], int):
+            drawn[name] = distributions.IntDistribution(*values, log=is_log)
         else:
-            found[name] = kind(*values, log=asked.flags[name].endswith(":log"))
-    return found
+            drawn[name] = distributions.FloatDistribution(*values, log=is_log)
+    return drawn
+
+
+def _is_log(space: SearchSpace, name: str) -> bool:
+    return space.flags[name].endswith(":log")
 
 
 def _is_used(folder: Path) -> bool:
@@ -296,10 +387,11 @@ def _is_used(folder: Path) -> bool:
 
 def _gpus() -> list[str]:
     """This host's, as CUDA_VISIBLE_DEVICES names them."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return given.split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return visible.split(",")
     try:
-        return [*map(str, range(placement.granted()))]
+        return [str(number) for number in range(placement.granted())]
     except (OSError, subprocess.SubprocessError):  # each trial says why
         return []
 
@@ -309,34 +401,59 @@ def _short(value: object) -> str:
 
 
 def _rank(trial: FrozenTrial) -> tuple[bool, tuple[float, float, int]]:
-    """Of which the highest is the best: whole trials, then by score; of equals the first."""
+    """The best trial has the highest rank: whole ones, then by score; of equals the first."""
     height = -math.inf if trial.value is None else trial.value
     loss = trial.user_attrs.get("loss", math.inf)
     score = Score(height, -trial.number, loss, since=0)
     return trial.state == TrialState.COMPLETE, MainMetric("height").rank(score)
 
 
-def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], asked: Asked) -> list[str]:
+def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace) -> list[str]:
     """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
-    trials, rows, name = sorted(trials, key=_rank, reverse=True), [], metric.name or "score"
-    for one in trials:
-        ran = one.user_attrs.get("steps", ""), round(one.user_attrs.get("seconds", 0))
-        score = "" if one.value is None else f"{metric.height(one.value):.4f}"
-        values = (_short(one.params.get(name, "")) for name in asked.values)
-        rows.append([one.number + 1, score, *values, *ran, one.state.name.lower()])
-    table = pages.table(rows, ["trial", name, *asked.values, "steps", "seconds", "state"])
-    scored, plots = [one for one in trials if one.state in _SCORED and one.value is not None], []
+    trials = sorted(trials, key=_rank, reverse=True)
+    plots = []
+    scored = [trial for trial in trials if trial.state in _SCORED and trial.value is not None]
     if scored:
-        axes = {name: [one.params[name] for one in scored] for name in asked.values}
-        log = {name for name in axes if asked.flags[name].endswith(":log")}
-        axes |= {name: [metric.height(one.value) for one in scored]}
-        least = metric.mode == "min"
-        plots.append(pages.parallel("Settings and score", axes, log=log, least_is_best=least))
-    whole = [one for one in trials if one.state == TrialState.COMPLETE]
-    whole = sorted((one.number + 1, one.value) for one in whole)
+        plots.append(_parallel(metric, scored, space))
+    whole = [trial for trial in scored if trial.state == TrialState.COMPLETE]
     if whole:
-        numbers, heights = zip(*whole)
-        best = [metric.height(height) for height in itertools.accumulate(heights, max)]
-        curve = {"best": (numbers, best)}
-        plots.append(pages.curves(f"Best {name} so far", curve, xlabel="trial"))
-    return [pages.cards(plots), pages.section("Trials", table)]
+        plots.append(_best_so_far(metric, whole))
+    return [pages.cards(plots), pages.section("Trials", _table(metric, trials, space))]
+
+
+def _table(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace) -> str:
+    heads = ["trial", metric.name or "score", *space.values, "steps", "seconds", "state"]
+    rows = []
+    for trial in trials:
+        score = "" if trial.value is None else f"{metric.height(trial.value):.4f}"
+        rows.append(
+            [
+                trial.number + 1,
+                score,
+                *[_short(trial.params.get(name, "")) for name in space.values],
+                trial.user_attrs.get("steps", ""),
+                round(trial.user_attrs.get("seconds", 0)),
+                trial.state.name.lower(),
+            ]
+        )
+    return pages.table(rows, heads)
+
+
+def _parallel(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace) -> str:
+    axes = {name: [trial.params[name] for trial in trials] for name in space.values}
+    axes[metric.name or "score"] = [metric.height(trial.value) for trial in trials]
+    return pages.parallel(
+        "Settings and score",
+        axes,
+        log={name for name in space.values if _is_log(space, name)},
+        least_is_best=metric.mode == "min",
+    )
+
+
+def _best_so_far(metric: MainMetric, trials: Sequence[FrozenTrial]) -> str:
+    trials = sorted(trials, key=lambda trial: trial.number)
+    numbers = [trial.number + 1 for trial in trials]
+    highest = itertools.accumulate([trial.value for trial in trials], max)
+    best = [metric.height(height) for height in highest]
+    title = f"Best {metric.name or 'score'} so far"
+    return pages.curves(title, {"best": (numbers, best)}, xlabel="trial")
