@@ -30,10 +30,10 @@ from hvdkit.stop import DONE
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
-SIGN = "hvdkit browse"  # a sheet's PNG file names this as its Software
-_COLUMNS = 16  # most tiles in a row, where they are of the least size
-_SIDE = 96  # least pixels of a tile's longer side
-_TEXT_HEIGHT = 18  # in pixels
+SIGN = "hvdkit browse"  # written as the Software of a sheet's PNG file
+_COLUMNS = 16  # of the smallest tiles, at most so many stand in a row
+_SIDE = 96  # a tile's longer side has at least so many pixels
+_TEXT_HEIGHT = 18  # pixels of the line below a tile
 
 
 def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -130,7 +130,7 @@ def _caption(targets: dict[str, Any], names: Sequence[str]) -> str:
     name = str(name_of.get(int(label), label))
     if "other" not in targets or "share" not in targets:
         return name
-    percent = round(100 * float(targets["share"]))  # of the first class
+    percent = round(100 * float(targets["share"]))  # the share of the first class
     other = name_of.get(int(targets["other"]), targets["other"])
     return f"{percent}% {name}, {100 - percent}% {other}"
 

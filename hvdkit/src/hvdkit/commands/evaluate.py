@@ -15,7 +15,6 @@ import contextlib
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks
 
-WRITTEN = ("evaluation.json", "classes.csv", "confusion.csv", "worst")  # in --out
+WRITTEN = ("evaluation.json", "classes.csv", "confusion.csv", "worst")  # names in --out
 
 
 class WorstSamples:
@@ -47,9 +46,9 @@ class WorstSamples:
     def __init__(self, run: RunContext, *, count: int, rounds: int) -> None:
         self._run = run
         self._count = count
-        self._rounds = rounds  # batches of a rank
+        self._rounds = rounds  # how many batches a rank evaluates
         self._done = 0
-        self._worst: list[tuple[float, int]] = []  # loss, and the sample's number, negated
+        self._worst: list[tuple[float, int]] = []  # pairs: loss, and the sample's number, negated
 
     def add(self, means: np.ndarray, ids: list[int]) -> None:
         """Takes a batch of this rank, as Evaluator.on_batch."""
@@ -100,26 +99,19 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, argumen
         "samples": len(run.val_source),
         "measure": dict(run.checkpoints.measure),
     }
-    with contextlib.ExitStack() as replacing:
-        folder = Path()
-        # A folder that cannot be written is refused before the evaluation, which may take hours.
+    replaced = _replaced(arguments.out, out, inputs=[checkpoint, Path(config.data_dir)])
+    weights = run.state.averaged_weights() if averaged else contextlib.nullcontext()
+    with load_run.written_by_chief(world, out, replaced) as folder, weights:
+        evaluation = evaluator.run(lambda: stop_signal.asked)
+        if evaluation is None:
+            raise Stop(PREEMPTED, "stopped before the end: nothing was written")
+        samples = worst.of_all_ranks()
         with world.fail_together(f"writing {out}"):
             if world.is_chief:
-                inputs = [checkpoint, Path(config.data_dir)]
-                folder = replacing.enter_context(_replaced(arguments.out, out, inputs))
-        with run.state.averaged_weights() if averaged else nullcontext():
-            evaluation = evaluator.run(lambda: stop_signal.asked)
-            if evaluation is None:
-                raise Stop(PREEMPTED, "stopped before the end: nothing was written")
-            samples = worst.of_all_ranks()
-            with world.fail_together(f"writing {out}"):
-                if world.is_chief:
-                    is_best = arguments.checkpoint == "best"
-                    about["chose_checkpoint"] = is_best and _chosen_by_samples(run, checkpoint)
-                    _write(run, folder, about=about, evaluation=evaluation, worst=samples)
-                    _write_pictures(run, evaluator, folder=folder / "worst", worst=samples)
-        with world.fail_together(f"writing {out}"):
-            replacing.pop_all().close()
+                is_best = arguments.checkpoint == "best"
+                about["chose_checkpoint"] = is_best and _chosen_by_samples(run, checkpoint)
+                _write(run, folder, about=about, evaluation=evaluation, worst=samples)
+                _write_pictures(run, evaluator, folder=folder / "worst", worst=samples)
     say(world, f"written: {out}")
 
 

@@ -24,13 +24,14 @@ from hvdkit.ranks.world import World
 from hvdkit.stop import PREEMPTED, Stop, launch_rank
 from hvdkit.train.inputs import Inputs, describe
 
-KINDS = {"object": "S", "bfloat16": "f4"}  # NumPy's files hold these types as those
+# Types that NumPy's files lack, and what they are written as.
+KINDS = {"object": "S", "bfloat16": "f4"}
 SUFFIXES = (".npz", ".jsonl")
 LINES = "predictions.jsonl"
 ARRAYS = "predictions.npz"
-_NOISE_SIZE = 16  # of an axis of noise, where the input takes any size
-_NOISE_EXAMPLES = 2  # a model that takes any batch is tried with so many
-_MORE_BYTES = 2**30  # the arrays of a compressed file may have so many more than the file
+_NOISE_SIZE = 16  # size of an axis of noise, where the input takes any
+_NOISE_EXAMPLES = 2  # batch size of noise, where the model takes any
+_MORE_BYTES = 2**30  # most bytes of a file's arrays, beyond the file's size
 
 # By name of an input: arrays [...] of all examples, or one array [examples, ...].
 Columns = dict[str, Sequence[np.ndarray]]
@@ -158,7 +159,7 @@ def _converted(array: np.ndarray, where: str, spec: tf.TensorSpec) -> np.ndarray
         )
     with np.errstate(all="ignore"):
         converted = array.astype(spec.dtype.as_numpy_dtype)
-    if spec.dtype.is_floating:  # a floating type may round
+    if spec.dtype.is_floating:  # rounding is allowed
         is_kept = np.array_equal(np.isinf(converted), np.isinf(array))
     else:
         is_kept = np.array_equal(converted, array)

@@ -55,11 +55,12 @@ from hvdkit.train.task import Task
 
 SAVED_MODEL = "saved_model"
 KERAS = "model.keras"
-CARD = "card.json"  # also the name in the SavedModel's assets.extra
+CARD = "card.json"  # written into the SavedModel's assets.extra too
 ONNX = "model.onnx"
 WRITTEN = (SAVED_MODEL, KERAS, CARD, ONNX)  # names in --out
-_ONNX_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}  # ONNX Runtime casts not
-_LONGEST = 300  # characters of a reason
+# ONNX Runtime does not cast its inputs.
+_ONNX_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64}
+_LONGEST = 300  # characters of a reason; the rest is cut
 # Outputs may differ by this share of a value, and of the median: kernels add in another order.
 _NEAR = 1e-3
 # This program runs in a new process without the project.
@@ -132,8 +133,8 @@ class Exports(NamedTuple):
     run: load_run.Trained
     module: Exported
     signatures: dict[str, Any]
-    example: Any  # what the model takes, a batch
-    arguments: dict[str, np.ndarray]  # what serving_default takes, by name
+    example: Any  # a batch of what the model takes
+    arguments: dict[str, np.ndarray]  # arguments of serving_default, by name
 
 
 def export(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
@@ -259,7 +260,7 @@ def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, s
     Keras finds classes that are registered, and refuses functions of Python in its safe mode.
     """
     classes = {type(layer).__name__: type(layer) for layer in _foreign(model)}
-    ways = [("", None, True)]  # in words, custom_objects, safe_mode
+    ways = [("", None, True)]  # words of the note, custom_objects, safe_mode
     if classes:
         names = ", ".join(classes)
         ways.append((f"custom_objects of {names}", classes, True))
@@ -330,11 +331,11 @@ def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
     wanted = tf.nest.flatten(model(inputs, training=False))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tf2onnx's, of NumPy
+            warnings.simplefilter("ignore")  # tf2onnx warns of NumPy's types
             model.export(str(file), format="onnx", verbose=False)
         session = onnxruntime.InferenceSession(file.read_bytes())
         outputs = session.run(None, _fed(session.get_inputs(), inputs))
-    except Exception as error:  # whatever a converter raises
+    except Exception as error:  # a converter may raise anything
         raise ValueError(f"--onnx: {model.name} cannot be converted: {error!s:.300}") from None
     for tensor, output in zip(wanted, outputs, strict=True):
         array = tensor.numpy()

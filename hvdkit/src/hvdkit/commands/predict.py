@@ -22,7 +22,6 @@ somebody else put there under these names is refused. Flags of train.py may foll
 ...).
 """
 
-import contextlib
 import io
 import json
 import os
@@ -51,8 +50,8 @@ from hvdkit.train import task_checks
 from hvdkit.train.task import Task
 
 _BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
-_BITS_PER_SAMPLE = 258  # the TIFF tag
-_SHOWN_CLASSES = 5  # most probable classes of a picture
+_BITS_PER_SAMPLE = 258  # number of the TIFF tag
+_SHOWN_CLASSES = 5  # so many of the most probable classes are written
 CSV = "predictions.csv"
 WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # names in --out
 OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # from a picture to outputs by name
@@ -61,7 +60,7 @@ OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # from a picture to o
 class Drawing(NamedTuple):
     """A segmented picture, drawn."""
 
-    classes: Image.Image  # with a palette
+    classes: Image.Image  # the classes' numbers, with a palette
     overlay: Image.Image
 
 
@@ -69,8 +68,8 @@ class Prediction(NamedTuple):
     """What is predicted of a picture, but for drawings."""
 
     file: str
-    likeliest: list[tuple[int, float]]  # class and probability; [] where it has not one class
-    others: dict[str, Any]  # other outputs by name, for JSON
+    likeliest: list[tuple[int, float]]  # class and probability; [] of a segmented picture
+    others: dict[str, Any]  # other outputs by name, as JSON takes them
 
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
@@ -78,21 +77,14 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, argument
     predictor_class = PicturePredictor
     if any(path.suffix in examples.SUFFIXES for path in arguments.pictures):
         predictor_class = predict_examples.ExamplePredictor
-    with contextlib.ExitStack() as replacing:
-        folder_of_chief = ""
-        # A folder that cannot be written is refused before the work.
-        with world.fail_together(f"writing {arguments.out}"):
-            if world.is_chief:
-                replaced = whole_files.replaced(arguments.out, WRITTEN, inputs=arguments.pictures)
-                folder_of_chief = os.path.abspath(replacing.enter_context(replaced))
+    replaced = whole_files.replaced(arguments.out, WRITTEN, inputs=arguments.pictures)
+    with load_run.written_by_chief(world, arguments.out, replaced) as folder_of_chief:
         predictor = predictor_class(config, world, arguments)
-        folder = Path(world.broadcast_object(folder_of_chief, "predict.folder"))
+        folder = world.broadcast_object(os.path.abspath(folder_of_chief), "predict.folder")
         with world.fail_together(f"writing {arguments.out}"):
-            if not folder.is_dir():
+            if not Path(folder).is_dir():
                 raise ValueError("it is not the folder of rank 0: give one that all ranks see")
-        faults = predictor.predict_into(folder, stop_signal)
-        with world.fail_together(f"writing {arguments.out}"):
-            replacing.pop_all().close()
+        faults = predictor.predict_into(Path(folder), stop_signal)
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {arguments.out}")
@@ -140,7 +132,7 @@ class PicturePredictor:
             except tf.errors.OpError as error:
                 own_faults.append(f"{file}: {reason_of(error)}")
             except (ValueError, OSError) as error:
-                if passes(error):  # a full disk, not a bad file
+                if passes(error):  # the disk is full: not the picture's fault
                     failure = error
                 own_faults.append(str(error))
             if world.is_chief:
@@ -250,7 +242,7 @@ def decoded(data: bytes, file: object) -> np.ndarray:
 def _too_deep(picture: Image.Image) -> str:
     """Why a picture's colours are refused; "" where they have 8 bits or fewer."""
     bits = (1,)
-    if picture.format == "TIFF":  # of colours of 16 bits Pillow would keep the high 8
+    if picture.format == "TIFF":  # Pillow would keep the high 8 of 16 bits
         bits = picture.tag_v2.get(_BITS_PER_SAMPLE, bits)
     if picture.mode[0] in "IF" or max(bits) > 8:
         return "has more than 8 bits a channel: convert it to 8 bits"

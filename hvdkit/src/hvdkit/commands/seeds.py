@@ -69,7 +69,7 @@ class SeedRuns:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._process: subprocess.Popen | None = None
-        self._signals: list[int] = []  # all that came to this process
+        self._signals: list[int] = []  # all signals that came to this process
 
     def run_all(self) -> int:
         """Raises ValueError: a run did not end well, or its score is of another metric."""

@@ -37,7 +37,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
 
 Answer = Callable[[bytes], dict[str, Any]]
-_MOST_BYTES = 64 * 2**20  # of a picture's file
+_MOST_BYTES = 64 * 2**20  # most bytes of a picture's file
 # After an answer, how long a client may go on sending, and how long it may be silent.
 _LAST_SECONDS, _SILENT_SECONDS = 60.0, 2.0
 # Connections that have not brought the word: how many stay, and for how long.
@@ -112,7 +112,7 @@ class Server(http.server.ThreadingHTTPServer):
     Those of strangers, who do not know the word, are few: the oldest makes place for the newest.
     """
 
-    request_queue_size = 128  # connections that wait for `handle_request`; more are reset
+    request_queue_size = 128  # so many connections wait for `handle_request`; more are reset
 
     def __init__(self, address: tuple[str, int], kind: type["Handler"]) -> None:
         super().__init__(address, kind)
@@ -237,9 +237,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             short = f"Content-Length says {size:,} bytes, and {len(data):,} came"
             self._send_error(HTTPStatus.BAD_REQUEST, short)
             return
-        found = type(self).answer(data)
-        status = HTTPStatus.UNPROCESSABLE_ENTITY if "error" in found else HTTPStatus.OK
-        self._send(status, "application/json", json.dumps(found).encode())
+        content = type(self).answer(data)
+        status = HTTPStatus.UNPROCESSABLE_ENTITY if "error" in content else HTTPStatus.OK
+        self._send(status, "application/json", json.dumps(content).encode())
 
     def parse_request(self) -> bool:
         """Whether to go on: False where the word is not known."""
@@ -296,8 +296,8 @@ def handler(answer: Answer, word: str, title: str) -> type[Handler]:
     """A server's, of one address."""
     script = _SCRIPT.replace("MOST_BYTES", str(_MOST_BYTES))
     page = pages.page(title, [_BODY], by="serve", script=script)
-    own = {"answer": staticmethod(answer), "word": word, "page": page}
-    return type("OneAddress", (Handler,), own)
+    attributes = {"answer": staticmethod(answer), "word": word, "page": page}
+    return type("OneAddress", (Handler,), attributes)
 
 
 def main(argv: list[str]) -> int:

@@ -40,7 +40,7 @@ from hvdkit.train import task as tasks
 
 _TASKS = {"map": "segmentation", "class": "classification"}
 _QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
-_SAMPLES = 32  # on the sheet
+_SAMPLES = 32  # so many samples are on the sheet
 _MANY_VALUES = 20  # masks with more may have values that resizing left at edges
 
 

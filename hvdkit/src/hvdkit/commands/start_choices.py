@@ -10,7 +10,7 @@ from hvdkit.data.check import Counts
 from hvdkit.data.labels import IGNORE
 from hvdkit.settings import project, typed
 
-Choice = tuple[str, str]  # reason, flag
+Choice = tuple[str, str]  # the reason and the flag
 _MANY = 2000  # a large network learns little from fewer pictures
 
 
@@ -19,11 +19,11 @@ class Data(NamedTuple):
 
     folder: Path
     layout: str
-    about: str  # what is said of its splits
+    about: str  # words about its splits
     task: str
     classes: int
     train: Counts
-    is_white: bool  # label pictures hold 0 and 255 only
+    is_white: bool  # whether label pictures hold 0 and 255 only
 
     @property
     def has_masks(self) -> bool:
@@ -33,7 +33,7 @@ class Data(NamedTuple):
 class Measured(NamedTuple):
     """Choices that were measured; by default what is usual."""
 
-    batch: int = 0  # samples of a device
+    batch: int = 0  # samples of one device
     speeds: str = ""
     rate: float | None = None
 

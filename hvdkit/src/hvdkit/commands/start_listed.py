@@ -33,15 +33,15 @@ _ARRAYS = (
     "holds arrays, and start is for pictures in files: copy tasks/blank.py to a task of your own, "
     'whose `sources` return Arrays(image=np.load("FILE.npy", mmap_mode="r"), label=...)'
 )
-_MOST_BYTES = 2**30  # of a table of text
-_MORE_BYTES = 2**30  # in the values of a Parquet file than in the file
-_ROWS = 64  # of a Parquet file that are read at a time
-_BYTES_A_VALUE = 64  # that Python needs for a value besides its text
+_MOST_BYTES = 2**30  # most bytes of a CSV file
+_MORE_BYTES = 2**30  # most bytes of a Parquet file's values, beyond the file's size
+_ROWS = 64  # so many rows of a Parquet file are read at a time
+_BYTES_A_VALUE = 64  # so many bytes Python needs for a value besides its text
 _ENDINGS = IMAGE_SUFFIXES + OTHER_SUFFIXES
 _MISSING = ("", "na", "n/a", "nan", "null", "none", "?", "-")
 _FORMATS = {"PNG": ".png", "JPEG": ".jpg", "MPO": ".jpg", "WEBP": ".webp"}
 
-Column = list[Any]  # str, or the bytes of pictures
+Column = list[Any]  # texts, or the bytes of pictures
 Table = dict[str, Column]
 
 
@@ -203,7 +203,8 @@ def _bytes_of(value: Any) -> int:
 
 def _value(value: Any, classes: list[str] | None) -> str | bytes:
     """A cell as text, without space around it, or as bytes; what is missing is ""."""
-    if isinstance(value, dict) and {"bytes", "path"} & {*value}:  # an Image of datasets
+    # The library datasets writes an Image so.
+    if isinstance(value, dict) and {"bytes", "path"} & {*value}:
         value = value.get("bytes") or value.get("path")
     if value is None:
         return ""

@@ -17,10 +17,10 @@ from hvdkit.settings import Settings, project
 from hvdkit.train import objective
 from hvdkit.train import task as tasks
 
-_FIRST = 8  # samples of the smallest batch that is tried
-_STEPS = 3  # that are timed of each batch
-_ENOUGH = 0.9  # of the highest speed
-_SAMPLES = 32  # different ones in a batch, at most
+_FIRST = 8  # the smallest batch that is tried
+_STEPS = 3  # so many steps of each batch are timed
+_ENOUGH = 0.9  # a batch is fast enough at this share of the highest speed
+_SAMPLES = 32  # a batch repeats so many samples
 
 
 def batch(flag: str, most: int) -> tuple[int, str]:
@@ -51,7 +51,7 @@ def _fastest(config: Settings, most: int) -> tuple[int, str]:
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
     size = min(_FIRST, most)
-    speeds: dict[int, float] = {}  # samples a second, by batch
+    speeds: dict[int, float] = {}  # samples a second, by batch size
     while size <= most:
         chosen = [examples[i % len(examples)] for i in range(size)]
         stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *chosen)

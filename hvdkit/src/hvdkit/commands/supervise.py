@@ -37,7 +37,7 @@ _LATER = "starts again after 5, 10, ... 300 s; ends after a day without a new st
 class Rule(NamedTuple):
     """What follows the exit codes of a command."""
 
-    codes: tuple[int, ...]  # without codes: any that no other rule has
+    codes: tuple[int, ...]  # (): all codes that no other rule has
     meaning: str
     sequel: str
 
@@ -102,7 +102,7 @@ def table() -> str:
 def newest_step(folder: Path) -> int:
     """The newest step that the run has saved or logged; 0 where there is none."""
     steps = [0]
-    with contextlib.suppress(OSError):  # a disk may be away
+    with contextlib.suppress(OSError):  # the disk may be away
         for path in (folder / "checkpoints").glob("step-*"):
             with contextlib.suppress(ValueError):
                 steps.append(int(path.name.removeprefix("step-")))
@@ -147,7 +147,7 @@ class Supervisor:
         place = self._folder or "no folder: a minute without a crash counts as a step (--run-dir)"
         _say(f"looks for new steps in {place}")
 
-        # Of the newest start.
+        # State of the newest start.
         self._child: subprocess.Popen | None = None
         self._starting = False
         self._srun_end: re.Match | None = None
@@ -165,10 +165,10 @@ class Supervisor:
         self._seen_step = self._first_step
         self._newest_step_at = time.monotonic()
         self._reached_step = 0  # the step at which the last start without a new one ended
-        self._restarts = self._crashes = self._tries = 0  # since the newest step
+        self._restarts = self._crashes = self._tries = 0  # counted since the newest step
 
         self._hosts = Hosts(options.hosts_from, options.max_np, command)
-        self._used: dict[str, int] = {}  # ranks by host
+        self._used: dict[str, int] = {}  # number of ranks by host, in the newest start
         self._rejoins = False
         self._set_environment()
         hear(self._hear)
@@ -373,7 +373,7 @@ class Supervisor:
         """Whether a run may start without the hosts that do not answer."""
         if self._options.min_hosts:
             return len(there) >= self._options.min_hosts
-        if self._options.max_np:  # the others are spares
+        if self._options.max_np:  # hosts beyond --max-np are spares
             return sum(there.values()) >= self._options.max_np
         return False
 

@@ -20,7 +20,7 @@ _HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*
 _ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'said=$(timeout 30 ssh -o ConnectTimeout=5 \
 -o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true 2>&1 >/dev/null) \
 && echo {} || echo "{} $(echo "${said:-no words}" | tail -n 1)"'"""
-_TIMED_OUT = 124  # exit code of `timeout`
+_TIMED_OUT = 124  # exit code of `timeout` at a timeout
 
 
 class Hosts:
@@ -34,7 +34,8 @@ class Hosts:
         self._from = hosts_from
         self._most = most
         self._ssh = shlex.join(_ssh_options(command))
-        self._failures: Counter[str] = Counter()  # by the first part of a host's name
+        # How often a run failed on a host, by the first part of its name.
+        self._failures: Counter[str] = Counter()
         self.silent: dict[str, str] = {}
 
     def hear(self, line: str) -> None:

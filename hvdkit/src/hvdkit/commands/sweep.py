@@ -28,8 +28,8 @@ class SearchSpace(NamedTuple):
     """What is searched."""
 
     base: list[tuple[str, str]]  # names and lines of the flagfile
-    flags: dict[str, str]  # by name, as given
-    values: dict[str, list]  # of flags that are swept: two numbers, ends of a range; or texts
+    flags: dict[str, str]  # texts by name, as given
+    values: dict[str, list]  # of swept flags: two ends of a range, numbers; or a choice, texts
 
     def words(self, values: Mapping[str, object]) -> list[str]:
         """Flags of a trial, in which swept ones have these values."""

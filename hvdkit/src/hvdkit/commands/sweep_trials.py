@@ -35,10 +35,11 @@ from hvdkit.settings import typed
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotNow
 
 _FAILURES = 3  # a sweep without a score ends after so many trials that failed
-_RESTARTS = 3  # of a trial that ends with 75 or 76 by itself
-_PAUSE = 5.0  # seconds before each restart
-_BASE = "base.cfg"  # in the folder: the flagfile as it was when the sweep began
-_WRITTEN = (_BASE, "best.cfg", "journal.log", "sweep.html")  # in the folder, beside sweep.json
+_RESTARTS = 3  # a trial that ends with 75 or 76 by itself is restarted so often
+_PAUSE = 5.0  # seconds before a restart
+_BASE = "base.cfg"  # the copy, in the folder, of the flagfile as the sweep began with it
+# Names in the folder, beside sweep.json.
+_WRITTEN = (_BASE, "best.cfg", "journal.log", "sweep.html")
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
 
 
@@ -380,7 +381,7 @@ def _is_used(folder: Path) -> bool:
     """Whether rank 0 holds its lock (hvdkit/checkpoint/lease.py): it may outlive its launcher."""
     try:
         whole_files.lock(folder / ".lock").close()
-    except OSError as error:  # others: no folder yet, no locks
+    except OSError as error:  # other errors: no folder yet, no locks
         return isinstance(error, BlockingIOError)
     return False
 

@@ -1,7 +1,8 @@
 """A run that was trained: its settings, and its model with the weights of a checkpoint."""
 
 import argparse
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,6 +91,24 @@ def on_ranks(config: Settings, arguments: argparse.Namespace, work: Work) -> int
             work(resolved, world, stop_signal, arguments=arguments)
 
     return with_ranks(config, on_each)
+
+
+@contextlib.contextmanager
+def written_by_chief(
+    world: World, out: Path, replaced: contextlib.AbstractContextManager[Path]
+) -> Iterator[Path]:
+    """Yields rank 0's folder of `replaced`, which takes the place of `out` at the end; else Path().
+
+    Raises Stop: on all ranks, before their work, where rank 0 cannot write there.
+    """
+    with contextlib.ExitStack() as replacing:
+        folder = Path()
+        with world.fail_together(f"writing {out}"):
+            if world.is_chief:
+                folder = replacing.enter_context(replaced)
+        yield folder
+        with world.fail_together(f"writing {out}"):
+            replacing.pop_all().close()
 
 
 def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Path]:
