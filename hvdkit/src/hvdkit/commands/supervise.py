@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -165,7 +166,7 @@ class Supervisor:
         self._seen_step = self._first_step
         self._newest_step_at = time.monotonic()
         self._reached_step = 0  # the step at which the last start without a new one ended
-        self._restarts = self._crashes = self._tries = 0  # counted since the newest step
+        self._counts: Counter[str] = Counter()  # of starts, by what followed, since the newest step
 
         self._hosts = Hosts(options.hosts_from, options.max_np, command)
         self._used: dict[str, int] = {}  # number of ranks by host, in the newest start
@@ -214,9 +215,9 @@ class Supervisor:
 
     def _pause(self, rule: Rule) -> float:
         """Seconds before the next start: none to start on more hosts, or after a first crash."""
-        if self._rejoins or (rule.sequel == _CRASH and self._crashes == 1):
+        if self._rejoins or (rule.sequel == _CRASH and self._counts[_CRASH] == 1):
             return 0.0
-        doublings = min(9, max(0, self._tries - 1))
+        doublings = min(9, max(0, self._counts[_LATER] - 1))
         return min(300.0, self._options.pause * 2**doublings)
 
     def _is_empty(self) -> bool:
@@ -412,21 +413,21 @@ class Supervisor:
             self._newest_step_at = time.monotonic()
         # It made steps of its own, and ended elsewhere than before: no fault of the program.
         if is_progress or (reached and reached != self._reached_step):
-            self._restarts = self._crashes = self._tries = 0
+            self._counts.clear()
         self._reached_step = reached
         if not self._rejoins:
-            self._restarts += rule.sequel in (_STOPPED, _CRASH)
-            self._crashes += rule.sequel == _CRASH
-            self._tries += rule.sequel == _LATER
+            self._counts[rule.sequel] += 1
 
     def _enough(self, rule: Rule) -> str:
         """Why there is no further start; "" while there is."""
         waited = time.monotonic() - self._newest_step_at
         if rule.sequel == _LATER and waited >= self._options.patience:
             return f"for {waited:.0f} s without a new step"
-        if rule.sequel == _CRASH and self._crashes >= 3:
-            return f"crash {self._crashes} at step {self._newest_step}, whose trace is above"
-        return "after 3 restarts without a new step" if self._restarts > 3 else ""
+        crashes = self._counts[_CRASH]
+        if rule.sequel == _CRASH and crashes >= 3:
+            return f"crash {crashes} at step {self._newest_step}, whose trace is above"
+        restarts = self._counts[_STOPPED] + crashes
+        return "after 3 restarts without a new step" if restarts > 3 else ""
 
     def _after_stop(self, code: int) -> int:
         """What to return when this process, or with --stop-ends a rank, was told to stop."""
