@@ -38,10 +38,10 @@ from hvdkit.stop import WRONG_USE, Stop
 
 Answer = Callable[[bytes], dict[str, Any]]
 _MOST_BYTES = 64 * 2**20  # most bytes of a picture's file
-# After an answer, how long a client may go on sending, and how long it may be silent.
-_LAST_SECONDS, _SILENT_SECONDS = 60.0, 2.0
-# Connections that have not brought the word: how many stay, and for how long.
-_MOST_STRANGERS, _HEADER_SECONDS = 128, 10.0
+_LAST_SECONDS = 60.0  # after an answer a client may go on sending for so long
+_SILENT_SECONDS = 2.0  # after an answer a client may be silent for so long
+_MOST_STRANGERS = 128  # so many connections that have not brought the word stay
+_HEADER_SECONDS = 10.0  # such a connection stays for so long
 _BODY = """
 <p><label>A picture: <input type="file" id="file" accept="image/*"></label></p>
 <p id="fault" role="alert" class="bad"></p>
@@ -190,18 +190,24 @@ def refused(headers: Mapping[str, str]) -> tuple[HTTPStatus, str] | None:
     size = headers.get("Content-Length", "").strip()
     kind = headers.get("Content-Type", "")
     if headers.get("Transfer-Encoding"):
-        why = "a chunked upload is not read: send the picture's bytes with a Content-Length"
-        return HTTPStatus.LENGTH_REQUIRED, why
+        return (
+            HTTPStatus.LENGTH_REQUIRED,
+            "a chunked upload is not read: send the picture's bytes with a Content-Length",
+        )
     if kind.lower().startswith("multipart/"):
-        why = f"a form ({kind[:40]}) is not read: send the picture's bytes alone, as the body"
-        return HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why
+        return (
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            f"a form ({kind[:40]}) is not read: send the picture's bytes alone, as the body",
+        )
     if not size:
         return HTTPStatus.LENGTH_REQUIRED, "send the picture's bytes with a Content-Length"
     if not (size.isascii() and size.isdecimal()):
         return HTTPStatus.BAD_REQUEST, f"Content-Length: {size[:40]} is no number of bytes"
     if len(size) > 40 or int(size) > _MOST_BYTES:
-        why = f"a picture of {size[:40]} bytes is too large: {_MOST_BYTES:,} bytes at most"
-        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why
+        return (
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"a picture of {size[:40]} bytes is too large: {_MOST_BYTES:,} bytes at most",
+        )
     if int(size) == 0:
         return HTTPStatus.BAD_REQUEST, "the picture is empty: send its bytes as the body"
     return None
@@ -234,8 +240,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self._send_error(HTTPStatus.REQUEST_TIMEOUT, f"no byte came for {self.timeout} s")
             return
         if len(data) < size:
-            short = f"Content-Length says {size:,} bytes, and {len(data):,} came"
-            self._send_error(HTTPStatus.BAD_REQUEST, short)
+            self._send_error(
+                HTTPStatus.BAD_REQUEST,
+                f"Content-Length says {size:,} bytes, and {len(data):,} came",
+            )
             return
         content = type(self).answer(data)
         status = HTTPStatus.UNPROCESSABLE_ENTITY if "error" in content else HTTPStatus.OK
@@ -293,7 +301,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def handler(answer: Answer, word: str, title: str) -> type[Handler]:
-    """A server's, of one address."""
+    """The class of the handlers of one server, for its one address."""
     script = _SCRIPT.replace("MOST_BYTES", str(_MOST_BYTES))
     page = pages.page(title, [_BODY], by="serve", script=script)
     attributes = {"answer": staticmethod(answer), "word": word, "page": page}

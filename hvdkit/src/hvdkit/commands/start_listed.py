@@ -139,10 +139,12 @@ def _check_names(path: Path, names: list[str]) -> None:
 
 def _features(path: Path, metadata: bytes) -> dict[str, Any]:
     """What `datasets` says of each column, by name; empty where it says nothing."""
-    found = whole_files.from_json(metadata, f"{path}: its text about `datasets`")
+    description = whole_files.from_json(metadata, f"{path}: its text about `datasets`")
     for name in ("info", "features"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
+        if not isinstance(description, dict):
+            return {}
+        description = description.get(name)
+    return description if isinstance(description, dict) else {}
 
 
 def _parquet(path: Path) -> Table:
@@ -163,8 +165,8 @@ def _parquet(path: Path) -> Table:
         raise OSError(error) from None
     table = {}
     for name in schema.names:
-        known = features.get(name, {})
-        classes = known.get("names") if isinstance(known, dict) else None  # of datasets' ClassLabel
+        feature = features.get(name)
+        classes = feature.get("names") if isinstance(feature, dict) else None  # of a ClassLabel
         if not isinstance(classes, list):
             classes = None
         table[name] = [_value(value, classes) for value in columns[name]]
