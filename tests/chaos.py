@@ -3,7 +3,8 @@
     python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--minutes=M] [--folder=FOLDER] [KIND ...]
 
 `make chaos`: each kind once, in random order; `make soak`: one a minute, or as soon as the last one
-is mended, for two hours. As root, with sshfs and a compiler. KINDs are names of EVENTS, or begin one.
+is mended, for two hours. As root, with sshfs, fish and a compiler.
+KINDs are names of EVENTS, or begin one.
 
 Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to node3, and two more
 hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
@@ -58,6 +59,7 @@ int gettimeofday(struct timeval *now, void *zone) {
 }
 """  # a process's own, an hour ahead
 EVERYWHERE = "node1:1\nnode2:1\nnode3:1\n"
+WITH_A_SPARE = "node1:3\nnode2:3\nnode3:3\n"  # a run has six ranks at most
 OTHERS = ("node1:2\nnode3:1\n", "node1:1\n", "node1:1\nnode2:1\n", "node1:2\nnode2:2\nnode3:2\n")
 USUAL = [
     *(f"--flagfile={ROOT}/template/configs/demo.cfg", "--virtual_ranks=6", "--keep=3"),
@@ -79,11 +81,14 @@ class Job:
         self.hosts = Hosts(folder / "hosts", 5, ssh_port=22)
         self._store, self._mounts = folder / "store", {"data": self.hosts[4], "runs": self.hosts[5]}
         self.last, self.late = folder / "last", folder / "late"  # a step; a host's name
+        self.without_gpu = folder / "without_gpu"  # a host's name
+        self._programs = self._stand_in(folder / "programs" / "nvidia-smi").parent
         self.listed = folder / "listed"
         self.listed.write_text(EVERYWHERE)
         self._words = [sys.executable, "-m", "hvdkit", "supervise", "--hosts-from"]
         self._words += [f"cat {self.listed}", "--min-hosts", "1", "--rejoin", "20", "--"]
-        self._words += [ROOT / "launch/hosts.sh", self._python(folder), _fork(folder, self.last)]
+        fork = _fork(folder, self.last)
+        self._words += [fork / "launch/hosts.sh", self._python(folder), fork / "train.py"]
         self._words += [*USUAL, f"--data_dir={folder}/data", f"--run_dir={folder}/runs/run"]
         self.folder, self._log = folder, folder / "chaos.log"
 
@@ -122,8 +127,13 @@ class Job:
         script += f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"'
         return executable(folder / "python", script)
 
+    def _stand_in(self, path: Path) -> Path:
+        """The driver's program, which fails on the host whose name is in `without_gpu`."""
+        return executable(path, f'[ "$(cat {self.without_gpu} 2>/dev/null)" != "$(hostname)" ]')
+
     def start(self) -> None:
         env = {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
+        env["PATH"] = f"{self._programs}:{os.environ['PATH']}"
         self.process = start(self.hosts[1].words(*self._words), env)
         threading.Thread(target=self._read, args=(self.process,), daemon=True).start()
 
@@ -195,9 +205,11 @@ class Job:
 
 
 def _fork(folder: Path, last: Path) -> Path:
-    """Its train.py: a second after each step, until a file says which one is the last."""
+    """A fork that pauses for a second after each step, until a file says which one is the last."""
     fork, ignore = folder / "fork", shutil.ignore_patterns("datasets", "runs")
     shutil.copytree(ROOT / "template", fork, symlinks=True, ignore=ignore)
+    (fork / "launch").unlink()  # a link, which leads nowhere from here
+    shutil.copytree(ROOT / "launch", fork / "launch")
     code = (fork / "train.py").read_text()
     ends = f"""
         import pathlib, time
@@ -208,7 +220,7 @@ def _fork(folder: Path, last: Path) -> Path:
     code, changed = re.subn(r"\n +run\.after_step\(.*", lambda line: line[0] + ends, code)
     assert changed == 1
     (fork / "train.py").write_text(code)
-    return fork / "train.py"
+    return fork
 
 
 def _has(process: psutil.Process, words: tuple[str, ...]) -> bool:
@@ -308,6 +320,61 @@ def other_hosts(job: Job) -> None:
     signalled(signal.SIGKILL)(job)
 
 
+def _used_hosts(job: Job, since: int) -> list[str]:
+    """Names of the two hosts, of three, on which the run has begun again."""
+    said = "".join(job.lines[since:])
+    return re.findall(r"6 ranks on 2 host\(s\) \((node\d), (node\d)\)", said)[-1]
+
+
+def _go_on_with_a_spare(job: Job) -> list[str]:
+    """Names of the hosts that the next start, too, takes first."""
+    since = len(job.lines)
+    job.listed.write_text(WITH_A_SPARE)
+    job.send(signal.SIGTERM)  # after a kill, the host that mpirun names would be left out
+    job.wait_for_line("resuming from", since)
+    return _used_hosts(job, since)
+
+
+def lost_on_a_host(lose: Callable, mend: Callable, message: str) -> Callable[[Job], None]:
+    """One of two hosts lacks something at the next start: the run goes on with the spare."""
+
+    def event(job: Job) -> None:
+        name = max(_go_on_with_a_spare(job))  # not node1, which has the launcher
+        host = job.hosts[int(name[-1])]
+        lose(job, host)
+        since = len(job.lines)
+        job.send(signal.SIGTERM)
+        job.wait_for_line(message.format(name=name), since)
+        job.wait_for_line("supervise: exit code 76", since)
+        job.wait_for_line("resuming from", since)
+        mend(job, host)
+        if name in _used_hosts(job, since):
+            raise Failed(f"{name} was not left out{job.tail()}")
+
+    return event
+
+
+def fish_host(job: Job) -> None:
+    """Users log in to fish on one host, until the run has begun again."""
+    since = len(job.lines)
+    with job.hosts[3].login("/usr/bin/fish"):
+        job.send(signal.SIGKILL)
+        job.wait_for_line("resuming from", since)
+
+
+def three_losses(job: Job) -> None:
+    """Between two checkpoints, which come every three steps: each start makes a step or two."""
+    for steps in (2, 1, 2):
+        since, seen = len(job.lines), len(job.steps)
+
+        def is_there(steps: int = steps, seen: int = seen) -> bool:
+            return any(step % 3 == steps for step in job.steps[seen:])
+
+        job.wait_for(f"a step {steps} after a checkpoint", is_there)
+        job.send(signal.SIGKILL)
+        job.wait_for_line("supervise: exit code", since)
+
+
 def late_clock(which: int) -> Callable[[Job], None]:
     return lambda job: job.late.write_text(f"node{which}") and job.send(signal.SIGKILL)
 
@@ -369,6 +436,18 @@ EVENTS = {
     "the launcher's host away for 60 s": cut(1, 60),
     "docker0 down and up": docker0,
     "other hosts": other_hosts,
+    "GPU lost on a host": lost_on_a_host(
+        lambda job, host: job.without_gpu.write_text(host.name),
+        lambda job, host: job.without_gpu.unlink(),
+        "nvidia-smi fails on {name} ",
+    ),
+    "data not there on a host": lost_on_a_host(
+        lambda job, host: host.sh(f"mount -t tmpfs none {job.folder}/data"),
+        lambda job, host: host.sh(f"umount {job.folder}/data"),
+        "/data (rank ",
+    ),
+    "a host where users log in to fish": fish_host,
+    "three losses between two checkpoints": three_losses,
     "rank 0's clock an hour ahead": late_clock(1),
     "another host's clock an hour ahead": late_clock(2),
     "the newest checkpoint cut short": damage(cut_short),
@@ -484,7 +563,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="is left as it was at the end")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="by default all")
     args = parser.parse_args()
-    require("sshd", "ssh", "ip", "tc", "unshare", "nsenter", "sshfs")
+    require("sshd", "ssh", "ip", "tc", "unshare", "nsenter", "sshfs", "fish")
     rng = random.Random(args.seed)
     order = _order(args, rng)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))

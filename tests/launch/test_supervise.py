@@ -280,6 +280,7 @@ def test_the_words_of_ssh_are_shown_while_hosts_are_waited_for(tmp_path: Path, a
         ("mpirun noticed that process rank 1 with PID 7 on node node2 exited on", 137),
         ("error: cannot start on node2: ssh answers, but its login shell", 76),
         ("error: cannot reach node2, port 22, by ssh: Connection refused", 76),
+        ("[1,1]<stderr>:error: the device: nvidia-smi fails on node2 (9) (rank 1 on node2)", 76),
     ],
 )
 def test_a_host_that_failed_is_left_out_where_there_are_spares(
