@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import strangers
 from hosts import NOBODY, PYTHON, Hosts, require, run, start
 from projects import tracked
 
@@ -47,9 +48,7 @@ def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
 def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     """On one host or two: the run goes on, no secret is shown, and no port gives an answer."""
     require("setpriv", "ps", "cc")
-    guard, end, run_id = tmp_path / "guard.so", tmp_path / "end", f"attacked-{os.getpid()}"
-    source = ROOT / "docker/setup/guard.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", guard, source, "-ldl"], check=True)
+    guard, end, run_id = strangers.guard(tmp_path), tmp_path / "end", f"attacked-{os.getpid()}"
     words = [ROOT / "launch/hosts.sh", "--plain", "-np", f"{count + 1}"]
     inside, hosts = [lambda *words: [*map(str, words)]], None
     if count == 2:

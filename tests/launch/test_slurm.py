@@ -1,13 +1,16 @@
 """slurm.sbatch on a real Slurm of two nodes: trains, is stopped, goes back into the queue or not."""
 
+import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hosts import ROOT, STAND_IN, Hosts
+import strangers
+from hosts import NOBODY, PYTHON, ROOT, STAND_IN, Hosts, require
 from slurm import Slurm
 
 TRAINING = [sys.executable, str(ROOT / "template" / "train.py")]
@@ -91,6 +94,31 @@ def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
     job = Job(slurm, tmp_path, SBATCH, *BLANK, f"--run_dir={tmp_path}/run")
     assert job.end(200)[:2] == ("COMPLETED", "0:0"), job.log()
     assert "2 ranks on 2 host(s) (node1, node2)" in job.log() and ", MPI" in job.log()
+
+
+@pytest.mark.slow
+def test_nobody_reaches_the_ranks_that_srun_starts(slurm: Slurm, hosts: Hosts, tmp_path: Path):
+    """On both nodes; the port of Slurm's own PMIx takes connections of all users of its node."""
+    require("cc", "setpriv", "ss")
+    end, attacks = tmp_path / "end", ROOT / "tests/attacks"
+    env = f"ALL,LAUNCH_GUARD={strangers.guard(tmp_path)}"
+    sbatch = "--exclusive --ntasks-per-node=2"
+    command = (SBATCH, sys.executable, attacks / "victim.py", end)
+    job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=env)
+    job.wait_for(lambda: job.log().count("ready") == 4, 120)
+    for host in (hosts[1], hosts[2]):
+        places = re.findall(r"(\S+):(\d+) .*\(\(.python", host.sh("ss -tlnpH"))
+        ports = [[address.strip("[]"), int(port)] for address, port in places]
+        assert host.sh("cat /proc/[0-9]*/maps 2>/dev/null | grep -c guard.so") != "0\n"
+        # Of each rank: MPI's for two kinds of address, and that of the watch.
+        assert len(ports) >= 6, host.sh("ss -tlnp")
+        task = json.dumps({"secrets": [], "ports": ports, "seconds": 6})
+        attack = host.words(*NOBODY, PYTHON, str(attacks / "stranger.py"))
+        found = json.loads(subprocess.check_output(attack, input=task, text=True))
+        got = list(found["got"].values())
+        assert {*got} <= {0, 16} and got.count(16) >= 2, found
+    end.touch()
+    assert job.end()[:2] == ("COMPLETED", "0:0") and job.log().count("ended well") == 4, job.log()
 
 
 @pytest.mark.slow
