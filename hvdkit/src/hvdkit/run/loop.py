@@ -33,7 +33,8 @@ from hvdkit.run.health import Ending, Health
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train import batch_norm, reduction, task, task_checks
-from hvdkit.train.step import Result, Step, direct_call
+from hvdkit.train.step import Result, Step
+from hvdkit.train.tracing import direct_call
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 _ONE_STEP = "train.py: each batch of run.batches() takes one step: call step(batch) once"

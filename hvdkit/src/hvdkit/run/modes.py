@@ -23,7 +23,7 @@ from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
+from hvdkit.train import task_checks, trial
 
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
@@ -43,7 +43,7 @@ def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]
 
 def before_folder(run: Run) -> None:
     """What shows or tries the run before anything is written; every rank must call it."""
-    run.parts.try_out(run.feed.sample)
+    trial.try_out(run.parts, run.feed.sample)
     with run.world.fail_together("reading the settings"):
         trackers.kinds(run.settings.tracker_names if run.world.is_chief else ())
     if run.mode == "dry_run":

@@ -9,6 +9,7 @@ SGD: it makes no large step of a rounding error.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import keras
@@ -16,23 +17,27 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.sampler import share
-from hvdkit.train import batch_norm, combine, dropout, simulated_ranks
+from hvdkit.ranks import agreement
+from hvdkit.ranks.world import raw, say
+from hvdkit.train import (
+    across,
+    batch_norm,
+    combine,
+    dropout,
+    objective,
+    simulated_ranks,
+    task_checks,
+)
 from hvdkit.train import gradients as gradients_lib
+from hvdkit.train.state import leave_zero, unchanged
+from hvdkit.train.step import SimulatedShare, Step
 from hvdkit.train.task import Example
+from hvdkit.train.tracing import StepFunction
 
 _OTHERS = (
     "a sample depends on others of its batch, which ranks, virtual ranks and micro-batches divide. "
     "Bring them together with hvdkit.train.across.gather, or use one rank"
 )
-
-
-class Part(NamedTuple):
-    """Which part of a trial's batch a run of the step computes."""
-
-    rank: int
-    samples: Sequence[int]  # of each rank
-    steps: int = 1  # micro-batches
-    combines: bool = True  # whether rules combine state
 
 
 class Outcome(NamedTuple):
@@ -58,11 +63,113 @@ class Plan(NamedTuple):
     whose: str
 
 
-def samples_of(most: int, uneven: bool) -> int:
+def try_out(step: Step, sample: Callable[..., Example]) -> None:
+    """Stop, on all ranks, where the step is another on parts of a batch than on the whole.
+
+    Steps that are the template's, of a loss that compares no samples, are tried in evaluation
+    (`Evaluator.check_loss`), which takes less time.
+
+    `sample(place, draw=...)`: one example of the training set.
+    """
+    mixes = bool(getattr(step.task, "mixes", False))
+    if not _is_needed(step, mixes):
+        return
+    plan = _plan(step)
+    with step.world.fail_together("trying the step"):
+        examples = []
+        for number in range(plan.samples):
+            place = step.world.rank * plan.samples + number
+            examples.append(sample(place, draw=place if mixes else 0))
+        with at_rest(step.state.task_state.layers):
+            for function, changed in step.functions:
+                for number in _steps_to_try(step):
+                    run = partial(_outcome, step, function, changed, number)
+                    for note in compare(plan, examples, run, combiner=step.combiner):
+                        say(step.world, f"note: {note}")
+
+
+def _is_of_user(step: Step) -> bool:
+    return step.own_losses or not step.of_template
+
+
+def _by_ranks(step: Step) -> bool:
+    return step.world.size > 1 or step.settings.virtual_ranks > 0
+
+
+def _is_needed(step: Step, mixes: bool) -> bool:
+    if not objective.divides(step.settings, step.world.size) or step.draws_by_place:
+        return False
+    if _is_of_user(step) or across.used or step.adds_of_samples or mixes:
+        return True
+    return _by_ranks(step) and step.combiner.changes()
+
+
+def _plan(step: Step) -> Plan:
+    settings = step.settings
+    by_ranks = _by_ranks(step)
+    by_steps = settings.accumulation_steps > 1
+    micro_batch = settings.global_batch_size // settings.accumulation_steps
+    shares = settings.virtual_ranks or step.world.size
+    # Micro-batches take an even number.
+    is_uneven = by_ranks and not by_steps and micro_batch % shares > 0
+    most = tf.nest.flatten(step.spec)[0].shape[1]
+    return Plan(
+        samples=_number_of_samples(most, is_uneven),
+        by_ranks=by_ranks,
+        by_steps=by_steps,
+        near=objective.nearness(settings),
+        whose="run.loss(batch, losses): " if step.own_losses else "the task's loss: ",
+    )
+
+
+def _number_of_samples(most: int, is_uneven: bool) -> int:
     """How many samples to try, so that a rank that holds `most` has the memory for them."""
-    if uneven:
+    if is_uneven:
         return 5 if most >= 5 else 3
     return 4 if most >= 4 else 2
+
+
+def _steps_to_try(step: Step) -> list[int]:
+    """The next step; where losses or the step are a user's own, also the run's last.
+
+    What grows from 0 with the step has no effect at the first one.
+    """
+    first = int(step.state.step)
+    last = step.settings.num_steps - 1
+    if _is_of_user(step) and last > first:
+        return [first, last]
+    return [first]
+
+
+def _outcome(
+    step: Step,
+    function: StepFunction,
+    changed: list[tf.Variable],
+    number: int,
+    batch: Example,
+    part: SimulatedShare,
+) -> Outcome:
+    """What step `number` makes of a small batch, as one of several ranks; it leaves no trace."""
+    samples = sum(part.samples)
+    user_code = task_checks.user_code_errors(
+        f"the step, tried on {samples} samples (take sizes from tensors, not from settings),"
+    )
+    variables = {name: raw(variable) for name, variable in step.state.variables.items()}
+    with (
+        step.simulated(part, batch, changed=changed) as twin,
+        unchanged(list(variables.values())),
+        user_code,
+    ):
+        step.state.step.assign(number)
+        leave_zero(step.weights)
+        _, tracing = twin.call(function, batch, tf.zeros([agreement.NUM_VOTES], tf.float64))
+        state = {name: variable.numpy() for name, variable in variables.items()}
+    return Outcome(
+        state=state,
+        means=[None if gradient is None else gradient.numpy() for gradient in tracing.means],
+        sums=[sums.numpy() for sums in tracing.sums],
+        terms=tracing.terms,
+    )
 
 
 @contextlib.contextmanager
@@ -80,7 +187,7 @@ def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
 def compare(
     plan: Plan,
     examples: Sequence[Example],
-    run: Callable[[Example, Part], Outcome],
+    run: Callable[[Example, SimulatedShare], Outcome],
     *,
     combiner: combine.Combiner,
 ) -> list[str]:
@@ -88,49 +195,55 @@ def compare(
 
     Raises ValueError where they do not come out alike.
     """
-    count = plan.samples
-
-    def batch(first: int, last: int, steps: int = 1) -> Example:
-        def stacked(*rows: tf.Tensor) -> tf.Tensor:
-            return tf.reshape(tf.stack(rows), [steps, -1, *rows[0].shape])
-
-        return tf.nest.map_structure(stacked, *examples[first:last])
 
     def on_ranks(sizes: Sequence[int], *, steps: int = 1, combines: bool = True) -> list[Outcome]:
         def on_rank(rank: int) -> Outcome:
-            part = Part(rank, sizes, steps, combines)
-            return run(batch(*share(count, rank, len(sizes)), steps), part)
+            first, last = share(plan.samples, rank, len(sizes))
+            batch = _batch(examples[first:last], steps)
+            return run(batch, SimulatedShare(rank, sizes, steps, combines))
 
         return simulated_ranks.outcomes(on_rank, sizes)
 
-    before = combiner.values()
-    (whole,) = on_ranks([count])
+    state_before = combiner.values()
+    (whole,) = on_ranks([plan.samples])
     if plan.by_steps:
-        parts = on_ranks([count], steps=2)
+        parts = on_ranks([plan.samples], steps=2)
         _check_sums(plan, whole, parts)
         _check_gradients(plan, whole, parts[0])
     if not plan.by_ranks:
         return []
-    bounds = [share(count, rank, 2) for rank in range(2)]
-    sizes = [last - first for first, last in bounds]
+
+    sizes = []
+    for rank in range(2):
+        first, last = share(plan.samples, rank, 2)
+        sizes.append(last - first)
     parts = on_ranks(sizes)
     _check_sums(plan, whole, parts)
     notes = []
-    wrong = _different_state(before, whole, parts, near=plan.near)
-    if wrong:
-        as_they_are = on_ranks(sizes, combines=False)
-        still = _different_state(before, whole, as_they_are, near=plan.near)
-        notes = combiner.judge(wrong, set(wrong) - set(still))
+    different = _different_state(state_before, whole, parts, near=plan.near)
+    if different:
+        without_rules = on_ranks(sizes, combines=False)
+        still_different = _different_state(state_before, whole, without_rules, near=plan.near)
+        notes = combiner.judge(different, set(different) - set(still_different))
     _check_gradients(plan, whole, parts[0])
     return notes
+
+
+def _batch(examples: Sequence[Example], steps: int) -> Example:
+    """The examples as [steps, micro-batch, ...]."""
+
+    def stacked(*rows: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tf.stack(rows), [steps, -1, *rows[0].shape])
+
+    return tf.nest.map_structure(stacked, *examples)
 
 
 def _check_sums(plan: Plan, whole: Outcome, parts: Sequence[Outcome]) -> None:
     """Raises ValueError where sums of the whole batch are not those of its parts added up."""
     for number, sums in enumerate(whole.sums):
-        of_parts = [part.sums[number] for part in parts]
-        added = sum(of_parts)
-        sizes = sum(np.abs(part) for part in of_parts)
+        sums_of_parts = [part.sums[number] for part in parts]
+        added = sum(sums_of_parts)
+        sizes = sum(np.abs(sums_of_part) for sums_of_part in sums_of_parts)
         if _is_apart(sums[-1], added[-1], plan.near * (sizes[-1] + plan.near)):
             raise ValueError(
                 f"the losses that the model adds (add_loss, activity regularizers) are "
@@ -141,12 +254,12 @@ def _check_sums(plan: Plan, whole: Outcome, parts: Sequence[Outcome]) -> None:
             )
         by_term = [gradients_lib.of_terms(x) for x in (sums, added, sizes)]
         for name, one, other, size in zip(whole.terms, *by_term):
-            for figure, what in enumerate(("losses", "weights")):
+            for figure, quantity in enumerate(("losses", "weights")):
                 if _is_apart(one[figure], other[figure], plan.near * (1 + size[figure])):
+                    term = f"{quantity} {name}" if name else quantity
                     raise ValueError(
-                        f"{plan.whose}{what}{name and ' ' + name} of {plan.samples} samples "
-                        f"together is {one[figure]:.6g}, and {other[figure]:.6g} in two parts: "
-                        f"{_OTHERS}"
+                        f"{plan.whose}{term} of {plan.samples} samples together is "
+                        f"{one[figure]:.6g}, and {other[figure]:.6g} in two parts: {_OTHERS}"
                     )
 
 
@@ -160,19 +273,19 @@ def _check_gradients(plan: Plan, whole: Outcome, part: Outcome) -> None:
     """Raises ValueError where the step updates by other gradients."""
     pairs = []
     for one, other in zip(whole.means, part.means):
-        known = one is not None and other is not None
-        if known and np.isfinite(one).all():  # float16's first loss scale may be too large
+        is_known = one is not None and other is not None
+        if is_known and np.isfinite(one).all():  # float16's first loss scale may be too large
             pairs.append((np.float64(one), np.float64(other)))
-    size = np.sqrt(sum(np.sum(np.square(g)) for g, _ in pairs))
+    norm_of_all = np.sqrt(sum(np.sum(np.square(one)) for one, _ in pairs))
     for one, other in pairs:
-        least = plan.near * (np.linalg.norm(one) + 1e-3 * size) + 1e-12
-        if _is_apart(np.linalg.norm(one - other), 0.0, least):
+        norm = np.linalg.norm(one)
+        distance = np.linalg.norm(one - other)
+        if _is_apart(distance, 0.0, plan.near * (norm + 1e-3 * norm_of_all) + 1e-12):
             raise ValueError(
-                f"{plan.whose}gradient of {plan.samples} samples together, of norm "
-                f"{np.linalg.norm(one):.6g} for a weight of shape {list(one.shape)}, differs by "
-                f"{np.linalg.norm(one - other):.6g} from that of two parts: {_OTHERS}. What the "
-                "step does to a rank's own gradients before their sum must be linear (a factor, "
-                "not a norm to clip by)"
+                f"{plan.whose}gradient of {plan.samples} samples together, of norm {norm:.6g} for "
+                f"a weight of shape {list(one.shape)}, differs by {distance:.6g} from that of two "
+                f"parts: {_OTHERS}. What the step does to a rank's own gradients before their sum "
+                "must be linear (a factor, not a norm to clip by)"
             )
 
 
@@ -180,13 +293,13 @@ def _different_state(
     before: dict[str, np.ndarray], whole: Outcome, parts: Sequence[Outcome], *, near: float
 ) -> list[str]:
     """Names of state that differs between two ranks, or between them and one."""
-    different = []
+    names = []
     for name, start in before.items():
-        values = [part.state[name] for part in parts]
-        differs = not np.array_equal(*values, equal_nan=start.dtype.kind == "f")
-        if differs or not _is_near(whole.state[name], values[0], start, near=near):
-            different.append(name)
-    return different
+        one, other = (part.state[name] for part in parts)
+        are_equal = np.array_equal(one, other, equal_nan=start.dtype.kind == "f")
+        if not are_equal or not _is_near(whole.state[name], one, start, near=near):
+            names.append(name)
+    return names
 
 
 def _is_near(one: np.ndarray, other: np.ndarray, start: np.ndarray, *, near: float) -> bool:
