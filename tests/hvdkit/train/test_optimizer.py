@@ -69,12 +69,12 @@ def train(config: Settings, model: keras.Model, slope: list) -> State:
 
     @tf.function(autograph=False)
     def step(number, applied, grads):
-        known = [g if i != UNUSED else None for i, g in enumerate(grads)]
+        known = [g for i, g in enumerate(grads) if i != UNUSED]
+        used = [v for i, v in enumerate(variables) if i != UNUSED]
         l2 = optimizer.l2_weight(config, rule)
-        known, _ = gradients.finish(known, variables, l2=l2, clip_norm=0.0)
+        known, _ = gradients.finish(known, used, l2=l2, clip_norm=0.0)
         rule.learning_rate.assign(tf.cast(rate(number), rule.learning_rate.dtype))
-        pairs = [(g, v) for g, v in zip(known, variables) if g is not None]
-        tf.cond(applied, lambda: state.apply(*zip(*pairs)), lambda: None)
+        tf.cond(applied, lambda: state.apply(known, used), lambda: None)
 
     for number in range(STEPS):
         grads = [tf.cast(g, raw(v).dtype) for g, v in zip(slope[number], variables)]

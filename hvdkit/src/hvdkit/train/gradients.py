@@ -20,10 +20,10 @@ class StepTotals(NamedTuple):
 
     sums: tf.Tensor  # those of `Forward`, of all ranks
     votes: tf.Tensor
-    losses: tf.Tensor  # mean loss of this rank, [1], or of every virtual one
-    ready: tf.Tensor  # float64 scalar: when this rank's own sums were (hvdkit/ranks/stragglers.py)
+    losses: tf.Tensor  # the mean loss of this rank, [1], or of every virtual one
+    ready: tf.Tensor  # float64 scalar: when this rank had its sums (hvdkit/ranks/stragglers.py)
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
-    faults: tf.Tensor | None = None  # see fixed_point.fault
+    faults: tf.Tensor | None = None  # fixed_point.fault says what each number is
 
 
 def of_terms(sums: tf.Tensor) -> tf.Tensor:
@@ -53,10 +53,10 @@ class MicroBatches:
 
     def __init__(self, steps: int, weights: Sequence[keras.Variable], *, jit: bool = False) -> None:
         self._steps = steps
-        self._weights = list(map(raw, weights))
+        self._weights = [raw(weight) for weight in weights]
         self._jit = jit
-        self._overwritten = {i for i, v in enumerate(weights) if overwritten(v)}
-        # What XLA compiles with `jit`, once it is traced.
+        self._overwritten = {i for i, weight in enumerate(weights) if overwritten(weight)}
+        # With `jit` XLA compiles these functions; the list is filled by tracing.
         self.compiled: list[tf.types.experimental.ConcreteFunction] = []
 
     def loss(self, forward: Forward, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -67,22 +67,24 @@ class MicroBatches:
         """
         if self._steps == 1 and not self._jit:
             return forward(tf.nest.map_structure(lambda t: t[0], batch))
-        targets, sums, grads = self.gradients(forward, batch)
+        targets, sums, gradients = self.gradients(forward, batch)
 
         # The loop's own gradient would keep all activations: known gradients are attached.
         @tf.custom_gradient
         def attach(*reads: tf.Tensor):
             def backward(*upstreams: tf.Tensor):
                 total: list[tf.Tensor | None] = [None] * len(reads)
-                for upstream, known in zip(upstreams, grads):
-                    for i, g in known.items():
-                        part = g if i in self._overwritten else g * tf.cast(upstream, g.dtype)
-                        total[i] = part if total[i] is None else self._joined(i, total[i], part)
+                for upstream, of_target in zip(upstreams, gradients):
+                    for i, gradient in of_target.items():
+                        if i not in self._overwritten:
+                            gradient = gradient * tf.cast(upstream, gradient.dtype)
+                        is_first = total[i] is None
+                        total[i] = gradient if is_first else self._joined(i, total[i], gradient)
                 return total
 
             return [tf.identity(target) for target in targets], backward
 
-        return list(attach(*[tf.convert_to_tensor(v) for v in self._weights])), sums
+        return list(attach(*[tf.convert_to_tensor(weight) for weight in self._weights])), sums
 
     def gradients(
         self, forward: Forward, batch: Any
@@ -97,22 +99,26 @@ class MicroBatches:
         def passes(micro: Any):
             with tf.GradientTape(persistent=True) as tape:
                 targets, sums = forward(micro)
-            grads = [tape.gradient(target, self._weights) for target in targets]
-            connected[:] = [[i for i, g in enumerate(gs) if g is not None] for gs in grads]
-            dense = [[tf.convert_to_tensor(gs[i]) for i in at] for gs, at in zip(grads, connected)]
+            connected.clear()
+            dense = []
+            for target in targets:
+                gradients = tape.gradient(target, self._weights)
+                places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+                connected.append(places)
+                dense.append([tf.convert_to_tensor(gradients[i]) for i in places])
             return targets, sums, dense
 
         def micro_batch(index: tf.Tensor) -> Any:
             return tf.nest.map_structure(lambda t: t[index], batch)
 
         def body(index, total):
-            (*scalars, grads) = total
-            (*more, further) = passes(micro_batch(index))
-            grads = [
-                [self._joined(i, *pair) for i, *pair in zip(at, known, found)]
-                for at, known, found in zip(connected, grads, further)
-            ]
-            return index + 1, (*tf.nest.map_structure(tf.add, scalars, more), grads)
+            targets, sums, gradients = total
+            more_targets, more_sums, more_gradients = passes(micro_batch(index))
+            targets = [one + other for one, other in zip(targets, more_targets)]
+            joined = []
+            for places, ones, others in zip(connected, gradients, more_gradients):
+                joined.append([self._joined(*each) for each in zip(places, ones, others)])
+            return index + 1, (targets, sums + more_sums, joined)
 
         total = passes(micro_batch(tf.constant(0)))
         if self._jit:
@@ -124,62 +130,69 @@ class MicroBatches:
                 (tf.constant(1), total),
                 parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
             )
-        targets, sums, grads = total
-        return targets, sums, [dict(zip(at, known)) for at, known in zip(connected, grads)]
+        targets, sums, gradients = total
+        by_place = [dict(zip(places, each)) for places, each in zip(connected, gradients)]
+        return targets, sums, by_place
 
     def _joined(self, place: int, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
         return tf.maximum(one, other) if place in self._overwritten else one + other
 
 
 def unscale(
-    grads: Sequence[tf.Tensor | tf.IndexedSlices | None],
+    gradients: Sequence[tf.Tensor | tf.IndexedSlices | None],
     factor: tf.Tensor,
     variables: Sequence[keras.Variable] = (),
 ) -> list[tf.Tensor | None]:
     """Global means: summed gradients, made dense (which adds rows named twice), times `factor`."""
-    whole = [g if g is None else tf.convert_to_tensor(g) for g in grads]
-    still = {i for i, v in enumerate(variables) if overwritten(v)}
-    return [
-        g if g is None or i in still else g * tf.cast(factor, g.dtype) for i, g in enumerate(whole)
-    ]
+    unscaled = {place for place, variable in enumerate(variables) if overwritten(variable)}
+    means = []
+    for place, gradient in enumerate(gradients):
+        if gradient is not None:
+            gradient = tf.convert_to_tensor(gradient)
+            if place not in unscaled:
+                gradient = gradient * tf.cast(factor, gradient.dtype)
+        means.append(gradient)
+    return means
 
 
 def finish(
-    grads: list[tf.Tensor | None], variables: list[keras.Variable], *, l2: float, clip_norm: float
-) -> tuple[list[tf.Tensor | None], tf.Tensor]:
+    gradients: list[tf.Tensor], variables: list[keras.Variable], *, l2: float, clip_norm: float
+) -> tuple[list[tf.Tensor], tf.Tensor]:
     """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
     `l2` adds the gradient of l2 / 2 * sum(w ** 2) over kernels. Above `clip_norm` (0: none) all
     gradients are scaled by clip_norm / norm (Pascanu et al. 2013, arXiv:1211.5063).
     """
-    if l2:
-        grads = [
-            g + l2 * tf.cast(raw(v), g.dtype) if g is not None and is_kernel(v) else g
-            for g, v in zip(grads, variables)
-        ]
-    summed = [g for g, v in zip(grads, variables) if g is not None and not overwritten(v)]
-    squares = [tf.cast(tf.reduce_sum(tf.square(g)), tf.float64) for g in summed]
+    finished = list(gradients)
+    squares = []
+    for place, variable in enumerate(variables):
+        if l2 and is_kernel(variable):
+            gradient = finished[place]
+            finished[place] = gradient + l2 * tf.cast(raw(variable), gradient.dtype)
+        if not overwritten(variable):
+            square = tf.reduce_sum(tf.square(finished[place]))
+            squares.append(tf.cast(square, tf.float64))
     norm = tf.sqrt(tf.add_n(squares))  # finite only if all gradients are
     if clip_norm:
-        grads = unscale(grads, clip_norm / tf.maximum(norm, clip_norm), variables)
-    return grads, norm
+        finished = unscale(finished, clip_norm / tf.maximum(norm, clip_norm), variables)
+    return finished, norm
 
 
-def descend(grads: list[tf.Tensor], variables: list[keras.Variable]) -> None:
+def descend(gradients: list[tf.Tensor], variables: list[keras.Variable]) -> None:
     """An update of a trial: a step of plain SGD."""
-    for gradient, variable in zip(grads, variables):
+    for gradient, variable in zip(gradients, variables):
         if not overwritten(variable):
             step = tf.cast(0.1 * gradient, variable.value.dtype)
             variable.assign(variable - step)
 
 
-def layer_figures(grads: Sequence[tf.Tensor | None]) -> tf.Tensor:
+def layer_figures(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
     """Sum, norm and share of non-finite values of each gradient, float64 [n, 3]; 0 for None."""
     rows = []
-    for g in grads:
-        g = tf.zeros([1], tf.float64) if g is None else tf.cast(g, tf.float64)
-        broken = 1.0 - tf.reduce_mean(tf.cast(tf.math.is_finite(g), tf.float64))
-        rows.append(tf.stack([tf.reduce_sum(g), tf.norm(g), broken]))
+    for gradient in gradients:
+        wide = tf.zeros([1], tf.float64) if gradient is None else tf.cast(gradient, tf.float64)
+        share = 1.0 - tf.reduce_mean(tf.cast(tf.math.is_finite(wide), tf.float64))
+        rows.append(tf.stack([tf.reduce_sum(wide), tf.norm(wide), share]))
     return tf.stack(rows)
 
 
@@ -202,7 +215,7 @@ class LossScale(tf.Module):
     def __init__(self, precision: str) -> None:
         super().__init__(name="loss_scale")
         self.dynamic = precision == "float16"
-        # Also where it is not used: a run in float16 may go on from this one's checkpoint.
+        # It exists at every precision: a run in float16 may resume from this one's checkpoint.
         self.value = tf.Variable(2.0**15, trainable=False, name="value")
         self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
         self.skipped_in_a_row = tf.Variable(0, False, dtype=tf.int64, name="skipped_in_a_row")
