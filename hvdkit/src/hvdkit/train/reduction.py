@@ -5,6 +5,7 @@ docs/gradients.md of the engine's repository compares the flags with tf_cnn_benc
 
 import ast
 import contextlib
+import hashlib
 import inspect
 import textwrap
 import traceback
@@ -25,18 +26,8 @@ from hvdkit.train.gradients import overwritten
 _PART = 2.0**12  # see `totals`
 NO_GRADIENTS = "the loss depends on none of the model's weights"
 
-# make_step of the template's train.py.
-TEMPLATE_STEP = """
-def make_step(run):
-    @run.function
-    def step(batch):
-        with tf.GradientTape() as tape:
-            loss = run.loss(batch)
-        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-        gradients = tape.gradient(loss, run.weights, use_generic_names=True)
-        return run.update(gradients)
-    return step
-"""
+# SHA-256 of make_step in the template's train.py, as `_digest` takes it.
+_TEMPLATE_STEP = "725f5a7a4246e8eea3c3fb0cf033bacc2d2710f18dd99fe16f593fc4a3efb690"
 
 Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
@@ -61,14 +52,19 @@ def arguments(config: Settings) -> dict[str, Any]:
     arrival time would change which bytes share a ring chunk, and so the order of additions.
     """
     where = device(config)
-    fp16 = config.compression == "fp16"
     return {
         "device_dense": where,
         "device_sparse": where,
-        "compression": compression.ScaledFloat16(where) if fp16 else hvd.Compression.none,
+        "compression": _compression(config),
         "groups": 1 if config.deterministic else None,
         "sparse_as_dense": config.deterministic,  # a group of sparse and dense ones is refused
     }
+
+
+def _compression(config: Settings) -> Any:
+    if config.compression == "fp16":
+        return compression.ScaledFloat16(device(config))
+    return hvd.Compression.none
 
 
 def device(config: Settings) -> str:
@@ -93,10 +89,13 @@ def needs_own_step(config: Settings, variables: Sequence[keras.Variable]) -> str
     flags = ("virtual_ranks", "pack_bytes", "gradient_groups")
     if config.compression == "bf16":
         flags = ("compression",)
-    if flag := next((name for name in flags if getattr(config, name)), ""):
-        return f"--{flag}={getattr(config, flag)}"
-    if special := [v.path for v in variables if overwritten(v)]:
-        return f"{special[0]}, which its gradient overwrites (as in float8),"
+    for flag in flags:
+        value = getattr(config, flag)
+        if value:
+            return f"--{flag}={value}"
+    for variable in variables:
+        if overwritten(variable):
+            return f"{variable.path}, which its gradient overwrites (as in float8),"
     kinds = {raw(v).dtype.name: v.path for v in variables}
     if config.deterministic and len(kinds) > 1:
         return f"--deterministic with weights of several types ({kinds})"
@@ -119,13 +118,13 @@ def check_make_step(make: Callable, why: str) -> None:
 def is_template(make: Callable) -> bool:
     """Whether it is the template's make_step, but for comments."""
     try:
-        return _form(inspect.getsource(make)) == _form(TEMPLATE_STEP)
+        return _digest(inspect.getsource(make)) == _TEMPLATE_STEP
     except (OSError, TypeError, SyntaxError):
         return False  # a lambda, a partial
 
 
-def _form(source: str) -> str:
-    """Code without comments, docstrings and annotations."""
+def _digest(source: str) -> str:
+    """Of code without comments, docstrings and annotations."""
     tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
@@ -134,7 +133,7 @@ def _form(source: str) -> str:
                 node.body = node.body[1:]
         if isinstance(node, ast.arg):
             node.annotation = None
-    return ast.dump(tree)
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
 def totals(
@@ -158,84 +157,123 @@ def totals(
 
 
 def rank_sums(
-    own: Gradients, config: Settings, variables: Sequence[keras.Variable]
+    gradients: Gradients, config: Settings, variables: Sequence[keras.Variable]
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
-    """This rank's gradients `own` of `variables` summed over ranks, in messages as flags say.
+    """This rank's gradients of `variables` summed over ranks, in messages as flags say.
 
     What overwrites its variable becomes the largest over ranks: float8's amax.
     """
-    special = [i for i, g in enumerate(own) if g is not None and overwritten(variables[i])]
-    ordinary = [None if i in special else g for i, g in enumerate(own)]
-    bf16 = config.compression == "bf16"
-    sums = _sums_as_bfloat16(ordinary) if bf16 else _sums_in_groups(ordinary, config, variables)
-    if special:
-        flat = [tf.reshape(tf.cast(own[i], tf.float64), [-1]) for i in special]
-        most = hvd.allreduce(
+    overwriting = []
+    summed = list(gradients)
+    for place, gradient in enumerate(gradients):
+        if gradient is not None and overwritten(variables[place]):
+            overwriting.append(place)
+            summed[place] = None
+    if config.compression == "bf16":
+        sums = _sums_as_bfloat16(summed)
+    else:
+        sums = _sums_in_groups(summed, config, variables)
+    if overwriting:
+        flat = [tf.reshape(tf.cast(gradients[i], tf.float64), [-1]) for i in overwriting]
+        largest = hvd.allreduce(
             tf.concat(flat, 0),
             op=hvd.Max,
             name="grads.overwriting",
             device_dense=device(config),
         )
-        for i, part in zip(special, tf.split(most, [part.shape[0] for part in flat])):
-            sums[i] = tf.cast(tf.reshape(part, own[i].shape), own[i].dtype)
+        parts = tf.split(largest, [part.shape[0] for part in flat])
+        for place, part in zip(overwriting, parts):
+            gradient = gradients[place]
+            sums[place] = tf.cast(tf.reshape(part, gradient.shape), gradient.dtype)
     return sums
 
 
 def _sums_in_groups(
-    own: Gradients, config: Settings, variables: Sequence[keras.Variable]
+    gradients: Gradients, config: Settings, variables: Sequence[keras.Variable]
 ) -> list[tf.Tensor | tf.IndexedSlices | None]:
     """Only known gradients show which variables have one: Horovod's tape fails on empty groups."""
-    sums = list(own)
-    there = [i for i, g in enumerate(own) if g is not None]
+    sums = list(gradients)
     if hvd.size() == 1:
         return sums
-    how = arguments(config) | {"op": hvd.Sum, "ignore_name_scope": True}
-    del how["groups"], how["sparse_as_dense"]
+    where = device(config)
+    wire_format = _compression(config)
     if not (config.deterministic or config.pack_bytes or config.gradient_groups):
-        for i in there:
-            sums[i] = hvd.allreduce(own[i], name=f"grad_{i}", **how)
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                sums[place] = hvd.allreduce(
+                    gradient,
+                    op=hvd.Sum,
+                    name=f"grad_{place}",
+                    device_dense=where,
+                    device_sparse=where,
+                    compression=wire_format,
+                    ignore_name_scope=True,
+                )
         return sums
-    by_type: dict[tf.DType, list[int]] = {}
-    for i in there:
-        by_type.setdefault(own[i].dtype, []).append(i)
-    groups: list[list[int]] = []  # places of gradients of one type
-    for alike in by_type.values():
-        if config.pack_bytes and not config.deterministic:
-            # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most"), agg_small_grads_max_group
-            sizes = [v.value.shape.num_elements() * v.value.dtype.size for v in variables]
-            small = [i for i in alike if sizes[i] <= config.pack_bytes]
-            most = config.pack_count
-            groups += [small[i : i + most] for i in range(0, len(small), most)]
-        else:
-            count = 1 if config.deterministic else min(config.gradient_groups, len(alike))
-            groups += split_list(alike, count)
-    groups += [[i] for i in there if not any(i in group for group in groups)]
-    for number, group in enumerate(groups):
-        dense = [tf.convert_to_tensor(own[i]) for i in group]
-        parts = hvd.grouped_allreduce(dense, name=f"grad_{number}", **how)
-        for i, part in zip(group, parts):
-            sums[i] = part
+    for number, group in enumerate(_groups(gradients, config, variables)):
+        parts = hvd.grouped_allreduce(
+            [tf.convert_to_tensor(gradients[place]) for place in group],
+            op=hvd.Sum,
+            name=f"grad_{number}",
+            device_dense=where,
+            device_sparse=where,
+            compression=wire_format,
+            ignore_name_scope=True,
+        )
+        for place, part in zip(group, parts):
+            sums[place] = part
     return sums
 
 
-def _sums_as_bfloat16(own: Gradients) -> list[tf.Tensor | None]:
+def _groups(
+    gradients: Gradients, config: Settings, variables: Sequence[keras.Variable]
+) -> list[list[int]]:
+    """Places of gradients of one type that travel in one message."""
+    by_type: dict[tf.DType, list[int]] = {}
+    for place, gradient in enumerate(gradients):
+        if gradient is not None:
+            by_type.setdefault(gradient.dtype, []).append(place)
+    groups: list[list[int]] = []
+    large: list[int] = []
+    for places in by_type.values():
+        if config.deterministic:
+            groups.append(places)
+        elif config.pack_bytes:
+            # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most"), agg_small_grads_max_group
+            small = []
+            for place in places:
+                value = variables[place].value
+                size = value.shape.num_elements() * value.dtype.size
+                if size <= config.pack_bytes:
+                    small.append(place)
+                else:
+                    large.append(place)
+            most = config.pack_count
+            groups += [small[first : first + most] for first in range(0, len(small), most)]
+        else:
+            groups += split_list(places, min(config.gradient_groups, len(places)))
+    return groups + [[place] for place in sorted(large)]
+
+
+def _sums_as_bfloat16(gradients: Gradients) -> list[tf.Tensor | None]:
     """Sums over ranks in one message of bfloat16: half the bytes on the wire, float32's range.
 
     Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank gets its part of the
     vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
     a ring allreduce, and rounds once.
     """
-    dense = [tf.convert_to_tensor(g) for g in own if g is not None]
-    if hvd.size() > 1 and dense:
-        sizes = [g.shape.num_elements() for g in dense]
+    dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    ranks = hvd.size()
+    if ranks > 1 and dense:
+        sizes = [gradient.shape.num_elements() for gradient in dense]
         flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
-        part = -(-sum(sizes) // hvd.size())
-        bits = tf.bitcast(tf.pad(flat, [[0, part * hvd.size() - sum(sizes)]]), tf.int16)
-        received, _ = hvd.alltoall(bits, splits=[part] * hvd.size(), name="grads.parts")
-        parts = tf.bitcast(tf.reshape(received, [hvd.size(), part]), tf.bfloat16)
+        share = -(-sum(sizes) // ranks)
+        bits = tf.bitcast(tf.pad(flat, [[0, share * ranks - sum(sizes)]]), tf.int16)
+        received, _ = hvd.alltoall(bits, splits=[share for _ in range(ranks)], name="grads.parts")
+        parts = tf.bitcast(tf.reshape(received, [ranks, share]), tf.bfloat16)
         total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), axis=0), tf.bfloat16)
         total = hvd.allgather(tf.bitcast(total, tf.int16), name="grads.sums")
         total = tf.split(tf.bitcast(total, tf.bfloat16)[: sum(sizes)], sizes)
         dense = [tf.reshape(tf.cast(t, g.dtype), g.shape) for g, t in zip(dense, total)]
     sums = iter(dense)
-    return [g if g is None else next(sums) for g in own]
+    return [gradient if gradient is None else next(sums) for gradient in gradients]
