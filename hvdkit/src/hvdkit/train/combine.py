@@ -26,7 +26,7 @@ import tensorflow as tf
 from hvdkit.logs import join
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.train import reduction
+from hvdkit.train import dropout, reduction
 from hvdkit.train.batch_norm import moving_ids
 from hvdkit.train.graph_checks import assigned_handles
 from hvdkit.train.state import State
@@ -43,7 +43,7 @@ class Rule(NamedTuple):
     number: float = 1.0  # sum: what one update keeps of the old value; concatenate: rows a sample
 
 
-SAME = Rule("same")  # also of what has none: the trial of a step looks (trial.py)
+SAME = Rule("same")  # default for variables without a rule: a trial looks at them (trial.py)
 
 
 class StateChange(NamedTuple):
@@ -55,27 +55,35 @@ class StateChange(NamedTuple):
 def rules(state: State, task: Any) -> dict[int, Rule]:
     """Rules by id of the tf.Variable. Raises ValueError for one that is malformed or unused."""
     declared = getattr(task, "combines", {})
-    found = {}
+    rule_of = {}
     for layer in state.task_state.layers:
-        known = next((r for kind, r in _KNOWN.items() if isinstance(layer, kind)), None)
-        of_layer = declared.get(type(layer), getattr(layer, "combines", known))
+        default = next((rule for kind, rule in _KNOWN.items() if isinstance(layer, kind)), None)
+        of_layer = declared.get(type(layer), getattr(layer, "combines", default))
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
-            named = isinstance(of_layer, Mapping)
-            if rule := of_layer.get(variable.name) if named else of_layer:
-                found[id(raw(variable))] = _rule(rule, variable.name)
-    found |= {id(v): SAME for v in _seeds(state)}
+            rule = of_layer
+            if isinstance(of_layer, Mapping):
+                rule = of_layer.get(variable.name)
+            if rule:
+                rule_of[id(raw(variable))] = _rule(rule, variable.name)
+    for seed in _seeds(state):
+        rule_of[id(seed)] = SAME
+
+    patterns = {key: rule for key, rule in declared.items() if isinstance(key, str)}
+    unused = set(patterns)
     for name, variable in state.variables.items():
-        chosen = [r for key, r in declared.items() if _matches(name, key)]
-        if rule := next(iter(chosen), getattr(variable, "combines", None)):
-            found[id(raw(variable))] = _rule(rule, name)
-    for key in declared:
-        if isinstance(key, str) and not any(_matches(name, key) for name in state.variables):
+        matching = [key for key in patterns if fnmatch.fnmatchcase(name, key)]
+        unused.difference_update(matching)
+        rule = patterns[matching[0]] if matching else getattr(variable, "combines", None)
+        if rule:
+            rule_of[id(raw(variable))] = _rule(rule, name)
+    for key in patterns:
+        if key in unused:
             raise ValueError(f"the task's combines: no variable's name is like {key!r}")
-    return found
+    return rule_of
 
 
 class Combiner:
-    """Of one step: what its forward pass changes, and how that comes together."""
+    """Combines over ranks what the forward passes of a step change."""
 
     def __init__(
         self, world: World, settings: Settings, state: State, *, task: Any, spec: Any
@@ -109,8 +117,8 @@ class Combiner:
         `before`: names of the graph's operations before it.
         """
         operations = [op for op in graph.get_operations() if op.name not in before]
-        handles = assigned_handles(graph, operations)
-        self._assigned |= {id(handle): handle for handle in handles}
+        for handle in assigned_handles(graph, operations):
+            self._assigned[id(handle)] = handle
 
     def changes(self) -> bool:
         """Whether a forward pass changes state that must come together."""
@@ -121,8 +129,9 @@ class Combiner:
         return {name: raw(v).numpy() for name, v in self._named().items()}
 
     def _named(self) -> dict[str, Any]:
-        held = set(map(id, self._state.untrained)) - moving_ids(self._state.model) - self._seeds
-        return {n: v for n, v in self._state.variables.items() if id(raw(v)) in held}
+        untrained = {id(variable) for variable in self._state.untrained}
+        shared = untrained - moving_ids(self._state.model) - self._seeds
+        return {n: v for n, v in self._state.variables.items() if id(raw(v)) in shared}
 
     def over_ranks(
         self, before: Mapping[int, tf.Tensor], own: Sequence[tf.Variable] | None = None
@@ -136,40 +145,50 @@ class Combiner:
         """
         if self._size == 1 or not self._combines:
             return
-        candidates = own
         steps = 1
+        candidates = own
         if own is None:
             steps = self._steps
             candidates = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
-        synced = moving_ids(self._state.model)
-        changed = [
-            StateChange(v, self.rules[id(v)], before[id(v)])
-            for v in candidates
-            if id(v) in self.rules and id(v) not in synced
-        ]
+        changed = self._changed(candidates, before)
         check_micro_batches(changed, self._steps)
+
         sums = []
-        most = []
+        largest = []
         rows = []
         for variable, rule, start in changed:
-            value, start = (tf.cast(t, tf.float64) for t in (variable.read_value(), start))
+            value = tf.cast(variable.read_value(), tf.float64)
             if rule.kind == "mean":
                 sums.append(value * self._share)
             elif rule.kind == "sum":
-                sums.append(value - rule.number**steps * start)
+                sums.append(value - rule.number**steps * tf.cast(start, tf.float64))
             elif rule.kind in ("max", "min"):
-                most.append(value if rule.kind == "max" else -value)
+                largest.append(value if rule.kind == "max" else -value)
             elif rule.kind == "concatenate":
-                own = variable.read_value()[-self._samples * int(rule.number) :]
-                rows.append(hvd.allgather(own, name=f"state.rows.{len(rows)}"))
-        added = iter(self._reduced(sums, hvd.Sum, "state.sums"))
-        largest = iter(self._reduced(most, hvd.Max, "state.most"))
+                added = variable.read_value()[-self._samples * int(rule.number) :]
+                rows.append(hvd.allgather(added, name=f"state.rows.{len(rows)}"))
+        sums = self._reduced(sums, hvd.Sum, "state.sums")
+        largest = self._reduced(largest, hvd.Max, "state.most")
+
         for variable, rule, start in changed:
             if rule.kind == "concatenate":
                 variable.assign(joined(start, rows.pop(0)))
-            elif rule.kind != "same":
-                value = next(largest if rule.kind in ("max", "min") else added)
-                variable.assign(settled(rule, start, value, steps=steps))
+            elif rule.kind in ("max", "min"):
+                variable.assign(settled(rule, start, largest.pop(0), steps=steps))
+            elif rule.kind in ("mean", "sum"):
+                variable.assign(settled(rule, start, sums.pop(0), steps=steps))
+
+    def _changed(
+        self, candidates: Sequence[tf.Variable], before: Mapping[int, tf.Tensor]
+    ) -> list[StateChange]:
+        """Of these, the ones that have a rule and no sync of their own."""
+        synced = moving_ids(self._state.model)
+        changed = []
+        for variable in candidates:
+            place = id(variable)
+            if place in self.rules and place not in synced:
+                changed.append(StateChange(variable, self.rules[place], before[place]))
+        return changed
 
     def _reduced(self, values: Sequence[tf.Tensor], op: int, name: str) -> list[tf.Tensor]:
         """One collective for all; none where there is nothing."""
@@ -186,31 +205,33 @@ class Combiner:
         ValueError, but for a mean, which may depend on the number of ranks.
         """
         notes = []
+        undeclared = []
         named = self._named()
         for name in wrong:
             rule = self.rules.get(id(raw(named[name])), SAME)
-            if rule.kind == "mean":
+            if rule.kind == "same":
+                undeclared.append(name)
+            elif rule.kind == "mean":
                 notes.append(
                     f"{name} is no mean of its samples (as a variance is none), so its mean over "
                     "ranks depends on their number"
                 )
-            elif rule.kind != "same" and name in without:
+            elif name in without:
                 raise ValueError(
                     f"{name} combines by {rule.kind!r}, and is the same on all ranks before: its "
                     "rows are gathered already: leave the rule out"
                 )
-            elif rule.kind != "same":
+            else:
                 raise ValueError(
                     f"{name} combines by {rule.kind!r}, which makes another value of what two "
                     "parts of a batch give than the whole batch gives: declare another rule, or "
                     "change the layer (hvdkit/train/combine.py)"
                 )
-        loose = [name for name in wrong if self.rules.get(id(raw(named[name])), SAME) == SAME]
-        if loose:
-            inside = [n for n in loose if id(raw(named[n]).handle) in self._assigned]
-            where = "the forward pass" if inside else "the step"
+        if undeclared:
+            inside = [n for n in undeclared if id(raw(named[n]).handle) in self._assigned]
+            changer = "the forward pass" if inside else "the step"
             raise ValueError(
-                f"{where} changes {join(inside or loose)} by the samples of a rank's share: "
+                f"{changer} changes {join(inside or undeclared)} by the samples of a rank's share: "
                 "declare how the ranks' values come together, `combines` in the layer or the task: "
                 f"{join(KINDS[:-1], 9)} (hvdkit/train/combine.py), or make it of the rows of all "
                 "ranks (hvdkit.train.across.gather)"
@@ -219,27 +240,23 @@ class Combiner:
 
 
 def _seeds(state: State) -> list[tf.Variable]:
-    return [raw(g.state) for layer in state.task_state.layers for g in layer._seed_generators]
+    return [raw(generator.state) for generator in dropout.generators(state.task_state.layers)]
 
 
-def _matches(name: str, key: Any) -> bool:
-    return isinstance(key, str) and fnmatch.fnmatchcase(name, key)
-
-
-def _rule(given: Any, name: str) -> Rule:
-    rule = Rule(given) if isinstance(given, str) else Rule(*given)
+def _rule(declared: Any, name: str) -> Rule:
+    rule = Rule(declared) if isinstance(declared, str) else Rule(*declared)
     if rule.kind not in KINDS:
-        raise ValueError(f"{name} combines by {given!r}: the rules are {', '.join(KINDS)}")
+        raise ValueError(f"{name} combines by {declared!r}: the rules are {', '.join(KINDS)}")
     return rule
 
 
 def check_micro_batches(changed: Sequence[StateChange], steps: int) -> None:
-    queues = [c.variable.name for c in changed if c.rule.kind == "concatenate"]
-    if queues and steps > 1:
-        raise ValueError(
-            f"--accumulation_steps={steps} would put the rows of {queues[0]} in another order: "
-            "leave it out"
-        )
+    for change in changed:
+        if change.rule.kind == "concatenate" and steps > 1:
+            raise ValueError(
+                f"--accumulation_steps={steps} would put the rows of {change.variable.name} in "
+                "another order: leave it out"
+            )
 
 
 def joined(start: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
@@ -252,12 +269,16 @@ def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> t
     value = tf.reshape(value, before.shape)
     if rule.kind == "sum":
         value += rule.number**steps * tf.cast(before, tf.float64)
-    value = -value if rule.kind == "min" else value
-    return tf.cast(tf.round(value) if before.dtype.is_integer else value, before.dtype)
+    if rule.kind == "min":
+        value = -value
+    if before.dtype.is_integer:
+        value = tf.round(value)
+    return tf.cast(value, before.dtype)
 
 
 def parts(
     changed: Sequence[StateChange], flat: tf.Tensor
 ) -> Iterator[tuple[StateChange, tf.Tensor]]:
     """Each with its part of all elements in a row."""
-    return zip(changed, tf.split(flat, [c.variable.shape.num_elements() for c in changed]))
+    sizes = [change.variable.shape.num_elements() for change in changed]
+    return zip(changed, tf.split(flat, sizes))

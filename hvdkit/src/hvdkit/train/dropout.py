@@ -34,19 +34,26 @@ class RankSeedGenerator(keras.random.SeedGenerator):
         return seed + tf.constant([hvd.rank(), 0], seed.dtype)
 
 
+def generators(layers: Sequence[keras.Layer]) -> list[keras.random.SeedGenerator]:
+    """The seed generators of layers, each once."""
+    by_id = {}
+    for layer in layers:
+        for generator in layer._seed_generators:
+            by_id[id(generator)] = generator
+    return list(by_id.values())
+
+
 def draw_by_rank(model: keras.Model) -> None:
     """Makes every seed generator of a built model a `RankSeedGenerator`, in place."""
-    for layer in model._flatten_layers():
-        for generator in layer._seed_generators:
-            if type(generator) is keras.random.SeedGenerator:
-                generator.__class__ = RankSeedGenerator
+    for generator in generators(model._flatten_layers()):
+        if type(generator) is keras.random.SeedGenerator:
+            generator.__class__ = RankSeedGenerator
 
 
 @contextlib.contextmanager
 def same_in_each_row(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Inside, each row of a batch draws what the first one does, alike on all ranks."""
-    generators = [g for layer in layers for g in layer._seed_generators]
-    by_rank = [g for g in generators if type(g) is RankSeedGenerator]
+    by_rank = [each for each in generators(layers) if type(each) is RankSeedGenerator]
     before = {name: getattr(draws, name) for name in _DRAWS}
     try:
         for generator in by_rank:
@@ -68,8 +75,8 @@ def _repeating(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
         shape = tf.convert_to_tensor(shape)
         if not shape.shape[0]:
             return draw(shape, *arguments, **options)
-        one = tf.ones([1], shape.dtype)
-        row = draw(tf.concat([one, shape[1:]], 0), *arguments, **options)
+        shape_of_one = tf.concat([tf.ones([1], shape.dtype), shape[1:]], 0)
+        row = draw(shape_of_one, *arguments, **options)
         return tf.repeat(row, shape[0], 0)
 
     return drawn
@@ -78,20 +85,23 @@ def _repeating(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 def drawing_layers(model: keras.Model) -> list[str]:
     """Names of the layers that draw by rank: with them weights depend on the number of ranks."""
 
-    def draws(layer: keras.Layer) -> bool:
+    names = []
+    for layer in model._flatten_layers():
+        if not layer._seed_generators:
+            continue
         # Recurrent cells have a generator whether they drop anything or not.
         rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
-        return bool(layer._seed_generators) and (None in rates or any(rates))
-
-    return [layer.path or layer.name for layer in model._flatten_layers() if draws(layer)]
+        if None in rates or any(rates):
+            names.append(layer.path or layer.name)
+    return names
 
 
 class Seeds:
     """The states of a model's seed generators, drawn anew for every virtual rank and step."""
 
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
-        found = {id(g): g for layer in model._flatten_layers() for g in layer._seed_generators}
-        self.variables = [raw(generator.state) for generator in found.values()]
+        layers = model._flatten_layers()
+        self.variables = [raw(generator.state) for generator in generators(layers)]
         # Samples' keys are philox's words under the key `seed`: these bits give other keys.
         self._key = seed | 1 << 63 | int(evaluating) << 62
 

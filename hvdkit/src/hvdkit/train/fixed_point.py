@@ -39,7 +39,8 @@ def judge(
     if flat.shape[0] == 0:
         return tf.constant(True), tf.constant(True), tf.constant(True)
     scale = tf.cast(scale, tf.float64)
-    low, high = tf.reduce_min(flat), tf.reduce_max(flat)  # NaN where any element is
+    low = tf.reduce_min(flat)  # NaN where any element is
+    high = tf.reduce_max(flat)
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     largest = tf.cast(tf.maximum(-low, high), tf.float64)
     precise = (largest == 0) | (largest >= SMALLEST_GRADIENT * scale) | ~finite
@@ -70,8 +71,8 @@ def add_gradients(
     total: tf.Tensor | None, flat: tf.Tensor, *, addends: int, scale: tf.Tensor
 ) -> tf.Tensor:
     """`total + to_fixed(flat)`, on the grid of gradients; None: nothing was added yet."""
-    found = to_fixed(flat, GRADIENT_BITS, addends, scale=scale)
-    return found if total is None else total + found
+    addend = to_fixed(flat, GRADIENT_BITS, addends, scale=scale)
+    return addend if total is None else total + addend
 
 
 def unpack_gradients(
@@ -108,7 +109,8 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
     if "faults" not in result:
         return None
-    _, gradients, state, _ = map(int, result["faults"].numpy())
+    gradients = int(result["faults"][1])
+    state = int(result["faults"][2])
     if not gradients and not state:
         return None
     return (

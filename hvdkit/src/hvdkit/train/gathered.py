@@ -19,17 +19,19 @@ from hvdkit.train.across import Turn
 
 
 class Rows(NamedTuple):
-    """By call of `gather`, rows of the global batch; by target, the gradients of all by them."""
+    """By call of `gather`, rows of the global batch; by target, gradients with respect to them."""
 
     everyone: Sequence[tf.Tensor] = ()
-    pulls: Sequence[Sequence[tf.Tensor]] = ()  # none for a call that gathered whole numbers
+    # The gradients of all losses; none for a call that gathered whole numbers.
+    pulls: Sequence[Sequence[tf.Tensor]] = ()
     beyond: tf.Tensor | bool = False  # whether a virtual rank's are too large for the grid
 
     def pulled(self, turn: Turn, target: int) -> tf.Tensor:
-        """What a virtual rank's loss gets more, a scalar, for the sake of its gradient."""
-        part = slice(turn.first, turn.first + turn.size)
-        pairs = zip(_floats(turn.own), self.pulls[target])
-        sums = [tf.reduce_sum(own * tf.cast(p[part], own.dtype)) for own, p in pairs]
+        """Extra loss term, a scalar, that carries the other ranks' gradient."""
+        share = slice(turn.first, turn.first + turn.size)
+        sums = []
+        for own, pull in zip(_floats(turn.own), self.pulls[target]):
+            sums.append(tf.reduce_sum(own * tf.cast(pull[share], own.dtype)))
         widest = max((x.dtype for x in sums), key=lambda dtype: dtype.size)
         return tf.add_n([tf.cast(x, widest) for x in sums])
 
@@ -52,12 +54,15 @@ class Passes:
 
     def pull(self, part: Any, number: tf.Tensor, *everyone: tf.Tensor) -> tf.Tensor:
         """int64 [n + 2]: gradients by all rows, in one; 1 where not finite, 1 where too large."""
+        floats = _floats(everyone)
         with tf.GradientTape(persistent=True) as tape:
-            tape.watch(floats := _floats(everyone))
+            tape.watch(floats)
             _, (targets, _) = self._turn(part, everyone)
         self._targets = len(targets)
-        found = [g for t in targets for g in tape.gradient(t, floats, unconnected_gradients="zero")]
-        flat = fixed_point.pack(list(map(tf.convert_to_tensor, found)))
+        gradients = []
+        for target in targets:
+            gradients += tape.gradient(target, floats, unconnected_gradients="zero")
+        flat = fixed_point.pack([tf.convert_to_tensor(gradient) for gradient in gradients])
         scale = self._unit()
         finite, fits, _ = fixed_point.judge(flat, self._addends, scale=scale)
         fixed = fixed_point.add_gradients(None, flat, addends=self._addends, scale=scale)
@@ -65,21 +70,27 @@ class Passes:
 
     def over_ranks(self, learned: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
         """From what each of this rank's shares gathered to the rows of all, by call."""
-        own = [tf.concat(rows, 0) for rows in zip(*learned)]
-        every = [hvd.allgather(x, name=f"virtual.gathered.{i}") for i, x in enumerate(own)]
-        return [tf.ensure_shape(x, [self._rows, *one.shape[1:]]) for x, one in zip(every, own)]
+        everyone = []
+        for number, rows in enumerate(zip(*learned)):
+            own = tf.concat(rows, 0)
+            gathered = hvd.allgather(own, name=f"virtual.gathered.{number}")
+            everyone.append(tf.ensure_shape(gathered, [self._rows, *own.shape[1:]]))
+        return everyone
 
     def rows(self, everyone: Sequence[tf.Tensor], total: tf.Tensor) -> Rows:
         """`total`: what `pull` found, added up over all virtual ranks."""
-        shapes = [x.shape for x in _floats(everyone)]
+        faults = total[-2:]
         unit = self._unit()
-        sound = tf.where(tf.reduce_any(total[-2:] > 0), math.nan * unit, unit)
-        found = fixed_point.unpack_gradients(
-            total[:-2], sound, shapes=shapes * self._targets, dtype=tf.float64
+        factor = tf.where(tf.reduce_any(faults > 0), math.nan * unit, unit)
+        shapes = [rows.shape for rows in _floats(everyone)]
+        gradients = fixed_point.unpack_gradients(
+            total[:-2], factor, shapes=shapes * self._targets, dtype=tf.float64
         )
-        count = len(shapes)
-        pulls = [found[i * count :][:count] for i in range(self._targets)]
-        return Rows(everyone, pulls, beyond=total[-1] > 0)
+        pulls = []
+        for target in range(self._targets):
+            first = target * len(shapes)
+            pulls.append(gradients[first : first + len(shapes)])
+        return Rows(everyone, pulls, beyond=faults[1] > 0)
 
     def _turn(self, part: Any, everyone: Sequence[tf.Tensor]) -> Any:
         return self._in_turn(tf.nest.map_structure(lambda t: t[0], part), everyone)
