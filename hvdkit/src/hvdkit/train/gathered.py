@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvdkit.train import fixed_point
 from hvdkit.train.across import Turn
+from hvdkit.train.losses import widest
 
 
 class Rows(NamedTuple):
@@ -32,8 +33,8 @@ class Rows(NamedTuple):
         sums = []
         for own, pull in zip(_floats(turn.own), self.pulls[target]):
             sums.append(tf.reduce_sum(own * tf.cast(pull[share], own.dtype)))
-        widest = max((x.dtype for x in sums), key=lambda dtype: dtype.size)
-        return tf.add_n([tf.cast(x, widest) for x in sums])
+        dtype = widest(sums)
+        return tf.add_n([tf.cast(x, dtype) for x in sums])
 
 
 class Passes:

@@ -8,7 +8,7 @@ number of ranks and micro-batches.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -70,8 +70,9 @@ def cross_entropy(
         class weight that is negative or not finite.
     """
     _require_logits(logits)
-    if wrong := [w for w in class_weights if not 0 <= w < math.inf]:
-        raise ValueError(f"class_weights has {wrong[0]}: weights are finite numbers from 0 up")
+    for weight in class_weights:
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"class_weights has {weight}: weights are finite numbers from 0 up")
     logits = at_least_float32(tf.convert_to_tensor(logits))
     labels = _integers(labels)
     if valid is not None:
@@ -94,16 +95,16 @@ def cross_entropy(
 
 
 def mixed_cross_entropy(
-    logits: tf.Tensor, targets: Mapping[str, tf.Tensor], **how: Any
+    logits: tf.Tensor, targets: Mapping[str, tf.Tensor], **options: Any
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """`cross_entropy` (with its arguments `how`) of samples mixed of two, as it returns it.
+    """`cross_entropy`, with its `options`, of samples mixed of two, as it returns it.
 
     That of both labels, by share: the same as of a target of two classes. So are their weights.
 
     `targets`: "label" and "other", integers [...], and "share" of the first, float [...].
     """
-    first, weights = cross_entropy(logits, targets["label"], **how)
-    second, others = cross_entropy(logits, targets["other"], **how)
+    first, weights = cross_entropy(logits, targets["label"], **options)
+    second, others = cross_entropy(logits, targets["other"], **options)
     share = tf.cast(targets["share"], first.dtype)
     weights = share * weights
     others = (1.0 - share) * others
@@ -134,14 +135,14 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
 
 def above(tensor: tf.Tensor) -> set[tf.Operation]:
     """The operations of its graph that it comes from."""
-    found: set[tf.Operation] = set()
+    operations: set[tf.Operation] = set()
     left = [tensor.op]
     while left:
-        op = left.pop()
-        if op not in found:
-            found.add(op)
-            left += [each.op for each in op.inputs]
-    return found
+        operation = left.pop()
+        if operation not in operations:
+            operations.add(operation)
+            left += [each.op for each in operation.inputs]
+    return operations
 
 
 @contextlib.contextmanager
@@ -150,18 +151,21 @@ def wide_activity_losses(model: keras.Model) -> Iterator[None]:
 
     A sum over activities soon leaves float16. Keras divides it by the batch size.
     """
-    layers = [x for x in model._flatten_layers() if getattr(x, "activity_regularizer", None)]
-    own = [layer.activity_regularizer for layer in layers]
+    regularized = []
+    for layer in model._flatten_layers():
+        regularizer = getattr(layer, "activity_regularizer", None)
+        if regularizer:
+            regularized.append((layer, regularizer))
 
     def wide(regularizer):
         return lambda x: regularizer(at_least_float32(x))
 
     try:
-        for layer, regularizer in zip(layers, own):
+        for layer, regularizer in regularized:
             layer.activity_regularizer = wide(regularizer)
         yield
     finally:
-        for layer, regularizer in zip(layers, own):
+        for layer, regularizer in regularized:
             layer.activity_regularizer = regularizer
 
 
@@ -173,8 +177,15 @@ def adds_of_samples(model: keras.Model) -> bool:
 def added_loss(model: keras.Model) -> tf.Tensor | None:
     """The sum of the losses of the model's newest call, a scalar; None where it adds none."""
     terms = [tf.reduce_mean(at_least_float32(tf.convert_to_tensor(term))) for term in model.losses]
-    widest = max((term.dtype for term in terms), key=lambda dtype: dtype.size, default=None)
-    return tf.add_n([tf.cast(term, widest) for term in terms]) if terms else None
+    if not terms:
+        return None
+    dtype = widest(terms)
+    return tf.add_n([tf.cast(term, dtype) for term in terms])
+
+
+def widest(tensors: Iterable[tf.Tensor]) -> tf.DType:
+    """The largest type of these tensors."""
+    return max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.size)
 
 
 def at_least_float32(tensor: tf.Tensor) -> tf.Tensor:

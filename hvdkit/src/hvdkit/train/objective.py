@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
-from hvdkit.train.losses import at_least_float32, required
+from hvdkit.train.losses import at_least_float32, required, widest
 from hvdkit.train.task import Task
 from hvdkit.train.task_checks import describe, user_code_errors
 
@@ -23,11 +23,13 @@ Terms = dict[str, tuple[tf.Tensor, tf.Tensor]]
 def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) -> Terms:
     """The terms of the task's loss for `samples` examples (None: any number)."""
     with user_code_errors("the task's loss"):
-        found = task.loss(outputs, targets)
-    made = {n: (e, _unmasked(w, outputs, n)) for n, (e, w) in terms(found, samples).items()}
+        returned = task.loss(outputs, targets)
+    unmasked = {}
+    for name, (losses, weights) in terms(returned, samples).items():
+        unmasked[name] = (losses, _unmasked(weights, outputs, name))
     if samples:
-        check_independent(task.loss, outputs, targets, made=made)
-    return made
+        check_independent(task.loss, outputs, targets, made=unmasked)
+    return unmasked
 
 
 def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
@@ -35,10 +37,14 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
 
     So does Keras's `fit`. A term with an output's `name` has that output's mask.
     """
-    outputs = outputs[name] if isinstance(outputs, Mapping) and name in outputs else outputs
-    found = [getattr(output, "_keras_mask", None) for output in tf.nest.flatten(outputs)]
+    if isinstance(outputs, Mapping) and name in outputs:
+        outputs = outputs[name]
     shape = weights.shape.as_list()
-    masks = {id(m): m for m in found if m is not None and m.shape.as_list() == shape}
+    masks = {}
+    for output in tf.nest.flatten(outputs):
+        mask = getattr(output, "_keras_mask", None)
+        if mask is not None and mask.shape.as_list() == shape:
+            masks[id(mask)] = mask
     if len(masks) > 1:
         raise ValueError(
             f"the task's loss: its outputs have {len(masks)} masks of padding: return a dict of "
@@ -49,50 +55,53 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
     return weights
 
 
-def terms(found: Any, samples: int | None) -> Terms:
+def terms(returned: Any, samples: int | None) -> Terms:
     """What a loss returned for `samples` examples, all terms of one type, float32 at least."""
-    if not isinstance(found, Mapping):
-        return {"": _losses_and_weights(found, samples, "the task's loss")}
-    found = {str(name): term for name, term in found.items()}
-    names = sorted(found)  # one order on all ranks
-    if wrong := [n for n in names if not re.fullmatch(r"[A-Za-z0-9_]+", n)] or not names:
+    if not isinstance(returned, Mapping):
+        return {"": _losses_and_weights(returned, samples, "the task's loss")}
+    by_name = {str(name): term for name, term in returned.items()}
+    names = sorted(by_name)  # one order on all ranks
+    wrong = [name for name in names if not re.fullmatch(r"[A-Za-z0-9_]+", name)]
+    if wrong or not names:
         raise ValueError(
-            f"the task's loss returns terms named {wrong if names else names}: give at least one, "
-            "and names of letters, digits and _"
+            f"the task's loss returns terms named {wrong}: give at least one, and names of "
+            "letters, digits and _"
         )
-    made = {name: _term(found[name], samples, f"the task's loss {name!r}") for name in names}
-    widest = max((losses.dtype for losses, _ in made.values()), key=lambda dtype: dtype.size)
-    return {name: tuple(tf.cast(part, widest) for part in term) for name, term in made.items()}
+    made = {name: _term(by_name[name], samples, f"the task's loss {name!r}") for name in names}
+    dtype = widest(losses for losses, _ in made.values())
+    return {name: tuple(tf.cast(part, dtype) for part in term) for name, term in made.items()}
 
 
-def _term(found: Any, samples: int | None, what: str) -> tuple[tf.Tensor, tf.Tensor]:
+def _term(returned: Any, samples: int | None, subject: str) -> tuple[tf.Tensor, tf.Tensor]:
     """Losses, times their factor if there is one, and weights."""
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        return _losses_and_weights(found, samples, what)
-    losses, weights = _losses_and_weights(found[:2], samples, what)
-    factor = found[2]
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
+        return _losses_and_weights(returned, samples, subject)
+    losses, weights = _losses_and_weights(returned[:2], samples, subject)
+    factor = returned[2]
     if not isinstance(factor, (int, float, np.number)) or not np.isfinite(factor):
         raise ValueError(
-            f"{what} has a factor of {factor!r:.80}: it must be a finite number of Python, the "
+            f"{subject} has a factor of {factor!r:.80}: it must be a finite number of Python, the "
             "same at every step; multiply what changes into the losses"
         )
     return losses * tf.constant(factor, losses.dtype), weights
 
 
-def _losses_and_weights(pair: Any, samples: int | None, what: str) -> tuple[tf.Tensor, tf.Tensor]:
+def _losses_and_weights(
+    pair: Any, samples: int | None, subject: str
+) -> tuple[tf.Tensor, tf.Tensor]:
     """A loss and a weight for each of `samples` examples, in float32 at least."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
-            f"{what} must return two tensors, a loss and a weight for each example; it returns "
+            f"{subject} must return two tensors, a loss and a weight for each example; it returns "
             f"{describe(pair)}. Not the mean: that is taken over all ranks"
         )
-    with user_code_errors(what):
+    with user_code_errors(subject):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
-    counted = losses.shape.rank and (not samples or losses.shape[0] in (samples, None))
-    alike = counted and losses.shape.as_list() == weights.shape.as_list()
-    if not alike or not losses.dtype.is_floating:
+    is_counted = losses.shape.rank and (not samples or losses.shape[0] in (samples, None))
+    are_alike = is_counted and losses.shape.as_list() == weights.shape.as_list()
+    if not are_alike or not losses.dtype.is_floating:
         raise ValueError(
-            f"{what} must return a loss for each example and weights of the same shape, floats, "
+            f"{subject} must return a loss for each example and weights of the same shape, floats, "
             f"not losses {losses.shape} of {losses.dtype.name} and weights {weights.shape}"
         )
     losses = at_least_float32(losses)
@@ -109,8 +118,8 @@ def count(weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     total = tf.reduce_sum(weights)
     sound = (number == 0) & tf.math.is_finite(total)
     nan = tf.constant(np.nan, weights.dtype)
-    those = tf.where(refused, weights, tf.zeros_like(weights))
-    return tf.where(sound, total, nan), number, tf.reduce_sum(those)
+    refused_weights = tf.where(refused, weights, tf.zeros_like(weights))
+    return tf.where(sound, total, nan), number, tf.reduce_sum(refused_weights)
 
 
 def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
@@ -124,8 +133,8 @@ def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
 
 def fault(result: Mapping[str, Any]) -> tuple[int, str, str] | None:
     """Weights that no step can use: exit code, a word or two, a sentence; or None."""
-    for name, found in result["refused_weights"].items():
-        number, total = found.numpy().tolist()
+    for name, figures in result["refused_weights"].items():
+        number, total = figures.numpy().tolist()
         if number:
             average = " on average" if number > 1 else ""
             message = (
@@ -152,9 +161,10 @@ def check_independent(loss: Callable, *parts: Any, made: Terms) -> None:
     """
 
     def one_more(tensor: tf.Tensor) -> tf.TensorSpec:
-        whole = tensor.shape.rank and tensor.shape[0] is not None
-        sizes = [tensor.shape[0] + 1, *tensor.shape[1:]] if whole else tensor.shape
-        return tf.TensorSpec(sizes, tensor.dtype)
+        shape = tensor.shape
+        if shape.rank and shape[0] is not None:
+            shape = [shape[0] + 1, *shape[1:]]
+        return tf.TensorSpec(shape, tensor.dtype)
 
     again = tf.function(lambda *more: terms(loss(*more), None), autograph=False)
     try:
@@ -192,18 +202,18 @@ def check_sum(
     `sums`: of samples, by name; `draws`: whether random numbers are in them.
     """
     together = sums(*samples)
-    alone = list(map(sums, samples))
+    alone = [sums(sample) for sample in samples]
     for name, total in together.items():
-        parts = [found[name] for found in alone]
-        least = near * (1 + sum(map(abs, parts)))
+        parts = [part[name] for part in alone]
+        least = near * (1 + sum(abs(part) for part in parts))
         if not abs(total - sum(parts)) > least:
             continue
         # A loss that draws may do it by a sample's place in its batch: then what each place adds
         # depends on its own sample alone.
         one, other = samples[:2]
         crossed = sums(one, other)[name] + sums(other, one)[name]
-        apart = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
-        if not (apart and draws()):
+        is_by_place = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
+        if not (is_by_place and draws()):
             raise ValueError(
                 f"the task's {name} of {len(alone)} samples together is {total:.6g}, and "
                 f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
@@ -218,8 +228,8 @@ def gradient(task: Task, outputs: Any, targets: Any) -> float:
     floats = [x for x in tensors if x.dtype.is_floating]
     with tf.GradientTape() as tape:
         tape.watch(floats)
-        found = loss(task, outputs, targets).values()
-        total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*pair)) for pair in found])
+        terms_of_loss = loss(task, outputs, targets).values()
+        total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*term)) for term in terms_of_loss])
     try:
         by_output = tape.gradient(total, floats, unconnected_gradients="zero")
     except LookupError:  # what `predict` returns may be scored by operations without a gradient

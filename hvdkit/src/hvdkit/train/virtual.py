@@ -13,6 +13,7 @@ fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual r
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -63,7 +64,7 @@ class _Sums(NamedTuple):
     # By target: of the variables it depends on, all in one [n]; floats, or int64 once added up.
     grads: list[tf.Tensor]
     state: tf.Tensor  # int64 [2, n]: state whose mean or sum counts, all in one
-    most: tf.Tensor  # float64 [n]: that whose largest value counts, its negative for the smallest
+    largest: tf.Tensor  # float64 [n]: maxima; minima are negated
     rows: tf.Tensor  # float64 [n]: rows of all virtual ranks for queues, zeros of others
 
 
@@ -105,13 +106,13 @@ class Passes:
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> StepTotals:
         """Inside the step's tf.function, on every rank; `batch`: [micro-batches, samples, ...]."""
-        if special := [v.path for v in self._variables if overwritten(v)]:
-            raise ValueError(
-                f"--virtual_ranks does not add up {special[0]}, which its gradient overwrites (as "
-                "in float8): leave it out"
-            )
+        for variable in self._variables:
+            if overwritten(variable):
+                raise ValueError(
+                    f"--virtual_ranks does not add up {variable.path}, which its gradient "
+                    "overwrites (as in float8): leave it out"
+                )
         start = [(v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]]
-        total = None
         sizes = sorted({self._sizes[v] for v in self._own})  # two at most, each traced once
         self._shared = gathered.Rows()
         turn = self._turn(self._pass, batch, start, trace=sizes)
@@ -120,22 +121,30 @@ class Passes:
         if self._gathers:
             self._shared = self._exchange(batch, start)
             turn = self._turn(self._pass, batch, start, trace=sizes)  # with the rows of all
+        total = None
         for size in sizes:
             group = [v for v in self._own if self._sizes[v] == size]
-            total = self._over(group, total, lambda number, n=size: turn(number, n))
+            total = self._over(group, total, partial(turn, size=size))
+
         # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
         ready = own_part(total.table)
-        parts = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
-        parts = self._sum(parts, "step.totals")
-        table = tf.reshape(parts[: -votes.shape[0]], total.table.shape)
+        own = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
+        totals = self._sum(own, "step.totals")
+        num_votes = votes.shape[0]
+        table = tf.reshape(totals[:-num_votes], total.table.shape)
         num_sums = table.shape[1] - _NUM_FAULTS
         sums, faults = tf.split(tf.reduce_sum(table, 0), [num_sums, _NUM_FAULTS])
         for variable, value in start:  # so that seeds are as if nothing had been drawn
             variable.assign(value)
         self._set_state(total)
-        grads = self._means(total.grads, sums, faults)
-        losses = tf.reduce_sum(means_of(table[:, :num_sums]), 1)
-        return StepTotals(sums, parts[-votes.shape[0] :], losses, ready, grads, faults)
+        return StepTotals(
+            sums=sums,
+            votes=totals[-num_votes:],
+            losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
+            ready=ready,
+            grads=self._means(total.grads, sums, faults),
+            faults=faults,
+        )
 
     def _turn(
         self, body: Callable[..., Any], batch: Any, start: _Values, *, trace: Sequence[int] = ()
@@ -169,13 +178,16 @@ class Passes:
         """Two passes more, where the loss gathers rows."""
         scale = self._state.loss_scale.read()
         passes = gathered.Passes(self._in_turn, scale, rows=self._samples, addends=self._count)
-        learn, pull = (self._turn(body, batch, start) for body in (passes.learn, passes.pull))
-        own = [(tf.constant(v, tf.int64), self._sizes[v]) for v in self._own]
-        everyone = passes.over_ranks([learn(*part) for part in own])
-        if not any(x.dtype.is_floating for x in everyone):
+        learn = self._turn(passes.learn, batch, start)
+        pull = self._turn(passes.pull, batch, start)
+        numbers = [tf.constant(number, tf.int64) for number in self._own]
+        sizes = [self._sizes[number] for number in self._own]
+        learned = [learn(number, size) for number, size in zip(numbers, sizes)]
+        everyone = passes.over_ranks(learned)
+        if not any(rows.dtype.is_floating for rows in everyone):
             return gathered.Rows(everyone)
-        total = tf.add_n([pull(*part, *everyone) for part in own])
-        return passes.rows(everyone, self._sum(total, "virtual.pulls"))
+        pulls = [pull(number, size, *everyone) for number, size in zip(numbers, sizes)]
+        return passes.rows(everyone, self._sum(tf.add_n(pulls), "virtual.pulls"))
 
     def _in_turn(self, micro: Any, everyone: Sequence[tf.Tensor]) -> tuple[Turn, Any]:
         """The forward pass, in which the loss may gather rows, those of all if they are known."""
@@ -185,73 +197,95 @@ class Passes:
     def _over(self, group: list[int], total: _Sums | None, one: Callable[..., _Sums]) -> _Sums:
         """Virtual ranks of one size, one after the other, added to `total`."""
         numbers = tf.constant(group, tf.int64)
-        begun = 0
+        first = 0
         if total is None:
             total = self._add(None, one(numbers[0]))
-            begun = 1
-        if begun == len(group):
+            first = 1
+        if first == len(group):
             return total
         return tf.while_loop(
             lambda index, _: index < len(group),
-            lambda i, total: (i + 1, self._add(total, one(numbers[i]))),
-            (tf.constant(begun), total),
+            lambda index, total: (index + 1, self._add(total, one(numbers[index]))),
+            (tf.constant(first), total),
             parallel_iterations=1,  # one share's memory; and they all set the same state
         )[1]
 
-    def _add(self, total: _Sums | None, found: _Sums) -> _Sums:
+    def _add(self, total: _Sums | None, addend: _Sums) -> _Sums:
         # float16's loss scale is taken out first: the grid is that of the true gradients.
         scale = self._state.loss_scale.read()
-        grads = [
-            fixed_point.add_gradients(known, flat, addends=self._count, scale=scale)
-            for known, flat in zip(total.grads if total else [None] * len(found.grads), found.grads)
-        ]
+        gradients = []
+        for target, flat in enumerate(addend.grads):
+            known = None if total is None else total.grads[target]
+            gradients.append(
+                fixed_point.add_gradients(known, flat, addends=self._count, scale=scale)
+            )
         if total is None:
-            return found._replace(grads=grads)
-        most = tf.maximum(total.most, found.most)
-        rows = total.rows + found.rows
-        return _Sums(total.table + found.table, grads, total.state + found.state, most, rows)
+            return addend._replace(grads=gradients)
+        return _Sums(
+            table=total.table + addend.table,
+            grads=gradients,
+            state=total.state + addend.state,
+            largest=tf.maximum(total.largest, addend.largest),
+            rows=total.rows + addend.rows,
+        )
 
     def _pass(self, part: Any, number: tf.Tensor) -> _Sums:
         """Forward and backward of virtual rank `number`."""
-        _, sums, grads = self._micro_batches.gradients(self._watched, part)
-        self._connected = [{i: g.dtype for i, g in known.items()} for known in grads]
-        packed = [fixed_point.pack(list(known.values())) for known in grads]
-        state = fixed_point.pack([tf.cast(c.variable, tf.float64) for c in self._of(*_SUMMED)])
-        most = [tf.cast(c.variable, tf.float64) for c in self._of(*_LARGEST)]
-        most = [-v if c.rule.kind == "min" else v for v, c in zip(most, self._of(*_LARGEST))]
+        _, sums, gradients = self._micro_batches.gradients(self._watched, part)
+        self._connected = []
+        packed = []
+        for by_place in gradients:
+            self._connected.append({place: g.dtype for place, g in by_place.items()})
+            packed.append(fixed_point.pack(list(by_place.values())))
+        summed = [tf.cast(c.variable, tf.float64) for c in self._of(*_SUMMED)]
+        largest = [self._to_maximum(change) for change in self._of(*_LARGEST)]
         size = tf.nest.flatten(part)[0].shape[1]
-        rows = [self._placed(c, size) for c in self._of("concatenate")]
+        rows = [self._placed(change, size) for change in self._of("concatenate")]
+        state = fixed_point.pack(summed)
+
+        own = tf.range(self._count, dtype=tf.int64)[:, None] == number
+        faults = tf.cast(tf.stack(self._faults(packed, state)), tf.float64)
+        row = tf.concat([sums, faults], 0)[None]
+        return _Sums(
+            table=tf.where(own, row, tf.zeros_like(row)),
+            grads=packed,
+            state=fixed_point.state_to_fixed(state, self._count),
+            largest=tf.cast(fixed_point.pack(largest), tf.float64),
+            rows=tf.cast(fixed_point.pack(rows), tf.float64),
+        )
+
+    def _faults(self, packed: Sequence[tf.Tensor], state: tf.Tensor) -> list[tf.Tensor]:
+        """Of a virtual rank's gradients and state: those of a row of totals, bool scalars."""
         scale = self._state.loss_scale.read()
         judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
-        finite, fits, precise = (tf.reduce_all(part) for part in zip(*judged))
+        finite, fits, precise = (tf.reduce_all(verdicts) for verdicts in zip(*judged))
         state_finite, state_fits, _ = fixed_point.judge(
             state, self._count, most=fixed_point.LARGEST_STATE
         )
         beyond = (finite & ~fits) | self._shared.beyond
-        faults = [~(finite & state_finite), beyond, state_finite & ~state_fits, ~precise]
-        own = tf.range(self._count, dtype=tf.int64)[:, None] == number
-        row = tf.concat([sums, tf.cast(tf.stack(faults), tf.float64)], 0)[None]
-        state = fixed_point.state_to_fixed(state, self._count)
-        table = tf.where(own, row, tf.zeros_like(row))
-        most, rows = (tf.cast(fixed_point.pack(x), tf.float64) for x in (most, rows))
-        return _Sums(table, packed, state, most, rows)
+        return [~(finite & state_finite), beyond, state_finite & ~state_fits, ~precise]
+
+    def _to_maximum(self, change: StateChange) -> tf.Tensor:
+        value = tf.cast(change.variable, tf.float64)
+        return -value if change.rule.kind == "min" else value
 
     def _of(self, *kinds: str) -> list[StateChange]:
-        return [c for c in self._changed if c.rule.kind in kinds]
+        return [change for change in self._changed if change.rule.kind in kinds]
 
-    def _placed(self, changed: StateChange, size: int) -> tf.Tensor:
+    def _placed(self, change: StateChange, size: int) -> tf.Tensor:
         """The rows that a virtual rank appended, at its place among those of all."""
-        each = int(changed.rule.number)
-        if changed.variable.shape[0] < size * each:
+        variable = change.variable
+        each = int(change.rule.number)
+        if variable.shape[0] < size * each:
             raise ValueError(
-                f"{changed.variable.name} keeps {changed.variable.shape[0]} rows, fewer than a "
-                "virtual rank's samples add: make it longer, or leave out --virtual_ranks"
+                f"{variable.name} keeps {variable.shape[0]} rows, fewer than a virtual rank's "
+                "samples add: make it longer, or leave out --virtual_ranks"
             )
-        rows = tf.cast(changed.variable.read_value()[-size * each :], tf.float64)
+        rows = tf.cast(variable.read_value()[-size * each :], tf.float64)
         before = self._first * each
         after = (self._samples - size) * each - before
-        rows = tf.pad(rows, [[before, after], *[[0, 0]] * (rows.shape.rank - 1)])
-        return tf.ensure_shape(rows, [self._samples * each, *changed.variable.shape[1:]])
+        rows = tf.pad(rows, [[before, after], *[[0, 0] for _ in variable.shape[1:]]])
+        return tf.ensure_shape(rows, [self._samples * each, *variable.shape[1:]])
 
     def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """The forward pass; keeps which variables it changes, if virtual ranks can combine them."""
@@ -265,10 +299,11 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        rules = self._rules
-        start = self._start
-        moved = [v for v in self._untrained if id(v.handle) in changed]
-        self._changed = [StateChange(v, rules.get(id(v), SAME), start[id(v)]) for v in moved]
+        self._changed = []
+        for variable in self._untrained:
+            if id(variable.handle) in changed:
+                rule = self._rules.get(id(variable), SAME)
+                self._changed.append(StateChange(variable, rule, self._start[id(variable)]))
         check_micro_batches(self._changed, self._steps)
         if self._shared.pulls:
             pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
@@ -280,22 +315,26 @@ class Passes:
     ) -> list[tf.Tensor | None]:
         """Over the global batch, None where there is no gradient; NaN where a sum is not whole."""
         nan = tf.constant(math.nan, tf.float64)
-        sound = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
-        factors = [*tf.unstack(to_means(sums) * sound), sound]
-        types = {place: dtype for places in self._connected for place, dtype in places.items()}
+        factor = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
+        factors = [*tf.unstack(to_means(sums) * factor), factor]
+        types: dict[int, tf.DType] = {}
+        for by_place in self._connected:
+            types.update(by_place)
         # Rounded once: where two targets are added, after that.
-        once = len(totals) == 1 and tf.float64 not in types.values()
-        wide = tf.float32 if once else tf.float64
+        is_rounded_at_once = len(totals) == 1 and tf.float64 not in types.values()
+        dtype = tf.float32 if is_rounded_at_once else tf.float64
         means: list[tf.Tensor | None] = [None] * len(self._variables)
         for target, (total, places) in enumerate(zip(totals, self._connected)):
             if not places:  # a target may depend on no variable: an activity that nothing makes
                 continue
             total = self._sum(total, f"virtual.gradients.{target}")
             shapes = [self._variables[place].shape for place in places]
-            parts = fixed_point.unpack_gradients(total, factors[target], shapes=shapes, dtype=wide)
+            parts = fixed_point.unpack_gradients(total, factors[target], shapes=shapes, dtype=dtype)
             for place, part in zip(places, parts):
                 means[place] = part if means[place] is None else means[place] + part
-        return [g if g is None else tf.cast(g, types[i]) for i, g in enumerate(means)]
+        for place, dtype in types.items():
+            means[place] = tf.cast(means[place], dtype)
+        return means
 
     def _set_state(self, total: _Sums) -> None:
         """Sets what the forward pass changes to what its values on virtual ranks make."""
@@ -309,8 +348,8 @@ class Passes:
                     value -= self._count * tf.reshape(old, [-1])
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if largest := self._of(*_LARGEST):
-            most = self._sum(total.most, "virtual.most", op=hvd.Max)
-            for (variable, rule, before), value in parts(largest, most):
+            values = self._sum(total.largest, "virtual.most", op=hvd.Max)
+            for (variable, rule, before), value in parts(largest, values):
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if queues := self._of("concatenate"):
             every = self._sum(total.rows, "virtual.rows")
