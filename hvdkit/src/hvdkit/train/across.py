@@ -58,10 +58,11 @@ class Turn:
 
 @tf.custom_gradient
 def _without_own(everyone: tf.Tensor, own: tf.Tensor):
-    """`everyone`; what these rows give to the gradient by `own` is added later (gathered.py)."""
+    """`everyone`, without a gradient by `own`: gathered.py adds it later."""
 
     def backward(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        if (batch := _batch.get()) and batch.turn:  # a tape within the loss
+        batch = _batch.get()
+        if batch and batch.turn:  # a tape inside the loss
             raise ValueError(
                 "with --virtual_ranks a loss has no gradient of its own by what it gathers "
                 "(hvdkit.train.across): leave out --virtual_ranks"
@@ -140,9 +141,7 @@ def places(x: tf.Tensor) -> tf.Tensor:
     batch = _batch.get()
     first = 0
     if batch and _rows(x, batch):
-        turn = batch.turn
-        own = share(batch.rows, batch.rank, batch.size)
-        first = turn.first if turn else own[0]
+        first = batch.turn.first if batch.turn else share(batch.rows, batch.rank, batch.size)[0]
     return tf.range(tf.shape(x, tf.int64)[0]) + first
 
 
@@ -155,13 +154,15 @@ def _rows(x: tf.Tensor, batch: Batch) -> list[int]:
             "gather (hvdkit.train.across) is called in a branch or a loop of the graph, where "
             "ranks may take other turns: call it before"
         )
-    ends = [share(batch.rows, rank, batch.size) for rank in range(batch.size)]
-    sizes = [last - first for first, last in ends]
-    own = batch.turn.size if batch.turn else sizes[batch.rank]
-    if not x.shape.rank or x.shape[0] != own:
+    sizes = []
+    for rank in range(batch.size):
+        first, last = share(batch.rows, rank, batch.size)
+        sizes.append(last - first)
+    samples = batch.turn.size if batch.turn else sizes[batch.rank]
+    if not x.shape.rank or x.shape[0] != samples:
         raise ValueError(
             f"gather (hvdkit.train.across) of shape {x.shape}: it needs a row for each of this "
-            f"rank's {own} samples"
+            f"rank's {samples} samples"
         )
     return sizes
 

@@ -31,7 +31,8 @@ def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Va
 
 
 def moving_ids(model: keras.Model) -> set[int]:
-    return {id(v) for part in moving_statistics(model) for v in part}
+    means, variances = moving_statistics(model)
+    return {id(variable) for variable in [*means, *variances]}
 
 
 def normalizing(model: keras.Model) -> list[str]:
@@ -61,7 +62,10 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
     means, variances = moving_statistics(model)
     if mode == "full" or not means or hvd.size() == 1 or virtual_ranks:
         return lambda: None
-    weight = {"mean": 1.0 / hvd.size(), "none": float(hvd.rank() == 0)}.get(mode, weight)
+    if mode == "mean":
+        weight = 1.0 / hvd.size()
+    elif mode == "none":
+        weight = 1.0 if hvd.rank() == 0 else 0.0
     sizes = [m.shape.num_elements() for m in means]
 
     def joined(variables: Sequence[tf.Variable]) -> tf.Tensor:
@@ -93,19 +97,23 @@ def synchronize(model: keras.Model) -> keras.Model:
     Subclassed models, wrappers and shared layers thus keep their layers. Raises ValueError for a
     class derived from Keras's batch norm, naming it.
     """
-    plain = [x for x in _batch_norms(model) if not isinstance(x, SyncBatchNormalization)]
-    own = [x for x in plain if type(x) is not keras.layers.BatchNormalization]
-    # Frozen ones normalize with their moving statistics, which are the same everywhere.
-    if trained := [f"{_name(x)} ({type(x).__name__})" for x in own if x.trainable]:
+    plain = []
+    derived = []
+    for layer in _batch_norms(model):
+        if type(layer) is keras.layers.BatchNormalization:
+            plain.append(layer)
+        # Frozen ones normalize with their moving statistics, which are the same everywhere.
+        elif layer.trainable and not isinstance(layer, SyncBatchNormalization):
+            derived.append(f"{_name(layer)} ({type(layer).__name__})")
+    if derived:
         raise ValueError(
-            f"--bn_sync=full cannot synchronize {join(trained)}, which may compute batch "
+            f"--bn_sync=full cannot synchronize {join(derived)}, which may compute batch "
             "statistics in its own way: derive it from "
             "hvdkit.train.batch_norm.SyncBatchNormalization or use another --bn_sync"
         )
     for layer in plain:
-        if type(layer) is keras.layers.BatchNormalization:
-            # Keras's own __setattr__ would track the class as if it were a part of the layer.
-            object.__setattr__(layer, "__class__", SyncBatchNormalization)
+        # Keras's own __setattr__ would track the class as if it were a part of the layer.
+        object.__setattr__(layer, "__class__", SyncBatchNormalization)
     return model
 
 
@@ -118,21 +126,21 @@ def fuse(model: keras.Model) -> None:
     """
     for layer in _batch_norms(model):
         if type(layer) is keras.layers.BatchNormalization and not layer.synchronized:
-            # Keras's own __setattr__ would track it.
+            # Keras's own __setattr__ would track the function.
             object.__setattr__(layer, "call", partial(_fused, layer))
 
 
 @contextlib.contextmanager
 def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Inside, batch norms among them normalize with their moving statistics, also in training."""
-    found = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
-    calls = [vars(layer).get("call") for layer in found]
-    for layer in found:
+    norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+    calls = [vars(layer).get("call") for layer in norms]
+    for layer in norms:
         object.__setattr__(layer, "call", partial(_resting, layer))
     try:
         yield
     finally:
-        for layer, call in zip(found, calls):
+        for layer, call in zip(norms, calls):
             if call is None:
                 object.__delattr__(layer, "call")
             else:
@@ -167,11 +175,14 @@ def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None
     # cuDNN's variance is the unbiased one, Keras's moving variance follows the biased one.
     count = tf.cast(tf.size(inputs) // channels, tf.float32)
     variance = tf.math.multiply_no_nan(normed.batch_variance, (count - 1) / count)
-    moving = ((layer.moving_mean, normed.batch_mean), (layer.moving_variance, variance))
-    for average, now in moving:
-        old = tf.cast(raw(average), tf.float32)
-        average.assign(old * layer.momentum + now * (1.0 - layer.momentum))
+    _follow(layer.moving_mean, normed.batch_mean, layer.momentum)
+    _follow(layer.moving_variance, variance, layer.momentum)
     return tf.cast(normed.y, layer.compute_dtype)
+
+
+def _follow(average: keras.Variable, value: tf.Tensor, momentum: float) -> None:
+    old = tf.cast(raw(average), tf.float32)
+    average.assign(old * momentum + value * (1.0 - momentum))
 
 
 @saved_layers.register

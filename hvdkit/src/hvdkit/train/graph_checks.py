@@ -88,11 +88,15 @@ def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -
     for function in definition.library.function:
         if function.signature.name not in before:
             new += function.node_def
-    new = [node for node in new if node.op.startswith("Horovod")]
-    if own := {n.op for n in new if not _OF_ENGINE.search(n.name)}:
+    of_task = set()
+    for node in new:
+        if node.op.startswith("Horovod") and not _OF_ENGINE.search(node.name):
+            of_task.add(node.op)
+    if of_task:
         raise ValueError(
-            f"{what} calls Horovod ({join(sorted(own))}), whose gradient is a mean over ranks, and "
-            "in evaluation ranks have different numbers of batches: use hvdkit.train.across.gather"
+            f"{what} calls Horovod ({join(sorted(of_task))}), whose gradient is a mean over ranks, "
+            "and in evaluation ranks have different numbers of batches: use "
+            "hvdkit.train.across.gather"
         )
 
 
@@ -110,15 +114,19 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
         )
     handles = {id(raw(v).handle) for v in state.variables.values()}
     if trains:
-        changed = set(map(id, assigned_handles(graph)))
-        handles -= {
-            id(raw(v).handle) for v in state.task_state.of_task.values() if v.trainable
-        } - changed
-    named = {id(v.handle): v.name for v in graph.variables}
-    used = [t for t, inner in graph.captures if _is_used(inner) and _of_variable(t)]
-    if others := [named.get(id(t), "one without a name") for t in used if id(t) not in handles]:
+        changed = {id(handle) for handle in assigned_handles(graph)}
+        for variable in state.task_state.of_task.values():
+            handle = id(raw(variable).handle)
+            if variable.trainable and handle not in changed:
+                handles.discard(handle)
+    names_by_handle = {id(v.handle): v.name for v in graph.variables}
+    unknown = []
+    for tensor, inner in graph.captures:
+        if id(tensor) not in handles and _is_used(inner) and _of_variable(tensor):
+            unknown.append(names_by_handle.get(id(tensor), "one without a name"))
+    if unknown:
         raise ValueError(
-            f"{what} uses variables that the model does not hold: {join(others)}. They would be "
+            f"{what} uses variables that the model does not hold: {join(unknown)}. They would be "
             "neither trained nor saved. Make weights with add_weight, keep layers (and a "
             "keras.random.SeedGenerator for random functions) as attributes of the model or of its "
             "layers, a frozen model, or state with trainable=False, as one of the task, built "
@@ -126,12 +134,14 @@ def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = Fals
         )
 
 
-def check_weights(tape: tf.GradientTape, weights: list[tf.Tensor], own: list[tf.Variable]) -> None:
+def check_weights(
+    tape: tf.GradientTape, weights: list[tf.Tensor], trained: list[tf.Variable]
+) -> None:
     """Raises ValueError where weights of a loss depend on what is trained.
 
     They also divide the loss, over all ranks; the step's gradient takes them for constants.
     """
-    if any(g is not None for g in tape.gradient(weights, own)):
+    if any(g is not None for g in tape.gradient(weights, trained)):
         raise ValueError(
             "the task's loss returns weights that depend on the model's outputs: put them through "
             "tf.stop_gradient, or multiply them into the losses and return weights of their own"
@@ -140,18 +150,21 @@ def check_weights(tape: tf.GradientTape, weights: list[tf.Tensor], own: list[tf.
 
 def check_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
     """Raises ValueError where `update` would apply a gradient to another variable, or a mean."""
-    shapes = [None if g is None else g.shape for g in gradients]
-    pairs = zip(shapes, variables)
-    fit = all(shape is None or v.value.shape.is_compatible_with(shape) for shape, v in pairs)
-    if len(shapes) != len(variables) or not fit:
+    shapes = [None if gradient is None else gradient.shape for gradient in gradients]
+    fit = len(shapes) == len(variables)
+    for shape, variable in zip(shapes, variables):
+        fit = fit and (shape is None or variable.value.shape.is_compatible_with(shape))
+    if not fit:
         raise ValueError(
             "run.update takes a gradient for each of run.weights, in their order and shapes, and "
-            f"None where there is none: not {len(shapes)} of {list(map(str, shapes))} for "
-            f"{len(variables)} weights"
+            f"None where there is none: not {len(shapes)} of {[str(shape) for shape in shapes]} "
+            f"for {len(variables)} weights"
         )
-    for op in (losses.origin(g).op for g in gradients if tf.is_symbolic_tensor(g)):
-        if op.type.startswith("Horovod") and "reduce_op" in op.node_def.attr:
-            _check_sum(op.node_def)
+    for gradient in gradients:
+        if tf.is_symbolic_tensor(gradient):
+            operation = losses.origin(gradient).op
+            if operation.type.startswith("Horovod") and "reduce_op" in operation.node_def.attr:
+                _check_sum(operation.node_def)
 
 
 def _check_sum(node: tf.compat.v1.NodeDef) -> None:
@@ -181,14 +194,18 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
             "large ones infinite: give the tape **run.reduction alone, and --compression=fp16 "
             "(float16 weights: make them float32)"
         )
-    generic = [n for n in sums if n.attr["ignore_name_scope"].b and not _OF_ENGINE.search(n.name)]
-    used = [node.name.rpartition("/")[2] for node in generic]
-    if twice := sorted({name for name in used if used.count(name) > 1}):
-        raise ValueError(
-            f"the step sums two gradients over ranks by one name ({twice[0]}), which Horovod "
-            "mistakes for each other: leave out use_generic_names=True where a step takes more "
-            "than one gradient"
-        )
+    used = set()
+    for node in sums:
+        if not node.attr["ignore_name_scope"].b or _OF_ENGINE.search(node.name):
+            continue
+        name = node.name.rpartition("/")[2]
+        if name in used:
+            raise ValueError(
+                f"the step sums two gradients over ranks by one name ({name}), which Horovod "
+                "mistakes for each other: leave out use_generic_names=True where a step takes "
+                "more than one gradient"
+            )
+        used.add(name)
     if ranks > 1 and all(_OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in sums):
         raise ValueError(
             "the step sums no gradients over ranks, whose weights would drift apart: wrap its "
@@ -200,22 +217,24 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
     """Raises ValueError where XLA cannot compile a traced function, or would leave a part out."""
     platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     for function in functions:
-        found = nodes(function.graph)
-        less = {f"{n.op} ({n.name})" for n in found if n.op in _LEFT_OUT or n.attr[_GROWS].b}
-        if less:
+        left_out = set()
+        for node in nodes(function.graph):
+            if node.op in _LEFT_OUT or node.attr[_GROWS].b:
+                left_out.add(f"{node.op} ({node.name})")
+        if left_out:
             raise ValueError(
-                f"--jit: XLA silently leaves out {join(sorted(less))}: check values in "
+                f"--jit: XLA silently leaves out {join(sorted(left_out))}: check values in "
                 "training_example, give a TensorArray its size, or leave out --jit"
             )
-        resources = [t for t in function.captured_inputs if t.dtype == tf.resource]
-        # A loss may use a tensor of the step, which has no value yet.
-        captured = [
-            tf.zeros(t.shape, t.dtype) if tf.is_symbolic_tensor(t) else t
-            for t in function.captured_inputs
-        ]
+        captured = []
+        for tensor in function.captured_inputs:
+            # A loss may use a tensor of the step, which has no value yet.
+            is_unknown = tf.is_symbolic_tensor(tensor)
+            captured.append(tf.zeros(tensor.shape, tensor.dtype) if is_unknown else tensor)
         try:
-            if not all(map(_of_variable, resources)):
-                raise ValueError("it takes no lookup table")
+            for tensor in function.captured_inputs:
+                if tensor.dtype == tf.resource and not _of_variable(tensor):
+                    raise ValueError("it takes no lookup table")
             context.context().get_compiler_ir(
                 device_name=None,
                 platform_name=platform,
@@ -233,16 +252,20 @@ def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) 
 
 def _of_xla(message: str) -> str:
     """XLA's message on one line."""
-    # It is quoted inside another message.
-    first = message.removeprefix("Failed getting HLO text: '").split("\n")[0].rstrip(" .'")
     missing = sorted({f"{op} ({node})" for op, node in _NO_KERNEL.findall(message)})
-    return f"it has no {join(missing)}" if missing else first[:400]
+    if missing:
+        return f"it has no {join(missing)}"
+    first_line = message.removeprefix("Failed getting HLO text: '").split("\n")[0]
+    return first_line.rstrip(" .'")[:400]
 
 
 def nodes(graph: tf.Graph) -> list[tf.compat.v1.NodeDef]:
     """The nodes of a graph and of the functions that it calls, compiled or not."""
     definition = graph.as_graph_def()
-    return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    found = list(definition.node)
+    for function in definition.library.function:
+        found += function.node_def
+    return found
 
 
 def _operations(graph: tf.Graph, types: re.Pattern) -> str:
@@ -271,13 +294,13 @@ def assigned_handles(
 
     `operations`: some of its operations, instead of all.
     """
-    found = {}
+    handles = {}
     for op in graph.get_operations() if operations is None else operations:
         _, changed = get_read_write_resource_inputs(op)
         for tensor in changed:
             handle = _outside(tensor, graph)
-            found[id(handle)] = handle
-    return list(found.values())
+            handles[id(handle)] = handle
+    return list(handles.values())
 
 
 def _outside(tensor: tf.Tensor, graph: tf.Graph) -> tf.Tensor:
