@@ -25,11 +25,13 @@ class Request(NamedTuple):
 
 
 class Average:
-    """Of the weights of one optimizer: decay * average + (1 - decay) * weights (Polyak and Juditsky
-    1992), after each of its updates; the first one gives the weights themselves.
+    """The moving averages of the weights of one optimizer (Polyak and Juditsky 1992).
+
+    After each of its updates an average becomes decay * average + (1 - decay) * weight; the first
+    update gives the weights themselves.
 
     Attributes:
-      updates: how many there were; until the first one the averages are zeros.
+      updates: number of updates; until the first one the averages are zeros.
       pairs: each weight and its average. A weight that its gradient overwrites (float8) has none.
     """
 

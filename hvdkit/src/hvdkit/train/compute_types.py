@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from hvdkit.logs import join
 from hvdkit.ranks import world as world_lib
+from hvdkit.train.state import is_frame
 
 # By --precision: types in which a layer may compute on purpose, as one that gives logits.
 _WIDER = {
@@ -27,15 +28,19 @@ def check(model: keras.Model, precision: str) -> list[str]:
     """
     policy_changed = _policy_changed(precision)
     way_out = policy_changed or _WAY_OUT
-    layers = [layer for layer in model._flatten_layers() if _computes(layer)]
+    layers = [layer for layer in model._flatten_layers() if _computes_floats(layer)]
     wider = _WIDER[precision]
-    narrower = [x for x in layers if x.compute_dtype not in (precision, *wider)]
+    narrower = [layer for layer in layers if layer.compute_dtype not in (precision, *wider)]
     if narrower:
         message = _computing(narrower, precision)
         if narrower[0].compute_dtype == "float16":
             message += ", which needs the loss scale of --precision=float16"
         raise ValueError(f"{message}: {way_out}")
-    sizes = {layer: size for layer in layers if (size := _kernel_size(layer))}
+    sizes = {}
+    for layer in layers:
+        size = _kernel_size(layer)
+        if size:
+            sizes[layer] = size
     wide = [layer for layer in sizes if layer.compute_dtype in wider]
     most_layers = 2 * len(wide) > len(sizes)
     most_weights = 2 * sum(sizes[layer] for layer in wide) > sum(sizes.values())
@@ -64,21 +69,24 @@ def quantized(model: keras.Model) -> list[str]:
     return names
 
 
-def _computes(layer: keras.Layer) -> bool:
+def _computes_floats(layer: keras.Layer) -> bool:
     """Whether it computes floats by itself: models of layers do not, nor inputs and look-ups."""
-    plain = isinstance(layer, keras.Model) and hasattr(layer, "operations")
-    if plain or isinstance(layer, (keras.Sequential, keras.layers.InputLayer)):
+    if is_frame(layer) or isinstance(layer, keras.layers.InputLayer):
         return False
-    known = layer.compute_dtype
-    return known not in (None, "string") and tf.as_dtype(known).is_floating
+    dtype = layer.compute_dtype
+    return dtype not in (None, "string") and tf.as_dtype(dtype).is_floating
 
 
 def _kernel_size(layer: keras.Layer) -> int:
     """Elements of its own matrices, without those of layers in it."""
-    inner = layer._flatten_layers(include_self=False, recursive=False)
-    below = {id(v) for part in inner for v in part.variables}
-    own = [v for v in layer.variables if id(v) not in below and len(v.shape) > 1]
-    return sum(v.value.shape.num_elements() for v in own)
+    below: set[int] = set()
+    for part in layer._flatten_layers(include_self=False, recursive=False):
+        below.update(id(variable) for variable in part.variables)
+    size = 0
+    for variable in layer.variables:
+        if id(variable) not in below and len(variable.shape) > 1:
+            size += variable.value.shape.num_elements()
+    return size
 
 
 def _computing(layers: list[keras.Layer], precision: str) -> str:

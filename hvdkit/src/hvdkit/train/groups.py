@@ -45,44 +45,63 @@ class Groups(keras.optimizers.Optimizer):
 
     @property
     def variables(self) -> list[keras.Variable]:
-        own = super().variables
-        return [*own, *(v for group in self.groups for v in group.optimizer.variables)]
+        variables = super().variables
+        for group in self.groups:
+            variables = [*variables, *group.optimizer.variables]
+        return variables
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Raises ValueError where a weight is in no group, or a group has none."""
         super().build(variables)
-        known = {id(v) for v in variables}
-        for number, (weights, optimizer, _) in enumerate(self.groups):
-            listed = () if callable(weights) else {id(v) for v in weights}
-            if other := [v.path for v in (weights if listed else ()) if id(v) not in known]:
-                raise ValueError(f"optimizer: Group {number} has {join(other)}, not trained here")
-            chosen = weights if callable(weights) else lambda v, listed=listed: id(v) in listed
-            own = [v for v in variables if id(v) not in self._owners and chosen(v)]
-            if not own:
+        known = {id(variable) for variable in variables}
+        for number, group in enumerate(self.groups):
+            belongs = group.weights
+            if not callable(belongs):
+                other = [v.path for v in group.weights if id(v) not in known]
+                if other:
+                    raise ValueError(
+                        f"optimizer: Group {number} has {join(other)}, not trained here"
+                    )
+                belongs = _membership(group.weights)
+            weights = [v for v in variables if id(v) not in self._owners and belongs(v)]
+            if not weights:
                 raise ValueError(f"optimizer: Group {number} takes no weight that is left to it")
-            self._owners |= {id(v): number for v in own}
-            optimizer.build(own)
-        if left := [v.path for v in variables if id(v) not in self._owners]:
+            for weight in weights:
+                self._owners[id(weight)] = number
+            group.optimizer.build(weights)
+        left = [v.path for v in variables if id(v) not in self._owners]
+        if left:
             raise ValueError(
                 f"optimizer: {join(left)} is in no Group: end with Group(lambda v: True, ...)"
             )
 
     def apply(self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[Any]) -> None:
-        for number, (_, optimizer, factor) in enumerate(self.groups):
-            owned = zip(grads, trainable_variables)
-            pairs = [(g, v) for g, v in owned if self._owners[id(v)] == number]
-            if pairs:
+        for number, group in enumerate(self.groups):
+            group_gradients = []
+            group_weights = []
+            for gradient, weight in zip(grads, trainable_variables):
+                if self._owners[id(weight)] == number:
+                    group_gradients.append(gradient)
+                    group_weights.append(weight)
+            if group_weights:
+                optimizer = group.optimizer
                 rate = raw(self.learning_rate)
-                rate = rate * tf.constant(factor, rate.dtype)
+                rate = rate * tf.constant(group.rate, rate.dtype)
                 optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
-                optimizer.apply(*zip(*pairs))
+                optimizer.apply(group_gradients, group_weights)
         self._iterations.assign_add(1)
+
+
+def _membership(weights: Sequence[keras.Variable]) -> Callable[[keras.Variable], bool]:
+    listed = {id(weight) for weight in weights}
+    return lambda variable: id(variable) in listed
 
 
 def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """The optimizers of the groups, or the one that there is."""
-    grouped = isinstance(optimizer, Groups)
-    return [group.optimizer for group in optimizer.groups] if grouped else [optimizer]
+    if isinstance(optimizer, Groups):
+        return [group.optimizer for group in optimizer.groups]
+    return [optimizer]
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable]]:
@@ -90,14 +109,18 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variabl
     weights = optimizer._trainable_variables
     if not isinstance(optimizer, Groups):
         return [weights]
-    owners = [optimizer._owners[id(v)] for v in weights]
-    numbers = range(len(optimizer.groups))
-    return [[v for v, owner in zip(weights, owners) if owner == number] for number in numbers]
+    by_group: list[list[keras.Variable]] = [[] for _ in optimizer.groups]
+    for weight in weights:
+        by_group[optimizer._owners[id(weight)]].append(weight)
+    return by_group
 
 
 def at_rest(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Weights of groups whose rate is 0."""
     if not isinstance(optimizer, Groups):
         return []
-    grouped = zip(optimizer.groups, weights_of(optimizer))
-    return [v for group, weights in grouped if not group.rate for v in weights]
+    resting = []
+    for group, weights in zip(optimizer.groups, weights_of(optimizer)):
+        if not group.rate:
+            resting += weights
+    return resting

@@ -35,24 +35,24 @@ class Inputs:
 
     def nested(self, tensors: Mapping[str, Any]) -> Any:
         """Tensors or arrays by name, as tensors that the model takes."""
-        flat = [
-            tf.convert_to_tensor(tensors[name], spec.dtype) for name, spec in self.specs.items()
-        ]
+        flat = []
+        for name, spec in self.specs.items():
+            flat.append(tf.convert_to_tensor(tensors[name], spec.dtype))
         return keras.tree.pack_sequence_as(self.structure, flat)
 
     def arguments(self) -> dict[str, tf.TensorSpec]:
         """By name, specs whose own names a SavedModel's signature can have."""
-        found: dict[str, tf.TensorSpec] = {}
+        arguments: dict[str, tf.TensorSpec] = {}
         taken: set[str] = set()
         for name, spec in self.specs.items():
-            known = re.sub(r"\W", "_", name, flags=re.ASCII)
-            if not known[:1].isalpha():
-                known = f"input_{known}"
-            while known in taken:
-                known += "_"
-            taken.add(known)
-            found[name] = tf.TensorSpec(spec.shape, spec.dtype, known)
-        return found
+            argument = re.sub(r"\W", "_", name, flags=re.ASCII)
+            if not argument[:1].isalpha():
+                argument = "input_" + argument
+            while argument in taken:
+                argument += "_"
+            taken.add(argument)
+            arguments[name] = tf.TensorSpec(spec.shape, spec.dtype, argument)
+        return arguments
 
     def __str__(self) -> str:
         return join([f"{name} {describe(spec)}" for name, spec in self.specs.items()], most=20)

@@ -133,18 +133,22 @@ def build(config: Settings, model: keras.Model, own: Callable | None = None) -> 
     _check_weights(config, variables)
     described = {}
     if own:
-        found = own(model)
-        optimizer = groups.Groups(found) if isinstance(found, (list, tuple)) else found
-        for one in groups.parts(optimizer):
-            _check_own(config, one)
+        returned = own(model)
+        optimizer = returned
+        if isinstance(returned, (list, tuple)):
+            optimizer = groups.Groups(returned)
+        for part in groups.parts(optimizer):
+            _check_own(config, part)
         described = hyperparameters(optimizer)
     else:
         optimizer = _of_flags(config, variables)
-    requests = [averages.requested(x, config.ema_decay) for x in groups.parts(optimizer)]
+    requests = [averages.requested(part, config.ema_decay) for part in groups.parts(optimizer)]
     optimizer.build(variables)
-    grouped = zip(groups.weights_of(optimizer), requests)
-    made = [averages.Average(weights, request) for weights, request in grouped if request]
-    return UpdateRule(optimizer, made, described)
+    averages_of_parts = []
+    for weights, request in zip(groups.weights_of(optimizer), requests):
+        if request:
+            averages_of_parts.append(averages.Average(weights, request))
+    return UpdateRule(optimizer, averages_of_parts, described)
 
 
 def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
@@ -158,17 +162,26 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
             )
     # Keras rounds a Python float to float32 first (0.9 is then off by 2e-8), a NumPy float64 not.
     number = np.float64 if config.precision == "float64" else float
-    momenta = {"momentum": number(config.momentum), "nesterov": config.nesterov}
-    betas = {"beta_1": number(config.adam_beta1), "beta_2": number(config.adam_beta2)}
-    betas["epsilon"] = number(config.adam_epsilon)
+    base_lr = config.base_lr
+    momentum = number(config.momentum)
+    nesterov = config.nesterov
+    beta_1 = number(config.adam_beta1)
+    beta_2 = number(config.adam_beta2)
+    epsilon = number(config.adam_epsilon)
+    decay = number(config.weight_decay)
+
+    # For these L2 joins the gradient.
     if config.optimizer == "sgd":
-        return SGD(config.base_lr, **momenta)
+        return SGD(base_lr, momentum=momentum, nesterov=nesterov)
     if config.optimizer == "adam":
-        return keras.optimizers.Adam(config.base_lr, **betas)
-    own = momenta if by_momentum else betas
-    # These decay weights themselves, apart from the gradient; for the others L2 joins the gradient.
-    rule = {"adamw": keras.optimizers.AdamW, "lamb": Lamb, "lars": Lars}[config.optimizer]
-    optimizer = rule(config.base_lr, weight_decay=number(config.weight_decay), **own)
+        return keras.optimizers.Adam(base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+
+    # These decay weights themselves, apart from the gradient.
+    if config.optimizer == "lars":
+        optimizer = Lars(base_lr, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+    else:
+        rule = keras.optimizers.AdamW if config.optimizer == "adamw" else Lamb
+        optimizer = rule(base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, weight_decay=decay)
     # Without decay too: the trust ratios of LAMB and LARS go by it.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer
@@ -204,8 +217,10 @@ def _check_own(config: Settings, optimizer: Any) -> None:
 
 def _decays(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether it decays weights itself; Muon has a second decay, for what Adam updates."""
-    each = groups.parts(optimizer)
-    return any(x.weight_decay or getattr(x, "adam_weight_decay", None) for x in each)
+    for part in groups.parts(optimizer):
+        if part.weight_decay or getattr(part, "adam_weight_decay", None):
+            return True
+    return False
 
 
 def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
@@ -214,21 +229,23 @@ def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
     To compare over ranks, and with a run that resumes. Call it before the optimizer is built.
     """
     if isinstance(optimizer, groups.Groups):
-        found = {"optimizer": f"{len(optimizer.groups)} groups"}
+        described = {"optimizer": f"{len(optimizer.groups)} groups"}
         for number, group in enumerate(optimizer.groups):
-            own = hyperparameters(group.optimizer) | {"rate": str(group.rate)}
-            found |= {f"group {number}'s {name}": value for name, value in own.items()}
-        return found
-    found = {"optimizer": type(optimizer).__name__}
+            of_group = hyperparameters(group.optimizer) | {"rate": str(group.rate)}
+            for name, value in of_group.items():
+                described[f"group {number}'s {name}"] = value
+        return described
+    described = {"optimizer": type(optimizer).__name__}
     for name, value in vars(optimizer).items():
         if name.startswith("_") or name in ("name", "built"):
             continue
         if name.startswith("ema_") and not optimizer.use_ema:
             continue
-        listed = isinstance(value, (list, tuple)) and all(isinstance(x, _PLAIN) for x in value)
-        if isinstance(value, _PLAIN) or listed:
-            found[name] = str(list(value) if listed else value)
-    return found
+        if isinstance(value, _PLAIN):
+            described[name] = str(value)
+        elif isinstance(value, (list, tuple)) and all(isinstance(x, _PLAIN) for x in value):
+            described[name] = str(list(value))
+    return described
 
 
 def of_weights(rule: UpdateRule, names: Mapping[int, str]) -> dict[str, str]:
@@ -236,20 +253,24 @@ def of_weights(rule: UpdateRule, names: Mapping[int, str]) -> dict[str, str]:
 
     `names`: of a weight's id.
     """
-    found = {}
+    described = {}
+    weights_of_parts = groups.weights_of(rule.optimizer)
     for number, part in enumerate(groups.parts(rule.optimizer)):
-        for weight in groups.weights_of(rule.optimizer)[number]:
+        for weight in weights_of_parts[number]:
             if isinstance(rule.optimizer, groups.Groups):
-                found[f"group of {names[id(weight)]}"] = str(number)
+                described[f"group of {names[id(weight)]}"] = str(number)
             if _decays(part) and not part._use_weight_decay(weight):
-                found[f"weight decay of {names[id(weight)]}"] = "none"
-    return found
+                described[f"weight decay of {names[id(weight)]}"] = "none"
+    return described
 
 
 def begins_with_weights(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether it began with copies of the weights, as ScheduleFreeAdamW; others with constants."""
-    slots = [raw(v) for v in optimizer.variables if raw(v).shape.num_elements() > 1]
-    return any(bool(tf.reduce_any(slot != tf.reshape(slot, [-1])[0])) for slot in slots)
+    for variable in optimizer.variables:
+        slot = tf.reshape(raw(variable), [-1])
+        if slot.shape[0] > 1 and tf.reduce_any(slot != slot[0]):
+            return True
+    return False
 
 
 def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
@@ -259,8 +280,8 @@ def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
 
 def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
     """Paths of weights that surprisingly do not decay: no kernels, biases, gamma or beta."""
-    plain = ("bias", "gamma", "beta")
-    return [v.path for v in variables if not is_kernel(v) and not v.name.endswith(plain)]
+    usual = ("bias", "gamma", "beta")
+    return [v.path for v in variables if not is_kernel(v) and not v.name.endswith(usual)]
 
 
 def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
@@ -277,7 +298,7 @@ def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -
 
 
 def _check_weights(config: Settings, variables: Sequence[keras.Variable]) -> None:
-    if config.weight_decay and not any(map(is_kernel, variables)):
+    if config.weight_decay and not any(is_kernel(variable) for variable in variables):
         raise ValueError(
             f"--weight_decay={config.weight_decay} decays weights whose name ends with 'kernel', "
             f"and the model has none ({variables[0].path}, ...): name them so or leave it out"

@@ -30,8 +30,8 @@ def softmax(logits: tf.Tensor) -> Decoded:
     """
     if logits.shape[-1] == 1:
         raise ValueError("softmax of one logit is always 1: use hvdkit.train.outputs.one_logit")
-    found = tf.nn.softmax(at_least_float32(logits))
-    return {"probabilities": tf.cast(found, tf.float32), "classes": tf.argmax(logits, -1)}
+    probabilities = tf.cast(tf.nn.softmax(at_least_float32(logits)), tf.float32)
+    return {"probabilities": probabilities, "classes": tf.argmax(logits, -1)}
 
 
 def one_logit(logits: tf.Tensor) -> Decoded:
@@ -41,8 +41,8 @@ def one_logit(logits: tf.Tensor) -> Decoded:
 
 def sigmoid(logits: tf.Tensor) -> Decoded:
     """Several labels at once: logits [..., labels] -> "probabilities" float32, "labels" bool."""
-    found = tf.cast(tf.sigmoid(at_least_float32(logits)), tf.float32)
-    return {"probabilities": found, "labels": logits > 0}
+    probabilities = tf.cast(tf.sigmoid(at_least_float32(logits)), tf.float32)
+    return {"probabilities": probabilities, "labels": logits > 0}
 
 
 def decoder(task: Task, outputs: Any, *, of_pictures: bool = True) -> Callable[[Any], Decoded]:
@@ -59,28 +59,37 @@ def decoder(task: Task, outputs: Any, *, of_pictures: bool = True) -> Callable[[
             raise ValueError(f"{type(task).__module__}: {fault}: {_DEFINE}")
         decode = named if fault else softmax
     with task_checks.user_code_errors("decode"):
-        found = decode(outputs)
-    good = isinstance(found, dict) and found and all(map(tf.is_tensor, found.values()))
+        decoded = decode(outputs)
     samples = tf.nest.flatten(outputs)[0].shape[0]
-    if not good or any(x.shape.rank == 0 or x.shape[0] != samples for x in found.values()):
+    if not isinstance(decoded, dict) or not decoded or not _have_rows(decoded, samples):
         raise ValueError(
             "the task's decode must return a dict of tensors [batch, ...]; it returns "
-            f"{found!r:.99}"
+            f"{decoded!r:.99}"
         )
     return decode
 
 
+def _have_rows(tensors: dict[str, Any], count: int) -> bool:
+    for tensor in tensors.values():
+        if not tf.is_tensor(tensor) or tensor.shape.rank == 0 or tensor.shape[0] != count:
+            return False
+    return True
+
+
 def named(outputs: Any) -> Decoded:
     """A model's outputs as they are, by their keys; "outputs" ("outputs_0", ...) without keys."""
-    found = keras.tree.flatten_with_path(outputs)
-    return {name_of(path, "outputs"): tf.convert_to_tensor(value) for path, value in found}
+    leaves = keras.tree.flatten_with_path(outputs)
+    return {name_of(path, "outputs"): tf.convert_to_tensor(value) for path, value in leaves}
 
 
 def _made_for_its_loss(kind: type) -> bool:
     """Whether no subclass of the class that has `decode` replaced the loss it was written for."""
-    names = ("decode", "loss")
-    owners = [next((c for c in kind.__mro__ if name in vars(c)), kind) for name in names]
-    return issubclass(*owners)
+    return issubclass(_definer(kind, "decode"), _definer(kind, "loss"))
+
+
+def _definer(kind: type, name: str) -> type:
+    """The nearest of the class and its bases that defines the name."""
+    return next((base for base in kind.__mro__ if name in vars(base)), kind)
 
 
 def _no_softmax(task: Task, outputs: Any) -> str:
@@ -89,8 +98,8 @@ def _no_softmax(task: Task, outputs: Any) -> str:
     Raises ValueError where they cannot be opened.
     """
     if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 3, 4) or outputs.shape[-1] == 1:
-        there = f"{outputs.shape}" if tf.is_tensor(outputs) else f"a {type(outputs).__name__}"
-        return f"a picture's outputs are {there}, no logits of classes"
+        kind = str(outputs.shape) if tf.is_tensor(outputs) else "a " + type(outputs).__name__
+        return f"a picture's outputs are {kind}, no logits of classes"
     try:
         with open_lib.one_split():
             _, source = task.sources()
@@ -100,13 +109,13 @@ def _no_softmax(task: Task, outputs: Any) -> str:
         traced = tf.function(task.loss, autograph=False)
         graph = traced.get_concrete_function(spec, batch["targets"]).graph
     except Exception as error:
-        where = type(task).__module__
         raise ValueError(
-            f"{where}: its loss could not be looked at ({one_line(error)[:200]}): {_DEFINE}"
+            f"{type(task).__module__}: its loss could not be looked at "
+            f"({one_line(error)[:200]}): {_DEFINE}"
         ) from error
-    logits = [part for part in softmax_logits(graph) if part.shape[-1] == outputs.shape[-1]]
-    if any(origin(part) is graph.inputs[0] for part in logits):
-        return ""
+    for logits in softmax_logits(graph):
+        if logits.shape[-1] == outputs.shape[-1] and origin(logits) is graph.inputs[0]:
+            return ""
     return "its loss is no softmax cross-entropy of all outputs"
 
 

@@ -62,7 +62,8 @@ class Plateau:
             self._waited.assign(0)
         best = float(self._best)
         height = metric.height(value)
-        if math.isfinite(height) and (math.isnan(best) or height > best + config.plateau_min_delta):
+        is_better = math.isnan(best) or height > best + config.plateau_min_delta
+        if math.isfinite(height) and is_better:
             self._best.assign(height)
             self._waited.assign(0)
             return ""

@@ -46,13 +46,13 @@ class Preprocess(keras.layers.Layer):
         self.mode = self.add_weight((), "zeros", "int64", trainable=False, name="mode")
 
     def call(self, image):
-        def chosen(table: np.ndarray, dtype: str):
+        def of_mode(table: np.ndarray, dtype: str):
             return keras.ops.take(keras.ops.convert_to_tensor(table, dtype), self.mode, axis=0)
 
-        image = keras.ops.cast(image, self.compute_dtype)  # Keras casts no whole numbers
-        image = keras.ops.take(image, chosen(_ORDERS, "int64"), axis=-1)
-        scale, offset = (chosen(table, self.compute_dtype) for table in (_SCALES, _OFFSETS))
-        return image * scale + offset
+        dtype = self.compute_dtype
+        image = keras.ops.cast(image, dtype)  # Keras casts no whole numbers
+        image = keras.ops.take(image, of_mode(_ORDERS, "int64"), axis=-1)
+        return image * of_mode(_SCALES, dtype) + of_mode(_OFFSETS, dtype)
 
 
 def find(model: keras.Model) -> Preprocess | None:
@@ -62,7 +62,11 @@ def find(model: keras.Model) -> Preprocess | None:
 
 def leaves_unscaled(model: keras.Model, inputs: Any) -> bool:
     """Whether no known layer scales pictures of 0 to 255 (nested uint8 [batch, h, w, 3])."""
-    known = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)
-    parts = tf.nest.flatten(inputs)
-    pictures = any(x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3 for x in parts)
-    return pictures and not any(isinstance(x, known) for x in model._flatten_layers())
+    scaling = (keras.layers.Rescaling, keras.layers.Normalization, Preprocess)
+    if any(isinstance(layer, scaling) for layer in model._flatten_layers()):
+        return False
+    return any(_is_pictures(part) for part in tf.nest.flatten(inputs))
+
+
+def _is_pictures(x: tf.Tensor) -> bool:
+    return x.dtype == tf.uint8 and x.shape.rank == 4 and x.shape[-1] == 3

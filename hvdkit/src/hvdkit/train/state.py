@@ -22,10 +22,11 @@ from hvdkit.train.optimizer import UpdateRule
 from hvdkit.train.plateau import Plateau
 
 Variable = keras.Variable | tf.Variable
+_MADE_ANEW = (keras.optimizers.Optimizer, keras.Metric, keras.random.SeedGenerator)
 
 
 class TaskState:
-    """Found in the attributes of a task, also in lists, tuples and dicts.
+    """What the attributes of a task hold, also in lists, tuples and dicts.
 
     Attributes:
       of_task: by name, what layers, optimizers, metrics, seed generators and modules hold, and
@@ -42,42 +43,45 @@ class TaskState:
         self.of_task: dict[str, Variable] = {}
         self.of_new_run: list[str] = []
         self._seen = {id(raw(v)) for v in (*model.variables, *others)}
-        roots = [model]
-        self._visit(dict(sorted(vars(task).items())) if task else {}, "task", roots)
-        layers = [layer for root in roots for layer in root._flatten_layers()]
-        self.layers = list({id(layer): layer for layer in layers}.values())
+        self._roots = [model]
+        attributes = vars(task) if task else {}
+        self._visit(dict(sorted(attributes.items())), "task")
+        layers = {}
+        for root in self._roots:
+            for layer in root._flatten_layers():
+                layers[id(layer)] = layer
+        self.layers = list(layers.values())
         self.variables = dict(self.of_task)
         self._tables: list[tuple[keras.Layer, tf.Variable]] = []
         for layer in self.layers:
-            table = _table(layer)
-            if table is not None:
-                known = tf.Variable(table, trainable=False, dtype=tf.int64)
-                self.variables[f"table/{len(self._tables):04d}"] = known
-                self._tables.append((layer, known))
+            fingerprint = _table(layer)
+            if fingerprint is not None:
+                variable = tf.Variable(fingerprint, trainable=False, dtype=tf.int64)
+                self.variables[f"table/{len(self._tables):04d}"] = variable
+                self._tables.append((layer, variable))
         names = {id(raw(v)): name for name, v in self.of_task.items()}
         for number, (variable, name) in enumerate(zip(model.variables, names_of_model(model))):
             names[id(raw(variable))] = f"{number:04d}/{name}"
         self._scales: dict[int, tf.Variable] = {}  # by the id of the first factor
         for _, first, scale in lora_factors(self.layers):
-            known = tf.Variable(scale, trainable=False, dtype=tf.float64)
-            self.variables[f"lora/{names[id(raw(first))]}"] = known
-            self._scales[id(first)] = known
+            variable = tf.Variable(scale, trainable=False, dtype=tf.float64)
+            self.variables[f"lora/{names[id(raw(first))]}"] = variable
+            self._scales[id(first)] = variable
 
-    def _visit(self, value: Any, name: str, roots: list[keras.Layer]) -> None:
+    def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (list, tuple)):
             value = dict(enumerate(value))
         if isinstance(value, Mapping):
             for key, part in value.items():
-                self._visit(part, f"{name}/{key}", roots)
+                self._visit(part, f"{name}/{key}")
             return
         for place, (variable, ending) in enumerate(_variables_of(value)):
             if id(raw(variable)) not in self._seen:
                 self._seen.add(id(raw(variable)))
                 self.of_task[f"{name}/{place:04d}{ending}"] = variable
         if isinstance(value, keras.Layer):
-            roots.append(value)
-        anew = (keras.optimizers.Optimizer, keras.Metric, keras.random.SeedGenerator)
-        if isinstance(value, anew):
+            self._roots.append(value)
+        if isinstance(value, _MADE_ANEW):
             self.of_new_run.append(name)
 
     def finalize(self) -> None:
@@ -90,10 +94,11 @@ class TaskState:
             is not as on rank 0 or when saved.
         """
         for layer in self.layers:
-            if make := getattr(layer, "finalize_state", None):
-                make()
-        for layer, known in self._tables:
-            if int(known) != _table(layer):
+            finalize_state = getattr(layer, "finalize_state", None)
+            if finalize_state:
+                finalize_state()
+        for layer, fingerprint in self._tables:
+            if int(fingerprint) != _table(layer):
                 raise ValueError(
                     f"{layer.path or layer.name} has another vocabulary or other boundaries than "
                     "on rank 0, or than when the checkpoint was written: give them to the layer, "
@@ -111,15 +116,15 @@ class TaskState:
 
 def lora_factors(layers: Iterable[keras.Layer]) -> list[tuple[keras.Layer, Variable, float]]:
     """LoRA layers, the first of the factors that each adds to its kernel, what multiplies them."""
-    found = []
+    factors = []
     for layer in layers:
         if getattr(layer, "lora_enabled", False):
             first = getattr(layer, "lora_kernel_a", None)
             if first is None:
                 first = getattr(layer, "lora_embeddings_a", None)
             if first is not None:
-                found.append((layer, first, layer.lora_alpha / layer.lora_rank))
-    return found
+                factors.append((layer, first, layer.lora_alpha / layer.lora_rank))
+    return factors
 
 
 def _variables_of(value: Any) -> list[tuple[Variable, str]]:
@@ -130,18 +135,19 @@ def _variables_of(value: Any) -> list[tuple[Variable, str]]:
         return [(value, "")]
     if isinstance(value, keras.random.SeedGenerator):
         return [(value.state, "")]
-    kinds = (keras.Metric, keras.optimizers.Optimizer, tf.Module)
-    return [(v, "") for v in value.variables] if isinstance(value, kinds) else []
+    if isinstance(value, (keras.Metric, keras.optimizers.Optimizer, tf.Module)):
+        return [(v, "") for v in value.variables]
+    return []
 
 
 def _table(layer: keras.Layer) -> int | None:
     """63 bits of a layer's vocabulary or boundaries; None where it has none."""
-    found = getattr(layer, "bin_boundaries", None)
-    if found is None and hasattr(layer, "get_vocabulary"):
-        found = layer.get_vocabulary()
-    if found is None:
+    entries = getattr(layer, "bin_boundaries", None)
+    if entries is None and hasattr(layer, "get_vocabulary"):
+        entries = layer.get_vocabulary()
+    if entries is None:
         return None
-    digest = hashlib.sha256(repr([str(x) for x in found]).encode()).digest()
+    digest = hashlib.sha256(repr([str(entry) for entry in entries]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -168,10 +174,8 @@ class State:
         self._of_model = model.variables
         self.loss_scale = LossScale(precision)
         self.plateau = Plateau()
-        self.step, self.skipped = (
-            tf.Variable(0, dtype=tf.int64, trainable=False, name=name)
-            for name in ("step", "skipped")
-        )
+        self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="step")
+        self.skipped = tf.Variable(0, dtype=tf.int64, trainable=False, name="skipped")
 
     @property
     def variables(self) -> dict[str, keras.Variable | tf.Variable]:
@@ -188,16 +192,21 @@ class State:
             "skipped_in_a_row": self.loss_scale.skipped_in_a_row,
             **self.plateau.variables,
         }
-        model = self.model.variables
-        names = dict(zip(map(id, model), names_of_model(self.model)))
+        names: dict[int, str] = {}  # by the variable's id
         # The position makes it unique: two layers may have been given the same name.
-        places = {id(v): f"{i:04d}/{names[id(v)]}" for i, v in enumerate(model)}
-        named |= {f"model/{places[id(v)]}": v for v in model}
+        places: dict[int, str] = {}
+        of_model = zip(self.model.variables, names_of_model(self.model))
+        for number, (variable, name) in enumerate(of_model):
+            names[id(variable)] = name
+            places[id(variable)] = f"{number:04d}/{name}"
+            named[f"model/{number:04d}/{name}"] = variable
         for number, average in enumerate(self.averages):
             named[f"ema_updates/{number}"] = average.updates
-            named |= {f"ema/{number}/{places[id(v)]}": value for v, value in average.pairs}
-        slots = enumerate(zip(self.optimizer.variables, _names_of_optimizer(self.optimizer, names)))
-        named |= {f"optimizer/{i:04d}/{n}": v for i, (v, n) in slots}
+            for weight, value in average.pairs:
+                named[f"ema/{number}/{places[id(weight)]}"] = value
+        slots = _names_of_optimizer(self.optimizer, names)
+        for number, (variable, name) in enumerate(zip(self.optimizer.variables, slots)):
+            named[f"optimizer/{number:04d}/{name}"] = variable
         return named | self.task_state.variables
 
     @property
@@ -216,10 +225,10 @@ class State:
     @property
     def updated(self) -> list[tf.Variable]:
         """What `apply` changes besides the weights."""
-        found = [raw(v) for v in self.optimizer.variables]
+        variables = [raw(v) for v in self.optimizer.variables]
         for average in self.averages:
-            found += [average.updates, *(value for _, value in average.pairs)]
-        return found
+            variables += [average.updates, *[value for _, value in average.pairs]]
+        return variables
 
     def apply(self, grads: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
         """One update of weights, by these gradients, and of their averages."""
@@ -234,11 +243,13 @@ class State:
         It takes the memory of a second copy of the weights. Weights without an average, or before
         its first update, stay, and so do batch norm's moving statistics.
         """
-        begun = [average for average in self.averages if int(average.updates)]
-        pairs = [(raw(weight), value) for average in begun for weight, value in average.pairs]
-        with unchanged([weight for weight, _ in pairs]):
+        pairs = []
+        for average in self.averages:
+            if int(average.updates):
+                pairs += average.pairs
+        with unchanged([raw(weight) for weight, _ in pairs]):
             for weight, value in pairs:
-                weight.assign(value)
+                raw(weight).assign(value)
             yield
 
     def trainable_flags(self) -> list[bool]:
@@ -291,17 +302,18 @@ def names_of_model(model: keras.Layer) -> list[str]:
     names: dict[int, str] = {}
 
     def visit(layer: keras.Layer, prefix: str, counts: Counter) -> None:
-        # Functional (it knows its operations) or sequential.
-        plain = isinstance(layer, keras.Model) and hasattr(layer, "operations")
-        if not (plain or isinstance(layer, keras.Sequential)):
-            prefix = f"{prefix}{_renumbered(layer, counts)}/"
+        if not is_frame(layer):
+            prefix += _renumbered(layer, counts) + "/"
             counts = Counter()
         children = layer._flatten_layers(include_self=False, recursive=False)
-        below = {id(v) for child in children for v in child.variables}
-        own_counts: Counter = Counter()
+        below: set[int] = set()
+        for child in children:
+            below.update(id(variable) for variable in child.variables)
+        counts_of_variables: Counter = Counter()
         for variable in layer.variables:
             if id(variable) not in below:
-                names.setdefault(id(variable), prefix + _renumbered(variable, own_counts))
+                name = prefix + _renumbered(variable, counts_of_variables)
+                names.setdefault(id(variable), name)
         for child in children:
             if child.variables:  # or it takes no number: one more activation changes no name
                 visit(child, prefix, counts)
@@ -310,15 +322,22 @@ def names_of_model(model: keras.Layer) -> list[str]:
     return [names[id(v)] for v in model.variables]
 
 
+def is_frame(layer: keras.Layer) -> bool:
+    """Whether it is a functional or sequential model, which only calls other layers."""
+    # A functional model knows its operations.
+    is_functional = isinstance(layer, keras.Model) and hasattr(layer, "operations")
+    return is_functional or isinstance(layer, keras.Sequential)
+
+
 def _names_of_optimizer(optimizer: keras.optimizers.Optimizer, names: dict[int, str]) -> list[str]:
     """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
-    own = _renumbered(optimizer, Counter())
+    prefix = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
     for variable in optimizer._trainable_variables:
-        start = variable.path.replace("/", "_")  # of a slot's name
-        owners.setdefault(start, []).append(names[id(variable)])
+        start_of_slot = variable.path.replace("/", "_")
+        owners.setdefault(start_of_slot, []).append(names[id(variable)])
     seen: Counter = Counter()
-    return [f"{own}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
+    return [f"{prefix}/{_slot(v.name, owners, seen)}" for v in optimizer.variables]
 
 
 def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:

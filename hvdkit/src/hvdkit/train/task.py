@@ -218,14 +218,20 @@ def load(config: Settings) -> Task:
     if config.task not in names:
         raise ValueError(f"--task={config.task}: there is no such task; the tasks are {names}")
     task_class = importlib.import_module(f"tasks.{config.task}").Task
-    where = f"tasks/{config.task}.py: class Task has no"
     watched = config.watched()
     task = task_class(watched)
     task._watched = watched
-    if missing := [name for name in _REQUIRED if not optional(task, name)]:
-        raise ValueError(f"{where} {', '.join(missing)}: hvdkit/train/task.py says what to return")
+    missing = [name for name in _REQUIRED if not optional(task, name)]
+    if missing:
+        raise ValueError(
+            f"tasks/{config.task}.py: class Task has no {', '.join(missing)}: hvdkit/train/task.py "
+            "says what to return"
+        )
     if not isinstance(getattr(task, "main_metric", None), str):
-        raise ValueError(f"{where} main_metric: the name of one of the figures of `metrics`")
+        raise ValueError(
+            f"tasks/{config.task}.py: class Task has no main_metric: the name of one of the "
+            "figures of `metrics`"
+        )
     try:
         scores.of_task(task)
     except ValueError as error:
@@ -245,8 +251,8 @@ def counted(task: Task, config: Settings, samples: int, *, place: Place = BEGINN
     the task has read a number of steps that was not known yet.
     """
     watched = settings_of(task, config)
-    found = config.for_samples(samples, step=place.step, used=place.samples)
-    for name, value in vars(found).items():
+    counted_settings = config.for_samples(samples, step=place.step, used=place.samples)
+    for name, value in vars(counted_settings).items():
         if value is not vars(config)[name]:
             if name in getattr(watched, "_reads", ()):
                 raise ValueError(
@@ -254,7 +260,7 @@ def counted(task: Task, config: Settings, samples: int, *, place: Place = BEGINN
                     f"it in build_model or later, or give --{name} in steps"
                 )
             object.__setattr__(watched, name, value)
-    return found
+    return counted_settings
 
 
 def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[str]:
@@ -264,28 +270,43 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[
     that were. Returns a note about settings that nobody asked for.
     """
     reads = getattr(settings_of(task, config), "_reads", None)
-    readers = {f"--task={config.task}": among or _OF_TASKS}
-    for function, names in _REPLACED.items() if not among else ():
-        if optional(task, function) and not (config.find_lr and function == "schedule"):
-            readers[f"the {function} of --task={config.task}"] = names
-    given = config.not_defaults()
-    without = config.without_effect()
-    passed_over: dict[str, list[str]] = {}
-    for reader, names in readers.items() if reads is not None else ():
+    if reads is None:
+        return []
+    flags_of_file: dict[str, list[str]] = {}
+    for reader, names in _readers(task, config, among).items():
         for name in names:
-            if name not in given or name in reads or name in without:
+            if name in reads or not _counts(config, name):
                 continue
+            flag = f"--{name}={config.not_defaults()[name]}"
             if name not in config.unasked:
                 raise ValueError(
-                    f"--{name}={given[name]}: {reader} does not read it: leave it out, also of "
-                    f"the flagfile, or use config.{name} in tasks/{config.task}.py"
+                    f"{flag}: {reader} does not read it: leave it out, also of the flagfile, or "
+                    f"use config.{name} in tasks/{config.task}.py"
                 )
-            file = config.unasked[name]
-            passed_over.setdefault(file, []).append(f"--{name}={given[name]}")
-    return [
-        f"--task={config.task} does not read all of {file}; passed over: {', '.join(flags)}"
-        for file, flags in passed_over.items()
-    ]
+            flags_of_file.setdefault(config.unasked[name], []).append(flag)
+    notes = []
+    for file, flags in flags_of_file.items():
+        notes.append(
+            f"--task={config.task} does not read all of {file}; passed over: {', '.join(flags)}"
+        )
+    return notes
+
+
+def _readers(task: Task, config: Settings, among: Sequence[str]) -> dict[str, Sequence[str]]:
+    """By a reader, in words, the settings that it alone reads; or `among` those of the task."""
+    task_name = f"--task={config.task}"
+    if among:
+        return {task_name: among}
+    readers = {task_name: _OF_TASKS}
+    for function, names in _REPLACED.items():
+        if optional(task, function) and not (config.find_lr and function == "schedule"):
+            readers[f"the {function} of {task_name}"] = names
+    return readers
+
+
+def _counts(config: Settings, name: str) -> bool:
+    """Whether the setting was given, and has an effect."""
+    return name in config.not_defaults() and name not in config.without_effect()
 
 
 def optional(task: Task, name: str) -> Callable | None:
@@ -302,6 +323,8 @@ def line_of(function: Callable) -> str:
 
 def available() -> list[str]:
     """Names of all tasks: files in tasks/ with a `class Task`."""
-    files = [p for p in (project.folder() / "tasks").glob("*.py") if p.is_file()]
-    found = re.compile(rb"^class Task\b", re.MULTILINE)
-    return sorted(p.stem for p in files if found.search(p.read_bytes()))
+    names = []
+    for file in (project.folder() / "tasks").glob("*.py"):
+        if file.is_file() and re.search(rb"^class Task\b", file.read_bytes(), re.MULTILINE):
+            names.append(file.stem)
+    return sorted(names)

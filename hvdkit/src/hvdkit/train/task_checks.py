@@ -44,19 +44,21 @@ def user_code_errors(what: str, function: Callable | None = None) -> Iterator[No
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if project.is_own(f.filename)]  # the first is this function
-        by_itself = own[-1] is frames[-1] and "\n" not in str(error)  # Keras cuts its own frames
-        if isinstance(error, Stop) or (isinstance(error, (ValueError, OSError)) and by_itself):
+        own_frames = [frame for frame in frames if project.is_own(frame.filename)]
+        last = own_frames[-1]  # there is one: that of this function
+        # Keras cuts its own frames, and its messages have several lines.
+        is_raised_here = last is frames[-1] and "\n" not in str(error)
+        if isinstance(error, Stop) or (isinstance(error, (ValueError, OSError)) and is_raised_here):
             raise
         is_op = isinstance(error, tf.errors.OpError)
-        reason = _sentence(pipeline.reason_of(error) if is_op else str(error))
-        if _OF_REMAT_SCOPE in reason:
-            reason = f"{_REMAT_SCOPE}: {reason}"
-        if not (is_op and Path(own[-1].filename) in _RUNS_GRAPHS):  # a graph's ops have no line
-            last = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
-            place = project.line_in_fork(own) or project.line_of(function) or last
-            reason = f"{place}: {type(error).__name__}: {reason}"
-        raise ValueError(f"{what} failed: {reason}") from error
+        parts = [_sentence(pipeline.reason_of(error) if is_op else str(error))]
+        if _OF_REMAT_SCOPE in parts[0]:
+            parts.insert(0, _REMAT_SCOPE)
+        if not (is_op and Path(last.filename) in _RUNS_GRAPHS):  # a graph's ops have no line
+            place = project.line_in_fork(own_frames) or project.line_of(function)
+            place = place or f"{Path(last.filename).name}, line {last.lineno}"
+            parts = [place, type(error).__name__, *parts]
+        raise ValueError(f"{what} failed: {': '.join(parts)}") from error
 
 
 def _sentence(message: str, most: int = 400) -> str:
@@ -74,8 +76,8 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
         made = pipeline.reader(source, getattr(task, name), keyed=training, paired=paired)
     example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
-        found = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-        raise ValueError(f'{name} must return a dict of "inputs" and "targets", not {found}')
+        returned = sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        raise ValueError(f'{name} must return a dict of "inputs" and "targets", not {returned}')
     for part, nested in example.items():
         if _holds_list(nested):
             raise ValueError(
@@ -83,15 +85,15 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
                 "use a tuple or a dict"
             )
     for spec in tf.nest.flatten(example):
-        dense = isinstance(spec, (tf.Tensor, tf.TensorSpec))
-        if not dense or (training and not spec.shape.is_fully_defined()):
+        is_dense = isinstance(spec, (tf.Tensor, tf.TensorSpec))
+        if not is_dense or (training and not spec.shape.is_fully_defined()):
             raise ValueError(
                 f"{name} must return dense tensors, of shapes that are known before training; "
                 f"it returns {describe(spec)}: crop or pad (tf.ensure_shape sets the shape), and "
                 "return () where there are no targets"
             )
-    keyed = "use `key`, with tf.random.stateless_*"
-    graph_checks.check_draws(made.read.graph, name, keyed if training else "leave them out")
+    instead = "use `key`, with tf.random.stateless_*" if training else "leave them out"
+    graph_checks.check_draws(made.read.graph, name, instead)
     graph_checks.check_stateless(made.read.graph, name)
     graph_checks.check_collectives(made.read.graph, name)
     return made
@@ -107,7 +109,8 @@ def read_example(made: pipeline.Reader, source: Source, training: bool, *, bad: 
     for number in range(last + 1):
         with user_code_errors(name), unoptimized():
             try:
-                example = made.one(number, *[tf.zeros([2], tf.int32)] * training)
+                keys = [tf.zeros([2], tf.int32)] if training else []
+                example = made.one(number, *keys)
                 if made.parts >= {"file", "image"}:
                     check_file(source.read(tf.constant(number, tf.int64)))
                 break
@@ -130,7 +133,9 @@ def check_file(sample: Mapping[str, tf.Tensor]) -> None:
 def _holds_list(nested: Any) -> bool:
     if isinstance(nested, Mapping):
         nested = tuple(nested.values())
-    return isinstance(nested, list) or (isinstance(nested, tuple) and any(map(_holds_list, nested)))
+    if isinstance(nested, tuple):
+        return any(_holds_list(part) for part in nested)
+    return isinstance(nested, list)
 
 
 def build(model: Any, example: Example) -> None:
@@ -155,8 +160,11 @@ def build(model: Any, example: Example) -> None:
     if not model.trainable_variables:
         raise ValueError(f"the model {model.name} has no variable to train")
     _check_upsampling(model)
-    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.RNN)]
-    if stateful := [layer.path for layer in layers if layer.stateful]:
+    stateful = []
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            stateful.append(layer.path)
+    if stateful:
         raise ValueError(
             f"{join(stateful)} has stateful=True, which carries a state from one batch to the "
             "next; here batches hold unrelated samples: remove it"
@@ -180,12 +188,16 @@ def _check_upsampling(model: keras.Model) -> None:
 
 def _check_input_names(model: keras.Model, inputs: Any) -> None:
     by_name = isinstance(model._inputs_struct, dict)
-    is_dict = isinstance(inputs, Mapping)
     wanted = sorted(model._inputs_struct if by_name else [x.name for x in model.inputs])
-    if not (set(wanted) <= set(inputs) if is_dict else not by_name):
-        given = sorted(inputs) if is_dict else "no dict"
+    if isinstance(inputs, Mapping):
+        names = sorted(inputs)
+        fit = set(wanted) <= set(names)
+    else:
+        names = "no dict"
+        fit = not by_name
+    if not fit:
         raise ValueError(
-            f"the model's inputs are {wanted}, training_example's are {given}: give both the same "
+            f"the model's inputs are {wanted}, training_example's are {names}: give both the same "
             'names, keras.Input(..., name="...") and keys of "inputs"'
         )
 
@@ -201,38 +213,45 @@ def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
 def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     """The task's `sums` as int64 and float64: totals outgrow smaller types."""
     with user_code_errors("the task's sums"):
-        found = dict(task.sums(outputs, targets))
-        found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
-    if taken := [name for name in found if name.split("/")[0] in ("loss", "weight")]:
+        totals = _tensors(task.sums(outputs, targets))
+    taken = [name for name in totals if name.split("/")[0] in ("loss", "weight")]
+    if taken:
         raise ValueError(f"the task's sums use {join(taken)}, a name reserved for the loss")
-    for name, value in found.items():
-        number = value.dtype.is_floating or value.dtype.is_integer
-        if not number or not value.shape.is_fully_defined():
+    for name, value in totals.items():
+        is_number = value.dtype.is_floating or value.dtype.is_integer
+        if not is_number or not value.shape.is_fully_defined():
             raise ValueError(
                 f"the task's sums have {name}, {value.dtype.name} {value.shape}: add numbers up "
                 "over the batch; the shape must not depend on it (tf.ensure_shape says it)"
             )
-    wide = {True: tf.float64, False: tf.int64}
-    return {name: tf.cast(x, wide[x.dtype.is_floating]) for name, x in found.items()}
+        totals[name] = tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
+    return totals
+
+
+def _tensors(returned: Any) -> dict[str, tf.Tensor]:
+    """A dict that a task's function returned."""
+    return {str(name): tf.convert_to_tensor(value) for name, value in dict(returned).items()}
 
 
 def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> dict[str, tf.Tensor]:
     """The task's `per_sample`: tensors [batch, ...] of fixed shapes; no name of `taken` sums."""
     keep = optional(task, "per_sample")
+    if not keep:
+        return {}
     with user_code_errors("the task's per_sample"):
-        found = dict(keep(outputs, targets)) if keep else {}
-        found = {str(name): tf.convert_to_tensor(value) for name, value in found.items()}
-    for name, value in found.items():
-        number = value.dtype.is_bool or value.dtype.is_floating or value.dtype.is_integer
-        number = number and value.dtype not in (tf.bfloat16, tf.uint32, tf.uint64)
-        fixed = value.shape.rank and value.shape[1:].is_fully_defined()
-        if name in taken or not (number and fixed):
+        rows = _tensors(keep(outputs, targets))
+    for name, value in rows.items():
+        dtype = value.dtype
+        is_number = dtype.is_bool or dtype.is_floating or dtype.is_integer
+        is_gathered = is_number and dtype not in (tf.bfloat16, tf.uint32, tf.uint64)
+        is_fixed = value.shape.rank and value.shape[1:].is_fully_defined()
+        if name in taken or not (is_gathered and is_fixed):
             raise ValueError(
-                f"the task's per_sample has {name}, {value.dtype.name} {value.shape}: give it a "
+                f"the task's per_sample has {name}, {dtype.name} {value.shape}: give it a "
                 "name that no sum has, and numbers of one shape for each sample, of a type that "
                 "Horovod gathers (not bfloat16, uint32, uint64)"
             )
-    return found
+    return rows
 
 
 def metrics(
@@ -241,10 +260,11 @@ def metrics(
     """The run's losses, then the task's figures from its sums; its main metric is among them."""
     with user_code_errors("the task's metrics"):
         figures = {str(name): float(value) for name, value in task.metrics(sums).items()}
-    if taken := [name for name in figures if name.split("/")[0] == "loss"]:
-        raise ValueError(
-            f"the task's metrics return {taken[0]!r}, the run's own: choose another name"
-        )
+    for name in figures:
+        if name.split("/")[0] == "loss":
+            raise ValueError(
+                f"the task's metrics return {name!r}, the run's own: choose another name"
+            )
     figures = {**losses, **figures}
     if task.main_metric not in figures:
         raise ValueError(
@@ -255,11 +275,13 @@ def metrics(
 
 def pictures(drawn: Any) -> np.ndarray:
     """What `draw` returned: uint8 [n, height, width, 3]."""
-    fine = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
-    if fine and drawn.ndim == 4 and drawn.shape[-1] == 3:
+    is_bytes = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
+    if is_bytes and drawn.ndim == 4 and drawn.shape[-1] == 3:
         return drawn
-    shape = f"{drawn.dtype} {list(drawn.shape)}" if hasattr(drawn, "dtype") else describe(drawn)
-    raise ValueError(f"draw must return pictures, uint8 [n, height, width, 3]; it returns {shape}")
+    form = describe(drawn)
+    if hasattr(drawn, "dtype"):
+        form = str(drawn.dtype) + " " + str(list(drawn.shape))
+    raise ValueError(f"draw must return pictures, uint8 [n, height, width, 3]; it returns {form}")
 
 
 def describe(value: Any) -> str:
