@@ -55,31 +55,45 @@ class Task:
         return train, val
 
     def augmentation(self) -> dict[str, object]:
-        how = {"mirror": self.mirror, "smallest_area": self.smallest, "colour": self.colour}
-        how["rand_augment"] = self.operations
-        return how | {"mixup": self.config.mixup, "cutmix": self.config.cutmix}
+        return {
+            "mirror": self.mirror,
+            "smallest_area": self.smallest,
+            "colour": self.colour,
+            "rand_augment": self.operations,
+            "mixup": self.config.mixup,
+            "cutmix": self.config.cutmix,
+        }
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
-        image, label = self._augmented(sample, key), self._label(sample)
+        image = self._augmented(sample, key)
+        label = self._label(sample)
         if not self.mixes:
             return {"inputs": self._inputs(image, key), "targets": label}
-        other, (own, of_mixing) = sample["partner"], tf.unstack(image_ops.keys(key, 2))
-        how = {"mixup": self.config.mixup, "cutmix": self.config.cutmix}
-        image, share = mixing.mixed((image, self._augmented(other, own)), of_mixing, **how)
-        targets = {"label": label, "other": self._label(other), "share": share}
+
+        partner = sample["partner"]
+        partner_key, mixing_key = tf.unstack(image_ops.keys(key, 2))
+        image, share = mixing.mixed(
+            (image, self._augmented(partner, partner_key)),
+            mixing_key,
+            mixup=self.config.mixup,
+            cutmix=self.config.cutmix,
+        )
+        targets = {"label": label, "other": self._label(partner), "share": share}
         return {"inputs": self._inputs(image, key), "targets": targets}
 
     def _augmented(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> tf.Tensor:
         """Small pictures are shifted a little; large ones cropped at a random size and place."""
-        how = {"size": self.config.image_size, "mirror": self.mirror}
+        size = self.config.image_size
         if self.smallest is None:
-            image = augment.shifted(sample, key, **how)
+            image = augment.shifted(sample, key, size=size, mirror=self.mirror)
         else:
-            image = augment.random_resized(sample, key, smallest=self.smallest, **how)
+            image = augment.random_resized(
+                sample, key, size=size, mirror=self.mirror, smallest=self.smallest
+            )
         if self.operations:
             count, magnitude = self.operations
-            own = image_ops.keys(key, 3)[2]
-            image = rand_augment.applied(image, own, count=count, magnitude=magnitude)
+            operations_key = image_ops.keys(key, 3)[2]
+            image = rand_augment.applied(image, operations_key, count=count, magnitude=magnitude)
         return augment.coloured(image, key, self.colour)
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -107,9 +121,14 @@ class Task:
         self, outputs: tf.Tensor, targets: tf.Tensor | dict[str, tf.Tensor]
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Softmax cross-entropy from logits [B, classes] and labels integer [B], or mixed ones."""
-        of = losses.mixed_cross_entropy if isinstance(targets, dict) else losses.cross_entropy
-        smoothing, weights = self.config.label_smoothing, self.config.class_weight_list
-        return of(outputs, targets, smoothing=smoothing, class_weights=weights)
+        is_mixed = isinstance(targets, dict)
+        loss = losses.mixed_cross_entropy if is_mixed else losses.cross_entropy
+        return loss(
+            outputs,
+            targets,
+            smoothing=self.config.label_smoothing,
+            class_weights=self.config.class_weight_list,
+        )
 
     def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
         return softmax(outputs)
@@ -144,21 +163,25 @@ class Task:
         tiles = []
         for image, label, prediction in zip(images, np.array(targets), predictions):
             tiles.append(_tile(image, self._name(label), self._name(prediction)))
-        tiles += [np.zeros_like(tiles[0])] * (-len(tiles) % COLUMNS)
+        while len(tiles) % COLUMNS:
+            tiles.append(np.zeros_like(tiles[0]))
         rows = [np.concatenate(tiles[i : i + COLUMNS], 1) for i in range(0, len(tiles), COLUMNS)]
         return np.concatenate(rows)[None]
 
     def _name(self, number: int) -> str:
-        """Of a class, as the data name it; its number where they do not."""
+        """The class's name in the data; its number where they name none."""
         return self.class_names[number] if number < len(self.class_names) else str(number)
 
 
 def _tile(image: np.ndarray, label: str, prediction: str) -> np.ndarray:
     """uint8 [TILE + 34, TILE, 3]: image and text, green if right and red if wrong."""
-    tile, picture = Image.new("RGB", (TILE, TILE + 34)), Image.fromarray(image)
+    tile = Image.new("RGB", (TILE, TILE + 34))
+    picture = Image.fromarray(image)
     tile.paste(picture.resize((TILE - 2, TILE - 2), Image.Resampling.NEAREST), (1, 1))
-    right = label == prediction
-    words = label if right else f"{prediction}\nis {label}"
-    colour = (90, 220, 90) if right else (255, 110, 90)
-    ImageDraw.Draw(tile).text((4, TILE), words, fill=colour, font_size=13)
+    text = label
+    colour = (90, 220, 90)
+    if prediction != label:
+        text = f"{prediction}\nis {label}"
+        colour = (255, 110, 90)
+    ImageDraw.Draw(tile).text((4, TILE), text, fill=colour, font_size=13)
     return np.asarray(tile)

@@ -79,14 +79,15 @@ class Task:
 
     def _augmentation(self, demo: bool) -> augment.Augmentation:
         """As the flags say; by default the demo's digits are scaled less and not mirrored."""
-        config, usual = self.config, (0.8, 1.25) if demo else (0.5, 2.0)
+        config = self.config
+        scale = (0.8, 1.25) if demo else (0.5, 2.0)
         brightness, contrast, saturation = config.colour_limits or (0.1, 0.2, 0.2)
         return augment.Augmentation(
             (config.image_size, config.image_size),
             brightness=brightness,
             contrast=contrast,
             saturation=saturation,
-            scale=config.scale_limits or usual,
+            scale=config.scale_limits or scale,
             mirror={"on": True, "off": False, "auto": not demo}[config.mirror],
             ignore_label=IGNORE,
         )
@@ -103,21 +104,24 @@ class Task:
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
         """The whole picture at its own size; with --eval_crop its centre, and counts of pixels."""
-        image, label, side = sample["image"], sample["label"], self.config.eval_crop
+        image = sample["image"]
+        label = sample["label"]
         targets = {}
+        side = self.config.eval_crop
         if side:
             height, width = tf.unstack(tf.shape(label, tf.int64)[:2])
-            seen = tf.minimum(height, side) * tf.minimum(width, side)
-            targets = {"seen_pixels": seen, "all_pixels": height * width}
-            how = dataclasses.replace(self.how, size=(side, side))
-            image, label = augment.evaluation_pair(sample, how)
+            targets["seen_pixels"] = tf.minimum(height, side) * tf.minimum(width, side)
+            targets["all_pixels"] = height * width
+            crop = dataclasses.replace(self.how, size=(side, side))
+            image, label = augment.evaluation_pair(sample, crop)
         return {"inputs": self.picture_inputs(image), "targets": {"label": label} | targets}
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
 
     def build_model(self) -> keras.Model:
-        config, self._built_here = self.config, True
+        config = self.config
+        self._built_here = True
         return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
 
     def predict(self, model: keras.Model, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -125,8 +129,8 @@ class Task:
 
         Raises ValueError if the model's stride is unknown.
         """
-        own = type(self).build_model is not Task.build_model and not self._built_here
-        if self.stride is None and own:
+        has_own_model = type(self).build_model is not Task.build_model and not self._built_here
+        if self.stride is None and has_own_model:
             raise ValueError(
                 f"{_name(self)} has a build_model of its own: add `stride = N` to the class, where "
                 "heights and widths of the model's inputs are multiples of N"
@@ -157,12 +161,11 @@ class Task:
         predictions = tf.argmax(outputs, axis=-1)
         labels = tf.squeeze(targets["label"], -1)
         classes = max(self.config.num_classes, outputs.shape[-1])  # a model may have more
-        counts = {n: tf.reduce_sum(pixels) for n, pixels in targets.items() if n != "label"}
-        return counts | {
-            "confusion": metrics.confusion_matrix(
-                labels, predictions, labels != IGNORE, num_classes=classes
-            )
-        }
+        sums = {name: tf.reduce_sum(x) for name, x in targets.items() if name != "label"}
+        sums["confusion"] = metrics.confusion_matrix(
+            labels, predictions, labels != IGNORE, num_classes=classes
+        )
+        return sums
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         """Pixel accuracy, IoU of each class, and their mean over the classes that occur."""

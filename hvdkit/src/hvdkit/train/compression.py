@@ -13,8 +13,8 @@ import tensorflow as tf
 from hvdkit.train.losses import at_least_float32
 
 NAME = "compression."  # of what the ranks exchange before a gradient; graph_checks.py looks for it
-_HIGHEST = 15  # float16 holds up to 2**16
-_MOST = 100  # of a scale's exponent: 2**100 and 2**-100 are in range of float32
+_HIGHEST = 15  # float16 holds values below 2**16
+_LARGEST_EXPONENT = 100  # 2**100 and 2**-100 are in range of float32
 
 
 class ScaledFloat16:
@@ -44,7 +44,7 @@ class ScaledFloat16:
         )
         self._used += 1
         room = _HIGHEST - math.ceil(math.log2(hvd.size()))
-        power = tf.clip_by_value(room - exponent, -_MOST, _MOST)
+        power = tf.clip_by_value(room - exponent, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
         scale = tf.cast(tf.pow(2.0, power), wide.dtype)
         return tf.cast(wide * scale, tf.float16), (tensor.dtype, scale)
 
@@ -58,12 +58,13 @@ class ScaledFloat16:
 
 
 def _exponent(tensor: tf.Tensor) -> tf.Tensor:
-    """The least e with all magnitudes at most 2**e, a float32 scalar, and -_MOST at least.
+    """The least e with all magnitudes at most 2**e, a float32 scalar.
 
-    A value that is no number stays one, whatever the scale: then it is -_MOST.
+    It is at least -_LARGEST_EXPONENT, and this where a value is no number, which stays one
+    whatever the scale.
     """
     largest = tf.cast(tf.reduce_max(tf.abs(tensor)), tf.float64)
     sound = tf.math.is_finite(largest) & (largest > 0)  # an empty tensor has -inf
     exponent = tf.math.ceil(tf.math.log(tf.where(sound, largest, 1.0)) / math.log(2.0))
-    exponent = tf.where(sound, exponent, -float(_MOST))
-    return tf.cast(tf.maximum(exponent, -float(_MOST)), tf.float32)
+    exponent = tf.where(sound, exponent, -float(_LARGEST_EXPONENT))
+    return tf.cast(tf.maximum(exponent, -float(_LARGEST_EXPONENT)), tf.float32)

@@ -17,7 +17,7 @@ def notes(model: keras.Model, inputs: Any) -> list[str]:
 
     Plain operations, and layers without `supports_masking`, give tensors that have none.
     """
-    makers = [x for x in model._flatten_layers() if _makes_mask(x)]
+    makers = [layer for layer in model._flatten_layers() if _makes_mask(layer)]
     if not makers:
         return []
     outputs: list[tf.Tensor] = []
@@ -35,10 +35,10 @@ def notes(model: keras.Model, inputs: Any) -> list[str]:
 
     with user_code_errors("the model, called in evaluation,"), _watched(model, seen):
         tf.function(call, autograph=False).get_concrete_function(inputs)
-    without = [name for name, x in bare.items() if _lost(x)]
-    if any(_lost(x) for x in outputs):
+    without = [name for name, tensor in bare.items() if _lost(tensor)]
+    if any(_lost(output) for output in outputs):
         without.append("the outputs")
-    if not without and not masked and all(_mask(x) is None for x in outputs):
+    if not without and not masked and all(_mask(output) is None for output in outputs):
         without = ["any layer that uses it"]
     if not without:
         return []
@@ -60,17 +60,17 @@ def _watched(model: keras.Model, seen: Callable) -> Iterator[None]:
     layers = []
     for layer in model._flatten_layers():
         parameters = layer.call_signature_parameters if hasattr(layer, "call") else ()
-        takes = any(name.endswith("mask") for name in parameters)
-        if takes and not isinstance(layer, keras.Model) and "call" not in vars(layer):
+        takes_mask = any(name.endswith("mask") for name in parameters)
+        if takes_mask and not isinstance(layer, keras.Model) and "call" not in vars(layer):
             layers.append(layer)
 
     def watch(layer: keras.Layer) -> None:
         call = layer.call
 
         def watched(*args: Any, **named: Any) -> Any:
-            given = [value for name, value in named.items() if name.endswith("mask")]
+            masks = [value for name, value in named.items() if name.endswith("mask")]
             first = args[0] if args else next(iter(named.values()), None)
-            seen(layer, first, tf.nest.flatten(given))
+            seen(layer, first, tf.nest.flatten(masks))
             return call(*args, **named)
 
         object.__setattr__(layer, "call", watched)  # Keras's own __setattr__ would track it
@@ -92,9 +92,9 @@ def _lost(tensor: tf.Tensor) -> bool:
     """Whether a tensor [batch, time, ...] has no mask, and one with as many times above it has."""
     if _mask(tensor) is not None or tensor.shape.rank is None or tensor.shape.rank < 3:
         return False
-    for op in above(tensor):
-        for one in op.outputs:
-            mask = _mask(one)
+    for operation in above(tensor):
+        for output in operation.outputs:
+            mask = _mask(output)
             if mask is not None and mask.shape.rank == 2 and mask.shape[1] == tensor.shape[1]:
                 return True
     return False

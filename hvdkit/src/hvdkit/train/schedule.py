@@ -7,9 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, project
 from hvdkit.train.plateau import Plateau
-from hvdkit.train.task import Task, line_of, optional, settings_of
+from hvdkit.train.task import Task, optional, settings_of
 from hvdkit.train.task_checks import user_code_errors
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
@@ -43,20 +43,23 @@ def of_run(
 
 
 def _of_task(task: Task, config: Settings) -> Schedule:
-    own = optional(task, "schedule")
     with user_code_errors("schedule"):
-        policy = own(settings_of(task, config))
+        policy = optional(task, "schedule")(settings_of(task, config))
     if not callable(policy):
         raise ValueError(
-            f"{line_of(own)}: schedule returns {policy!r:.80}: it must return a function of the "
+            f"{_line(task)}: schedule returns {policy!r:.80}: it must return a function of the "
             "step, as lambda step: 0.1"
         )
     for step in (0, config.num_steps - 1):
-        _value(policy, step, line_of(own))
+        _value(policy, step, task)
     return policy
 
 
-def _value(policy: Schedule, step: int, line: str) -> float:
+def _line(task: Task) -> str:
+    return project.line_of(optional(task, "schedule")) or "the task"
+
+
+def _value(policy: Schedule, step: int, task: Task) -> float:
     """The rate after so many steps; ValueError where it is none."""
     with user_code_errors("schedule"):
         rate = policy(tf.constant(step, tf.int64))
@@ -65,8 +68,8 @@ def _value(policy: Schedule, step: int, line: str) -> float:
         value = float(rate) if np.ndim(rate) == 0 else math.nan
     if not 0 <= value < math.inf:
         raise ValueError(
-            f"{line}: the task's schedule gives a learning rate of {rate!r:.80} after {step} "
-            "steps: it must be a number from 0"
+            f"{_line(task)}: the task's schedule gives a learning rate of {rate!r:.80} after "
+            f"{step} steps: it must be a number from 0"
         )
     return value
 
@@ -79,10 +82,10 @@ def points(task: Task, config: Settings) -> dict[str, str]:
     if config.find_lr or not optional(task, "schedule"):
         return {"rate": "that of --lr_policy"}
     policy = _of_task(task, config)
-    line = line_of(optional(task, "schedule"))
-    steps = np.linspace(0, config.num_steps - 1, _POINTS).round().astype(int).tolist()
-    rates = {f"rate after {step} steps": _value(policy, step, line) for step in steps}
-    return {"rate": "its own"} | {name: f"{rate:.9g}" for name, rate in rates.items()}
+    rates = {"rate": "its own"}
+    for step in np.linspace(0, config.num_steps - 1, _POINTS).round().astype(int).tolist():
+        rates[f"rate after {step} steps"] = f"{_value(policy, step, task):.9g}"
+    return rates
 
 
 def describe(task: Task, config: Settings, world_size: int) -> str:
@@ -92,10 +95,11 @@ def describe(task: Task, config: Settings, world_size: int) -> str:
     scaling = f" ({config.lr_scaling} scaling)" if config.lr_scaling != "none" else ""
     if optional(task, "schedule"):
         return f"the task's schedule{scaling}"
-    told = f"{config.lr_policy} from {config.base_lr * config.lr_factor(world_size):g}{scaling}"
+    first_rate = config.base_lr * config.lr_factor(world_size)
+    description = f"{config.lr_policy} from {first_rate:g}{scaling}"
     if by_plateau(task, config):
-        told += f", times {config.plateau_factor:g} where {task.main_metric} stands still"
-    return told
+        description += f", times {config.plateau_factor:g} where {task.main_metric} stands still"
+    return description
 
 
 def by_plateau(task: Task, config: Settings) -> bool:

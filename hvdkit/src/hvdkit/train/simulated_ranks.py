@@ -130,8 +130,8 @@ class SimulatedRank:
         samples = self._samples[self.rank]
         if rows % samples:
             return own
-        wanted = rows // samples * self._samples[rank]
-        return tf.gather(own, tf.range(wanted) % rows)
+        count = rows // samples * self._samples[rank]
+        return tf.gather(own, tf.range(count) % rows)
 
 
 class _Place:
@@ -186,28 +186,28 @@ def outcomes(act: Callable[[int], Any], samples: Sequence[int]) -> list[Any]:
     It is called several times for each rank, and must leave no trace.
     """
     known: list[list[tf.Tensor]] = [[] for _ in samples]
-    found: list[Any] = []
+    results: list[Any] = []
     for _ in range(_MOST_ROUNDS):
-        ranks = [SimulatedRank(rank, samples, known) for rank in range(len(samples))]
-        found = []
-        for rank in ranks:
+        results = []
+        posted = []
+        for number in range(len(samples)):
+            rank = SimulatedRank(number, samples, known)
             with acting(rank):
-                found.append(act(rank.rank))
-        posted = [rank.posted for rank in ranks]
+                results.append(act(number))
+            posted.append(rank.posted)
         if len(samples) == 1 or _alike(posted, known):
             break
         known = posted
-    return found
+    return results
 
 
 def _alike(posted: Sequence[Sequence[tf.Tensor]], known: Sequence[Sequence[tf.Tensor]]) -> bool:
-    for mine, earlier in zip(posted, known):
-        if len(mine) != len(earlier):
+    for now, earlier in zip(posted, known):
+        if [tensor.shape for tensor in now] != [tensor.shape for tensor in earlier]:
             return False
-        for one, other in zip(mine, earlier):
-            if one.shape != other.shape:
-                return False
-            values = [np.asarray(tf.cast(x, tf.float64)) for x in (one, other)]
-            if not np.allclose(*values, rtol=1e-5, atol=1e-9, equal_nan=True):
+        for one, other in zip(now, earlier):
+            one = np.asarray(tf.cast(one, tf.float64))
+            other = np.asarray(tf.cast(other, tf.float64))
+            if not np.allclose(one, other, rtol=1e-5, atol=1e-9, equal_nan=True):
                 return False
     return True

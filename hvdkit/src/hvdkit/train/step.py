@@ -20,7 +20,6 @@ model adds losses, the backward pass waits for all ranks' sums and takes the who
 """
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -119,8 +118,7 @@ class Step:
         self._changed: list[tf.Variable] = []  # what the newest function itself changes
         self._terms: tuple[str, ...] = ()  # names of the newest loss's terms
         self._tracing: Tracing | None = None
-        self._stand_in: Step | None = None  # a simulated rank's step, in a trial
-        self._is_tried = False  # whether this is one
+        self._is_tried = False  # whether it is a simulated rank's, in a trial
 
     # ---- what a step calls ------------------------------------------------------------------
 
@@ -135,8 +133,6 @@ class Step:
           losses: micro-batch -> what a task's `loss` returns; by default the task's, of the model
             called in training.
         """
-        if self._stand_in:
-            return self._stand_in.loss(batch, losses)
         tracing = self._tracing_for("run.loss")
         if tracing.totals is not None:
             raise ValueError(
@@ -162,8 +158,6 @@ class Step:
         what they are combined to. The step's figures are those of the first call. It is slower
         than `loss`, as the backward pass waits for the sums of all ranks.
         """
-        if self._stand_in:
-            return self._stand_in.losses(batch, losses)
         tracing = self._tracing_for("run.losses")
         if tracing.has_loss:
             raise ValueError("run.losses and run.loss do not go together: call run.losses only")
@@ -219,8 +213,6 @@ class Step:
         In order: unscale, judge whether all is finite, L2, clip by the global norm, set the rate of
         the schedule, apply; alike on every rank. A step that is not finite leaves no trace.
         """
-        if self._stand_in:
-            return self._stand_in.update(gradients)
         tracing = self._tracing_for("run.update")
         if tracing.totals is None:
             raise ValueError("run.update comes after run.loss(batch), in the same step")
@@ -471,29 +463,30 @@ class Step:
     @contextlib.contextmanager
     def simulated(
         self, share: SimulatedShare, batch: Example, *, changed: list[tf.Variable]
-    ) -> Iterator["Step"]:
-        """Inside, the step's function calls the step of a simulated rank, which is yielded.
+    ) -> Iterator[None]:
+        """Inside, this is the step of a simulated rank, of a small batch; afterwards as it was.
 
         `batch` is the rank's; `changed`: what the step's function changes by itself.
         """
+        attributes = dict(vars(self))
         samples = sum(share.samples)
         size = len(share.samples)
-        twin = copy.copy(self)
-        twin._is_tried = True
-        twin._changed = changed
-        twin.settings = dataclasses.replace(
-            self.settings, global_batch_size=samples, accumulation_steps=share.steps, jit=False
-        )
-        twin.world = dataclasses.replace(self.world, rank=share.rank, size=size)
-        twin.spec = batch
-        twin._rows = across.Batch(samples, share.rank, size)
-        twin._micro_batches = gradients_lib.MicroBatches(share.steps, self._variables)
-        twin.combiner = self.combiner.of_part(twin.world, twin.settings, batch, uses=share.combines)
-        self._stand_in = twin
         try:
-            yield twin
+            self._is_tried = True
+            self._changed = changed
+            self.settings = dataclasses.replace(
+                self.settings, global_batch_size=samples, accumulation_steps=share.steps, jit=False
+            )
+            self.world = dataclasses.replace(self.world, rank=share.rank, size=size)
+            self.spec = batch
+            self._rows = across.Batch(samples, share.rank, size)
+            self._micro_batches = gradients_lib.MicroBatches(share.steps, self._variables)
+            self.combiner = self.combiner.of_part(
+                self.world, self.settings, batch, uses=share.combines
+            )
+            yield
         finally:
-            self._stand_in = None
+            vars(self).update(attributes)
 
 
 def _as_means(targets: list[tf.Tensor], to_means: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -1,10 +1,8 @@
 """What a task is: the model, its data, loss and metrics; a file in tasks/ with a class `Task`."""
 
 import importlib
-import inspect
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import keras
@@ -277,30 +275,30 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[
         for name in names:
             if name in reads or not _counts(config, name):
                 continue
-            flag = f"--{name}={config.not_defaults()[name]}"
+            value = config.not_defaults()[name]
             if name not in config.unasked:
                 raise ValueError(
-                    f"{flag}: {reader} does not read it: leave it out, also of the flagfile, or "
-                    f"use config.{name} in tasks/{config.task}.py"
+                    f"--{name}={value}: {reader} does not read it: leave it out, also of the "
+                    f"flagfile, or use config.{name} in tasks/{config.task}.py"
                 )
-            flags_of_file.setdefault(config.unasked[name], []).append(flag)
+            flags_of_file.setdefault(config.unasked[name], []).append(f"--{name}={value}")
     notes = []
     for file, flags in flags_of_file.items():
+        passed_over = ", ".join(flags)
         notes.append(
-            f"--task={config.task} does not read all of {file}; passed over: {', '.join(flags)}"
+            f"--task={config.task} does not read all of {file}; passed over: {passed_over}"
         )
     return notes
 
 
 def _readers(task: Task, config: Settings, among: Sequence[str]) -> dict[str, Sequence[str]]:
     """By a reader, in words, the settings that it alone reads; or `among` those of the task."""
-    task_name = f"--task={config.task}"
+    readers = {f"--task={config.task}": among or _OF_TASKS}
     if among:
-        return {task_name: among}
-    readers = {task_name: _OF_TASKS}
+        return readers
     for function, names in _REPLACED.items():
         if optional(task, function) and not (config.find_lr and function == "schedule"):
-            readers[f"the {function} of {task_name}"] = names
+            readers[f"the {function} of --task={config.task}"] = names
     return readers
 
 
@@ -313,12 +311,6 @@ def optional(task: Task, name: str) -> Callable | None:
     """One of the task's functions; None where it leaves it out: the protocol's are empty."""
     inherited = getattr(type(task), name, None) is vars(Task)[name]
     return None if inherited else getattr(task, name, None)
-
-
-def line_of(function: Callable) -> str:
-    """Where a task's function stands, as task.py, line 12."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{Path(code.co_filename).name}, line {code.co_firstlineno}" if code else str(function)
 
 
 def available() -> list[str]:

@@ -189,12 +189,9 @@ def _check_upsampling(model: keras.Model) -> None:
 def _check_input_names(model: keras.Model, inputs: Any) -> None:
     by_name = isinstance(model._inputs_struct, dict)
     wanted = sorted(model._inputs_struct if by_name else [x.name for x in model.inputs])
-    if isinstance(inputs, Mapping):
-        names = sorted(inputs)
-        fit = set(wanted) <= set(names)
-    else:
-        names = "no dict"
-        fit = not by_name
+    is_dict = isinstance(inputs, Mapping)
+    names = sorted(inputs) if is_dict else "no dict"
+    fit = set(wanted) <= set(inputs) if is_dict else not by_name
     if not fit:
         raise ValueError(
             f"the model's inputs are {wanted}, training_example's are {names}: give both the same "
@@ -278,13 +275,14 @@ def pictures(drawn: Any) -> np.ndarray:
     is_bytes = isinstance(drawn, np.ndarray) and drawn.dtype == np.uint8 and drawn.size
     if is_bytes and drawn.ndim == 4 and drawn.shape[-1] == 3:
         return drawn
-    form = describe(drawn)
-    if hasattr(drawn, "dtype"):
-        form = str(drawn.dtype) + " " + str(list(drawn.shape))
-    raise ValueError(f"draw must return pictures, uint8 [n, height, width, 3]; it returns {form}")
+    raise ValueError(
+        "draw must return pictures, uint8 [n, height, width, 3]; it returns " + describe(drawn)
+    )
 
 
 def describe(value: Any) -> str:
     if isinstance(value, (tf.Tensor, tf.TensorSpec)):
         return f"one tensor of shape {value.shape}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -156,13 +156,13 @@ def _outcome(
     )
     variables = {name: raw(variable) for name, variable in step.state.variables.items()}
     with (
-        step.simulated(part, batch, changed=changed) as twin,
+        step.simulated(part, batch, changed=changed),
         unchanged(list(variables.values())),
         user_code,
     ):
         step.state.step.assign(number)
         leave_zero(step.weights)
-        _, tracing = twin.call(function, batch, tf.zeros([agreement.NUM_VOTES], tf.float64))
+        _, tracing = step.call(function, batch, tf.zeros([agreement.NUM_VOTES], tf.float64))
         state = {name: variable.numpy() for name, variable in variables.items()}
     return Outcome(
         state=state,
