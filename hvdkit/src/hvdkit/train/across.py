@@ -2,9 +2,9 @@
 
 def loss(self, outputs, targets):       # [n, d]: this rank's n samples
     logits = outputs @ tf.transpose(across.gather(targets))  # [n, global batch]
-    own = across.places(outputs)        # [n]: where this rank's samples are among them
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits)
-    return losses, tf.ones_like(losses)  # of this rank's n samples, as ever
+    places = across.places(outputs)     # [n]: the places of this rank's samples among them
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places, logits)
+    return losses, tf.ones_like(losses)  # [n]: only of this rank's samples
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def _without_own(everyone: tf.Tensor, own: tf.Tensor):
 
     def backward(upstream: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         batch = _batch.get()
-        if batch and batch.turn:  # a tape inside the loss
+        if batch and batch.turn:  # the loss has a tape inside
             raise ValueError(
                 "with --virtual_ranks a loss has no gradient of its own by what it gathers "
                 "(hvdkit.train.across): leave out --virtual_ranks"
@@ -124,7 +124,7 @@ def gather(x: tf.Tensor) -> tf.Tensor:
     @tf.custom_gradient
     def gathered(own: tf.Tensor):
         def backward(upstream: tf.Tensor | tf.IndexedSlices) -> tf.Tensor:
-            # To each rank its rows, added up there in the order of ranks.
+            # Each rank gets the gradients of its rows and adds them up in the order of ranks.
             upstream = tf.convert_to_tensor(upstream)
             parts, _ = hvd.alltoall(upstream, splits=sizes, name=f"{_NAME}.gradient")
             return tf.reduce_sum(tf.reshape(parts, [batch.size, *own.shape]), 0)
@@ -169,7 +169,7 @@ def _rows(x: tf.Tensor, batch: Batch) -> list[int]:
 
 def in_branch_or_loop() -> bool:
     """Whether what is traced may run another number of times than its surroundings."""
-    # vectorized_map runs its body under this scope, for all its elements at once.
+    # tf.vectorized_map runs its body under this scope, for all elements at once.
     looped = "loop_body" in tf.get_current_name_scope().split("/")
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, func_graph.FuncGraph):

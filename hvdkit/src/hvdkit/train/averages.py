@@ -21,7 +21,7 @@ class Request(NamedTuple):
     """What is asked for the weights of one optimizer."""
 
     decay: float
-    overwrite_every: int = 0  # updates; 0: never
+    overwrite_every: int = 0  # number of updates; 0: never
 
 
 class Average:
@@ -82,5 +82,5 @@ def requested(optimizer: keras.optimizers.Optimizer, ema_decay: float) -> Reques
             f"--ema_decay={ema_decay} and the task's optimizer, with ema_momentum={decay}, both "
             "average the weights: leave out one of the two"
         )
-    optimizer.use_ema = False  # before it is built: Keras would make averages of its own
+    optimizer.use_ema = False  # or Keras would make averages of its own when it is built
     return Request(decay, optimizer.ema_overwrite_frequency or 0)

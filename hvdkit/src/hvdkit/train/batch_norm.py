@@ -73,7 +73,7 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
 
     @tf.function(autograph=False)
     def sync(share: tf.Tensor) -> None:
-        # float64 throughout: E[x^2] - E[x]^2 loses the digits it needs in float32.
+        # float64, because E[x^2] - E[x]^2 loses too many digits in float32.
         mean = joined(means)
         second = joined(variances)
         if mode == "moments":
@@ -86,7 +86,7 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
             for variable, value in zip(variables, tf.split(values, sizes)):
                 variable.assign(tf.cast(value, variable.dtype))
 
-    # An argument: of a constant, TensorFlow's optimizer would call Horovod while it compiles.
+    # It is an argument: with a constant TensorFlow's optimizer would run Horovod's operation.
     share = tf.constant(weight, tf.float64)
     return lambda: sync(share)
 
@@ -102,7 +102,7 @@ def synchronize(model: keras.Model) -> keras.Model:
     for layer in _batch_norms(model):
         if type(layer) is keras.layers.BatchNormalization:
             plain.append(layer)
-        # Frozen ones normalize with their moving statistics, which are the same everywhere.
+        # Frozen layers normalize with moving statistics, which are the same on all ranks.
         elif layer.trainable and not isinstance(layer, SyncBatchNormalization):
             derived.append(f"{_name(layer)} ({type(layer).__name__})")
     if derived:
@@ -210,7 +210,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         extra = 0.0 if mask is None else keras.config.epsilon()
         count = self._count(inputs, mask)
         total = mean * (count + extra)
-        # Sum of squares from the squared distances to the mean: sum x^2 = sum (x - m)^2 + ...
+        # sum x^2 = sum (x - m)^2 + 2 m sum x - n m^2
         square = variance * (count + extra) + 2 * mean * total - count * tf.square(mean)
         sums = sum_over_ranks(tf.stack([count, total, square]), self._collective())
         count, total, square = tf.unstack(sums)

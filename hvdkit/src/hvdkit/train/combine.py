@@ -93,7 +93,7 @@ class Combiner:
             self.rules = rules(state, task)
         self._state = state
         self._device = reduction.device(settings)
-        self._assigned: dict[int, tf.Tensor] = {}  # handles
+        self._assigned: dict[int, tf.Tensor] = {}  # handles by their ids
         self._seeds = {id(v) for v in _seeds(state)}
         self._combines = True
         self._set_share(world, settings, spec)
@@ -134,20 +134,20 @@ class Combiner:
         return {n: v for n, v in self._state.variables.items() if id(raw(v)) in shared}
 
     def over_ranks(
-        self, before: Mapping[int, tf.Tensor], own: Sequence[tf.Variable] | None = None
+        self, before: Mapping[int, tf.Tensor], variables: Sequence[tf.Variable] | None = None
     ) -> None:
-        """Sets state with a rule to what the ranks' values make; inside the step, on every rank.
+        """Combines state by its rules over ranks; every rank calls it, inside the step.
 
-        Of what forward passes change; or of `own`, which the step's function changes by itself.
+        It combines what forward passes change; or `variables`, which the step's function changes
+        by itself. Moving statistics of the model have a sync of their own.
 
-        `before`: values at the start of the step, by the variable's id. Moving statistics of the
-        model have a sync of their own.
+        `before`: values at the start of the step, by the variable's id.
         """
         if self._size == 1 or not self._combines:
             return
         steps = 1
-        candidates = own
-        if own is None:
+        candidates = variables
+        if variables is None:
             steps = self._steps
             candidates = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
         changed = self._changed(candidates, before)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit.train.losses import at_least_float32
 
-NAME = "compression."  # of what the ranks exchange before a gradient; graph_checks.py looks for it
+NAME = "compression."  # prefix of the names of exchanged exponents; graph_checks.py knows it
 _HIGHEST = 15  # float16 holds values below 2**16
 _LARGEST_EXPONENT = 100  # 2**100 and 2**-100 are in range of float32
 
@@ -28,7 +28,7 @@ class ScaledFloat16:
     def __init__(self, device: str) -> None:
         """`device`: where Horovod reduces; "": where the tensor is."""
         self._device = device
-        self._used = 0  # names so far
+        self._used = 0  # number of names in use
 
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.DType, tf.Tensor] | None]:
         """The tensor as float16, and what `decompress` needs; others than floats as they are."""

@@ -54,7 +54,7 @@ def check(model: keras.Model, precision: str) -> list[str]:
             f"the weights {join(half, 3)} have 16 bits, in which small updates are lost: leave out "
             "the layers' own dtype, or give a policy of mixed precision, as mixed_float16"
         )
-    if wide and wide != list(sizes)[-1:]:  # the last is that of the logits
+    if wide and wide != list(sizes)[-1:]:  # the last layer gives the logits, on purpose
         return [f"{_computing(wide, precision)}, which takes longer"]
     return []
 

@@ -102,7 +102,7 @@ class Seeds:
     def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
         layers = model._flatten_layers()
         self.variables = [raw(generator.state) for generator in generators(layers)]
-        # Samples' keys are philox's words under the key `seed`: these bits give other keys.
+        # Keys of samples are drawn under the key `seed`; the highest bits make this another key.
         self._key = seed | 1 << 63 | int(evaluating) << 62
 
     def assign(self, step: tf.Tensor, number: tf.Tensor) -> None:
@@ -134,7 +134,7 @@ class SampleDropout(keras.layers.Layer):
     def __init__(self, rate: float, **kwargs) -> None:
         super().__init__(**kwargs)
         self.rate = rate
-        self.salt = zlib.crc32(self.name.encode()) & 0x7FFFFFFF  # so that layers draw differently
+        self.salt = zlib.crc32(self.name.encode()) & 0x7FFFFFFF  # layers draw differently
 
     def call(self, inputs: list[tf.Tensor], training: bool = False) -> tf.Tensor:
         features, keys = inputs
@@ -143,7 +143,7 @@ class SampleDropout(keras.layers.Layer):
 
         def keep(key: tf.Tensor) -> tf.Tensor:
             key = tf.random.experimental.stateless_fold_in(key, self.salt, alg="philox")
-            # The floats that stateless_uniform gives; XLA makes others of the same bits.
+            # Computed as stateless_uniform does: XLA would make other floats of the same bits.
             shape = tf.shape(features)[1:]
             bits = tf.random.stateless_uniform(shape, key, None, None, tf.int32, alg="philox")
             return tf.cast(bits & 0x7FFFFF, tf.float32) * 2.0**-23 >= self.rate

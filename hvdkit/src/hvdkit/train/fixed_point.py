@@ -39,7 +39,7 @@ def judge(
     if flat.shape[0] == 0:
         return tf.constant(True), tf.constant(True), tf.constant(True)
     scale = tf.cast(scale, tf.float64)
-    low = tf.reduce_min(flat)  # NaN where any element is
+    low = tf.reduce_min(flat)  # NaN if any element is NaN
     high = tf.reduce_max(flat)
     finite = tf.math.is_finite(low) & tf.math.is_finite(high)
     largest = tf.cast(tf.maximum(-low, high), tf.float64)

@@ -45,10 +45,10 @@ class Passes:
         self._in_turn = in_turn
         self._scale = scale
         self._addends = addends
-        # A row's part of a mean is small: it is brought near to 1, by a power of two.
+        # A row's part of a mean is small: a power of two brings it near to 1.
         self._rows = rows
         self._finest = 2.0 ** -math.floor(math.log2(rows))
-        self._targets = 0  # once the second pass is traced
+        self._targets = 0  # set when the second pass is traced
 
     def learn(self, part: Any, number: tf.Tensor) -> list[tf.Tensor]:
         return self._turn(part, ())[0].own

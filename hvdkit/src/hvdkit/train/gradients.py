@@ -18,7 +18,7 @@ _OF_TERM = 5
 class StepTotals(NamedTuple):
     """Of a global batch; the same on every rank but for `losses` and `ready`."""
 
-    sums: tf.Tensor  # those of `Forward`, of all ranks
+    sums: tf.Tensor  # the sums of `Forward`, added up over all ranks
     votes: tf.Tensor
     losses: tf.Tensor  # the mean loss of this rank, [1], or of every virtual one
     ready: tf.Tensor  # float64 scalar: when this rank had its sums (hvdkit/ranks/stragglers.py)
@@ -69,7 +69,7 @@ class MicroBatches:
             return forward(tf.nest.map_structure(lambda t: t[0], batch))
         targets, sums, gradients = self.gradients(forward, batch)
 
-        # The loop's own gradient would keep all activations: known gradients are attached.
+        # The gradient of the loop would keep all activations, so known gradients are attached.
         @tf.custom_gradient
         def attach(*reads: tf.Tensor):
             def backward(*upstreams: tf.Tensor):

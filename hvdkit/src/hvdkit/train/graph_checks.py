@@ -187,8 +187,8 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
         if "Tape_Allreduce" in node.name and "reduce_op" in node.attr:
             _check_sum(node)
         if "reduce_op" in node.attr and node.attr["T"].type == tf.float16.as_datatype_enum:
-            in_float16 += node.attr["num_tensors"].i or 1  # of a group
-    if in_float16 > len(exchanges) - len(sums):  # each with a scale is preceded by an exchange
+            in_float16 += node.attr["num_tensors"].i or 1  # a group has several tensors
+    if in_float16 > len(exchanges) - len(sums):  # compression exchanges an exponent before each
         raise ValueError(
             "the step sums float16 over ranks as it is, where small gradients become zeros and "
             "large ones infinite: give the tape **run.reduction alone, and --compression=fp16 "

@@ -32,7 +32,7 @@ class Groups(keras.optimizers.Optimizer):
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        super().__init__(learning_rate=1.0, name="groups")  # the run sets it
+        super().__init__(learning_rate=1.0, name="groups")  # the run sets the rate
         for group in groups:
             if not isinstance(group, Group):
                 raise ValueError(f"optimizer returns a list of {group!r:.80}: make it of Groups")
@@ -41,7 +41,7 @@ class Groups(keras.optimizers.Optimizer):
         if not groups or len({id(group.optimizer) for group in groups}) < len(groups):
             raise ValueError("optimizer: return at least one Group, each with its own optimizer")
         self.groups = tuple(groups)
-        self._owners: dict[int, int] = {}  # of a weight's id: the number of its group
+        self._owners: dict[int, int] = {}  # by a weight's id, the number of its group
 
     @property
     def variables(self) -> list[keras.Variable]:

@@ -26,7 +26,7 @@ class Inputs:
     keras.Input, or "inputs" ("inputs_0", ... of several).
     """
 
-    structure: Any  # of specs, as the model takes them
+    structure: Any  # nested specs, as the model takes them
     names: Sequence[str]  # in the order of keras.tree
 
     @property

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 def _integers(labels: tf.Tensor) -> tf.Tensor:
     labels = tf.convert_to_tensor(labels)
-    if not (labels.dtype.is_integer or labels.dtype.is_bool):  # a cast would make 1 of 1.9
+    if not (labels.dtype.is_integer or labels.dtype.is_bool):  # a cast would turn 1.9 into 1
         raise ValueError(f"labels are {labels.dtype.name}: make the numbers of classes integers")
     return tf.cast(labels, tf.int64)
 
@@ -82,7 +82,7 @@ def cross_entropy(
     labels = tf.where(known, labels, 0)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
     if smoothing:
-        # Cross-entropy to the uniform target, log-softmax being logits - log(sum(exp(logits))).
+        # The cross-entropy to the uniform target; log-softmax is logits - log(sum(exp(logits))).
         uniform = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
         losses = (1.0 - smoothing) * losses + smoothing * uniform
     losses = tf.where(known, losses, tf.constant(math.nan, losses.dtype))

@@ -22,7 +22,7 @@ def notes(model: keras.Model, inputs: Any) -> list[str]:
         return []
     outputs: list[tf.Tensor] = []
     masked: list[str] = []  # layers that get a mask
-    bare: dict[str, tf.Tensor] = {}  # what others that take one are called with
+    bare: dict[str, tf.Tensor] = {}  # by layers that take a mask and get none, their inputs
 
     def seen(layer: keras.Layer, x: Any, masks: list[Any]) -> None:
         if any(mask is not None for mask in masks):

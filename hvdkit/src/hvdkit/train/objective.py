@@ -28,7 +28,7 @@ def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) 
     for name, (losses, weights) in terms(returned, samples).items():
         unmasked[name] = (losses, _unmasked(weights, outputs, name))
     if samples:
-        check_independent(task.loss, outputs, targets, made=unmasked)
+        check_independent(task.loss, outputs, targets, expected=unmasked)
     return unmasked
 
 
@@ -153,10 +153,10 @@ def _weight_of(name: str) -> str:
     return f"a weight of the task's loss {name!r}" if name else "a weight of the task's loss"
 
 
-def check_independent(loss: Callable, *parts: Any, made: Terms) -> None:
+def check_independent(loss: Callable, *parts: Any, expected: Terms) -> None:
     """Raises ValueError where one example's losses depend on how many examples there are.
 
-    `made`: what `loss` returned for `parts`, nested tensors.
+    `expected`: what `loss` returned for `parts`, nested tensors.
     Outputs [n, 1] and targets [n] give [n, n]: every output compared to every target.
     """
 
@@ -172,7 +172,7 @@ def check_independent(loss: Callable, *parts: Any, made: Terms) -> None:
         others = again.get_concrete_function(*specs).structured_outputs
     except Exception:  # it takes no other number of examples, so there is nothing to compare
         return
-    for name, (losses, _) in made.items():
+    for name, (losses, _) in expected.items():
         shape = losses.shape
         other = others[name][0].shape.as_list()
         if other[1:] != shape.as_list()[1:]:

@@ -13,8 +13,8 @@ from hvdkit.settings import Settings
 from hvdkit.train import averages, groups
 from hvdkit.train.gradients import is_kernel
 
-_TRUST = 0.001  # of LARS
-_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")  # settings of adam, adamw, lamb
+_TRUST = 0.001  # eta, the trust coefficient of LARS
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")  # only adam, adamw and lamb read them
 _PLAIN = (str, Number, type(None))  # types of hyperparameters
 
 
@@ -59,7 +59,7 @@ class Lars(keras.optimizers.SGD):
             size = tf.norm(variable)
             slope = tf.norm(gradient)
             usable = (size > 0) & (slope > 0)
-            # The inner where keeps 0 out of the division.
+            # The inner tf.where keeps 0 out of the division.
             ratio = tf.constant(_TRUST, rate.dtype) * size
             ratio /= tf.where(usable, slope + decay * size, 1.0)
             rate = rate * tf.where(usable, ratio, 1.0)
@@ -100,13 +100,13 @@ class Lamb(keras.optimizers.Lamb):
             size = tf.norm(variable)
             step_size = tf.norm(update)
             usable = (size > 0) & (step_size > 0)
-            # The inner where keeps 0 out of the division.
+            # The inner tf.where keeps 0 out of the division.
             update *= tf.where(usable, size / tf.where(usable, step_size, 1.0), 1.0)
         variable.assign_sub(rate * update)
 
     def _corrected(self, average: tf.Variable, beta: float) -> tf.Tensor:
         """An average that started at 0, over the weights it has seen so far."""
-        # In float64: in float32, 1 - 0.999 ** 1 is off by 5e-5.
+        # float64, because in float32 1 - 0.999 ** 1 is off by 5e-5.
         steps = tf.cast(raw(self.iterations) + 1, tf.float64)
         return average / tf.cast(1 - tf.pow(tf.constant(beta, tf.float64), steps), average.dtype)
 
@@ -160,7 +160,7 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
                 f"--{name}={getattr(config, name)}: --optimizer={config.optimizer} has no such "
                 "number: leave it out, or choose another optimizer"
             )
-    # Keras rounds a Python float to float32 first (0.9 is then off by 2e-8), a NumPy float64 not.
+    # Keras rounds a Python float to float32 (0.9 is then off by 2e-8), but no NumPy float64.
     number = np.float64 if config.precision == "float64" else float
     base_lr = config.base_lr
     momentum = number(config.momentum)
@@ -170,19 +170,19 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
     epsilon = number(config.adam_epsilon)
     decay = number(config.weight_decay)
 
-    # For these L2 joins the gradient.
+    # L2 joins the gradients of these.
     if config.optimizer == "sgd":
         return SGD(base_lr, momentum=momentum, nesterov=nesterov)
     if config.optimizer == "adam":
         return keras.optimizers.Adam(base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
 
-    # These decay weights themselves, apart from the gradient.
+    # These decay weights by themselves, apart from the gradient.
     if config.optimizer == "lars":
         optimizer = Lars(base_lr, momentum=momentum, nesterov=nesterov, weight_decay=decay)
     else:
         rule = keras.optimizers.AdamW if config.optimizer == "adamw" else Lamb
         optimizer = rule(base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, weight_decay=decay)
-    # Without decay too: the trust ratios of LAMB and LARS go by it.
+    # Even if the decay is 0: LAMB and LARS give excluded weights no trust ratio.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer
 

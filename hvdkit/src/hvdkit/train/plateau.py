@@ -22,9 +22,9 @@ class Plateau:
 
     def __init__(self) -> None:
         self.factor = _variable(1.0, tf.float64)
-        self._best = _variable(math.nan, tf.float64)  # height (scores.py) of the best score
+        self._best = _variable(math.nan, tf.float64)  # the best score's height (scores.py)
         self._waited = _variable(0, tf.int64)  # evaluations in a row that were no better
-        self._resting = _variable(0, tf.int64)  # evaluations that are left of the cooldown
+        self._resting = _variable(0, tf.int64)  # evaluations left in the cooldown
         self._judged = _variable(0, tf.int64)  # step of the newest evaluation
         self._measure = _variable(0, tf.int64)  # 63 bits of what scores measure
 

@@ -23,7 +23,7 @@ from hvdkit.settings import Settings
 from hvdkit.train import compression
 from hvdkit.train.gradients import overwritten
 
-_PART = 2.0**12  # see `totals`
+_PART = 2.0**12  # `totals` says how numbers are split by it
 NO_GRADIENTS = "the loss depends on none of the model's weights"
 
 # SHA-256 of make_step in the template's train.py, as `_digest` takes it.
@@ -57,7 +57,7 @@ def arguments(config: Settings) -> dict[str, Any]:
         "device_sparse": where,
         "compression": _compression(config),
         "groups": 1 if config.deterministic else None,
-        "sparse_as_dense": config.deterministic,  # a group of sparse and dense ones is refused
+        "sparse_as_dense": config.deterministic,  # Horovod refuses a group of sparse and dense ones
     }
 
 
@@ -120,7 +120,7 @@ def is_template(make: Callable) -> bool:
     try:
         return _digest(inspect.getsource(make)) == _TEMPLATE_STEP
     except (OSError, TypeError, SyntaxError):
-        return False  # a lambda, a partial
+        return False  # it has no source of its own, like a lambda or a partial
 
 
 def _digest(source: str) -> str:
@@ -137,7 +137,7 @@ def _digest(source: str) -> str:
 
 
 def totals(
-    own: tf.Tensor, config: Settings, variables: Sequence[keras.Variable], *, name: str
+    numbers: tf.Tensor, config: Settings, variables: Sequence[keras.Variable], *, name: str
 ) -> tf.Tensor:
     """A step's numbers, float64 [n], summed over ranks.
 
@@ -148,10 +148,12 @@ def totals(
     """
     summed = partial(hvd.allreduce, op=hvd.Sum, name=name, device_dense=device(config))
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
-        return summed(own)
-    high = tf.cast(tf.round(own / _PART), tf.float32)  # floor: -0.1 would become -4096 + 4095.9
-    rest = tf.cast(own - _PART * tf.cast(high, tf.float64), tf.float32)
-    rest = tf.where(tf.math.is_finite(high), rest, high)  # not inf - inf
+        return summed(numbers)
+    high = tf.cast(
+        tf.round(numbers / _PART), tf.float32
+    )  # of -0.1, tf.floor makes -4096 + 4095.9
+    rest = tf.cast(numbers - _PART * tf.cast(high, tf.float64), tf.float32)
+    rest = tf.where(tf.math.is_finite(high), rest, high)  # or inf - inf would be NaN
     parts = tf.cast(summed(tf.stack([high, rest])), tf.float64)
     return _PART * parts[0] + parts[1]
 

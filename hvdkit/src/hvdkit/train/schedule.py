@@ -14,7 +14,7 @@ from hvdkit.train.task_checks import user_code_errors
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 
-LOWEST, HIGHEST = 1e-7, 10.0  # of --find_lr
+LOWEST, HIGHEST = 1e-7, 10.0  # the rates of --find_lr
 _POINTS = 101
 
 
@@ -26,7 +26,7 @@ def of_run(
     `plateau`: the run's, which its evaluations change; None: as it is at first. Raises ValueError
     where the task's own schedule gives no learning rate.
     """
-    if config.find_lr:  # the same factor each step (Smith 2017)
+    if config.find_lr:  # every step has the same factor (Smith 2017)
         factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
         return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
     if not optional(task, "schedule"):
@@ -35,7 +35,7 @@ def of_run(
     factor = config.lr_factor(world_size)
 
     def rate_of(step: tf.Tensor) -> tf.Tensor:
-        rate = policy(step)  # tf.cast would make float32 of a Python float first
+        rate = policy(step)  # tf.cast would round a Python float to float32 first
         rate = tf.constant(rate, tf.float64) if isinstance(rate, float) else rate
         return tf.cast(rate, tf.float64) * factor
 

@@ -19,7 +19,7 @@ from horovod.tensorflow import mpi_ops
 
 # What is no sum, by Horovod's operation.
 _REDUCED = {hvd.Max: tf.reduce_max, hvd.Min: tf.reduce_min, hvd.Product: tf.reduce_prod}
-_MOST_ROUNDS = 20  # more than collectives of a step depend on each other, one after the other
+_MOST_ROUNDS = 20  # collectives of a step do not form longer chains
 
 
 class SimulatedRank:

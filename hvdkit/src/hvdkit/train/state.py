@@ -193,7 +193,7 @@ class State:
             **self.plateau.variables,
         }
         names: dict[int, str] = {}  # by the variable's id
-        # The position makes it unique: two layers may have been given the same name.
+        # The position makes a name unique: two layers may have been given the same one.
         places: dict[int, str] = {}
         of_model = zip(self.model.variables, names_of_model(self.model))
         for number, (variable, name) in enumerate(of_model):
@@ -315,7 +315,7 @@ def names_of_model(model: keras.Layer) -> list[str]:
                 name = prefix + _renumbered(variable, counts_of_variables)
                 names.setdefault(id(variable), name)
         for child in children:
-            if child.variables:  # or it takes no number: one more activation changes no name
+            if child.variables:  # one more activation must not change the other names
                 visit(child, prefix, counts)
 
     visit(model, "", Counter())
@@ -341,7 +341,7 @@ def _names_of_optimizer(optimizer: keras.optimizers.Optimizer, names: dict[int, 
 
 
 def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
-    # All base classes: `synchronize` exchanges a layer's class under its old name.
+    # Base classes too: `synchronize` changes a layer's class and leaves its name.
     for kind in type(named).__mro__:
         base = to_snake_case(kind.__name__)
         # keras.layers.Bidirectional names its two copies after the layer that it is given.

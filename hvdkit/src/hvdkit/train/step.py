@@ -59,9 +59,9 @@ class SimulatedShare(NamedTuple):
     """What of a small batch a trial of the step computes, as one of several ranks."""
 
     rank: int
-    samples: Sequence[int]  # of each rank
-    steps: int = 1  # micro-batches
-    combines: bool = True  # whether rules combine state
+    samples: Sequence[int]  # how many each rank has
+    steps: int = 1  # number of micro-batches
+    combines: bool = True  # whether state is combined by its rules
 
 
 class Step:
@@ -178,14 +178,14 @@ class Step:
             targets, sums = self._micro_batches.loss(forward, batch)
             tracing.sums.append(sums)
 
-            # Alone, nothing is exchanged nor timed: a GPU may run behind the host.
+            # One rank exchanges and times nothing, so its GPU may run behind the host.
             is_alone = self.world.size == 1
             ready = tf.zeros([], tf.float64)
             if not is_alone and not self._is_tried:
                 ready = own_part(sums)
 
-            # One collective for both: constant size on any number of ranks. Its name holds those of
-            # the terms, so that ranks with other terms are told.
+            # One collective carries both, of one size on any number of ranks. Its name holds the
+            # terms' names: ranks with different terms are found out.
             totals = tf.stop_gradient(tf.concat([sums, tracing.votes], 0))
             name = ".".join(["step.totals", *[term for term in self._terms if term]])
             if not is_alone:
@@ -274,7 +274,7 @@ class Step:
             result["keras_loss"] = totals.sums[-1]
         if any(names):
             result["terms"] = dict(zip(names, tf.unstack(means)))
-        tracing.results.append(dict(result))  # a copy: the step may change its own
+        tracing.results.append(dict(result))  # a copy, as the step's function may change the dict
         return result
 
     def _update_or_undo(self, inputs: updating.UpdateInputs) -> tuple[tf.Tensor, tf.Tensor]:
@@ -315,7 +315,7 @@ class Step:
         """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
         tracing = self._tracing_for("run.loss")
         model = self.state.model
-        samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank in a micro-batch
+        samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank, in a micro-batch
         graph = tf.compat.v1.get_default_graph()
         names_before = graph_checks.names(graph)
         with tf.GradientTape() as tape, across.training(self._rows._replace(turn=turn)):
@@ -331,9 +331,9 @@ class Step:
         targets = []
         sums = []
         for each, weights in terms.values():
-            # Weight 0 leaves a position out of the sum, also one whose loss is no number.
+            # Weight 0 leaves a position out of the sum, even if its loss is NaN.
             loss_sum = tf.reduce_sum(tf.math.multiply_no_nan(each, weights))
-            # By shape, not by tf.size: what a rank's own data leave out or pad must not change it.
+            # From the shape: what a rank's own data leave out or pad must not change it.
             per_sample = math.prod(size or 1 for size in each.shape[1:])
             scale = self.state.loss_scale.read(each.dtype)
             targets.append(loss_sum * scale / (per_sample * global_batch))
@@ -359,13 +359,13 @@ class Step:
                 build_model = getattr(self.task, "build_model", None)
                 with task_checks.user_code_errors("the model, called in training,", build_model):
                     outputs = model(micro["inputs"], training=True)
-        added = losses_lib.added_loss(model)  # now: `loss` may call the model once more
+        added = losses_lib.added_loss(model)  # here, as the task's loss may call the model again
         if not losses:
             terms = objective.loss(self.task, outputs, micro["targets"], samples=samples)
             return terms, added
         terms = objective.terms(returned, samples)
         if not self._is_tried:
-            objective.check_independent(losses, micro, made=terms)
+            objective.check_independent(losses, micro, expected=terms)
         return terms, added
 
     # ---- the step as one graph --------------------------------------------------------------
@@ -385,7 +385,7 @@ class Step:
         agreement.check_collectives(self.world, traced)
         self.functions.append((self._simple_step if self.special else function, self._changed))
         self.draws_by_place |= graph_checks.draws_by_place(traced.graph)
-        return traced  # not train_step, which takes half a millisecond to find it again
+        return traced  # train_step would take half a millisecond to find it
 
     def _check(self, graph: tf.Graph) -> None:
         optimizers.check_trainable(self.state.optimizer, self.state.model)
@@ -402,7 +402,7 @@ class Step:
         self, function: StepFunction, batch: Example, votes: tf.Tensor
     ) -> tuple[Result, Tracing]:
         """What the step's function returns, and what became known of it on the way."""
-        # Not read_value: its identity would run, where nothing uses it.
+        # read_value would add an identity that runs even if nothing uses it.
         old_values = {
             id(variable): tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
             for variable in self._guarded

@@ -45,8 +45,8 @@ def user_code_errors(what: str, function: Callable | None = None) -> Iterator[No
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own_frames = [frame for frame in frames if project.is_own(frame.filename)]
-        last = own_frames[-1]  # there is one: that of this function
-        # Keras cuts its own frames, and its messages have several lines.
+        last = own_frames[-1]  # the first one is this function's
+        # Keras removes its own frames from the traceback; its messages have several lines.
         is_raised_here = last is frames[-1] and "\n" not in str(error)
         if isinstance(error, Stop) or (isinstance(error, (ValueError, OSError)) and is_raised_here):
             raise
@@ -54,7 +54,7 @@ def user_code_errors(what: str, function: Callable | None = None) -> Iterator[No
         parts = [_sentence(pipeline.reason_of(error) if is_op else str(error))]
         if _OF_REMAT_SCOPE in parts[0]:
             parts.insert(0, _REMAT_SCOPE)
-        if not (is_op and Path(last.filename) in _RUNS_GRAPHS):  # a graph's ops have no line
+        if not (is_op and Path(last.filename) in _RUNS_GRAPHS):  # a graph has no lines
             place = project.line_in_fork(own_frames) or project.line_of(function)
             place = place or f"{Path(last.filename).name}, line {last.lineno}"
             parts = [place, type(error).__name__, *parts]
@@ -149,12 +149,12 @@ def build(model: Any, example: Example) -> None:
                 "what it does into the task's loss"
             )
     inputs = example["inputs"]
-    if hasattr(model, "_inputs_struct"):  # functional: built, and knows its inputs
+    if hasattr(model, "_inputs_struct"):  # a functional model is built and knows its inputs
         _check_input_names(model, inputs)
     else:
         with user_code_errors("the model, called with the inputs of training_example,"):
             model(inputs, training=False)
-            # Traced only: it makes what training alone needs, and changes no state.
+            # Tracing makes the variables that only training needs, and changes no state.
             called = tf.function(lambda x: model(x, training=True), autograph=False)
             called.get_concrete_function(inputs)
     if not model.trainable_variables:

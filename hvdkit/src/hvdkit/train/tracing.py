@@ -65,7 +65,7 @@ class Tracing:
         if len(self.results) != 1 or not isinstance(result, Mapping):
             raise ValueError(_RETURNS)
         for name, value in self.results[0].items():
-            # In a tf.function inside the step they are tensors of another graph.
+            # Results of a tf.function inside the step are tensors of another graph.
             is_here = getattr(value, "graph", graph) is graph
             if name not in result or (is_here and result[name] is not value):
                 raise ValueError(f"{_RETURNS}; this one leaves out or replaces {name!r}")
@@ -107,7 +107,7 @@ def direct_call(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Ca
         try:
             tf.nest.assert_same_structure(batch, spec)
             for part, (dtype, _) in zip(tf.nest.flatten(batch), forms):
-                # Not tf.is_tensor: it takes variables and ragged tensors for tensors.
+                # tf.is_tensor would take variables and ragged tensors for tensors.
                 is_tensor = isinstance(part, tf.Tensor)
                 tensors.append(part if is_tensor else tf.convert_to_tensor(part, dtype))
         except (TypeError, ValueError):

@@ -44,9 +44,9 @@ class Outcome(NamedTuple):
     """What a run of the step leaves."""
 
     state: dict[str, np.ndarray]
-    means: list[np.ndarray | None]  # gradients, over all ranks
-    sums: list[np.ndarray]  # of each of its losses, `gradients.Forward`
-    terms: Sequence[str]  # their names
+    means: list[np.ndarray | None]  # mean gradients over all ranks
+    sums: list[np.ndarray]  # of each loss, the sums of `gradients.Forward`
+    terms: Sequence[str]  # names of the losses' terms
 
 
 class Plan(NamedTuple):
@@ -110,7 +110,7 @@ def _plan(step: Step) -> Plan:
     by_steps = settings.accumulation_steps > 1
     micro_batch = settings.global_batch_size // settings.accumulation_steps
     shares = settings.virtual_ranks or step.world.size
-    # Micro-batches take an even number.
+    # Two micro-batches need an even number of samples.
     is_uneven = by_ranks and not by_steps and micro_batch % shares > 0
     most = tf.nest.flatten(step.spec)[0].shape[1]
     return Plan(

@@ -20,9 +20,9 @@ class UpdateInputs(NamedTuple):
     """What a step would update by."""
 
     grads: Sequence[tf.Tensor]
-    rate: tf.Tensor  # float64
-    sound: tf.Tensor  # bool
-    readable: tf.Tensor  # bool
+    rate: tf.Tensor  # float64, the learning rate
+    sound: tf.Tensor  # bool, whether loss, weights and rate are usable
+    readable: tf.Tensor  # bool, whether every rank could read its batch
 
 
 def by_branch(judged: Judged, undo: Undo, inputs: UpdateInputs) -> tuple[tf.Tensor, tf.Tensor]:

@@ -60,12 +60,12 @@ _LARGEST = ("max", "min", "same")
 class _Sums(NamedTuple):
     """What one virtual rank gives, or what several add up to."""
 
-    table: tf.Tensor  # float64 [V, row]: zeros but for the rows of those that are in it
-    # By target: of the variables it depends on, all in one [n]; floats, or int64 once added up.
+    table: tf.Tensor  # float64 [V, row]: a row for each virtual rank; others have zeros
+    # By target, gradients of all variables it depends on, in one [n]; int64 once added up.
     grads: list[tf.Tensor]
-    state: tf.Tensor  # int64 [2, n]: state whose mean or sum counts, all in one
+    state: tf.Tensor  # int64 [2, n]: all state that is combined by mean or sum
     largest: tf.Tensor  # float64 [n]: maxima; minima are negated
-    rows: tf.Tensor  # float64 [n]: rows of all virtual ranks for queues, zeros of others
+    rows: tf.Tensor  # float64 [n]: rows for queues, at the virtual rank's place among zeros
 
 
 class Passes:
@@ -96,12 +96,12 @@ class Passes:
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
         self._untrained = [v for v in state.of_forward if id(v) not in seeds]
-        # Once it is traced. Of what is not trained the forward pass changes these; a frozen weight
-        # that it only reads stays as it is, to the last bit.
+        # Set by tracing: the untrained state that the forward pass changes. A frozen weight that
+        # it only reads stays as it is, to the last bit.
         self._changed: list[StateChange] = []
         self._rules = rules
         self._steps = config.accumulation_steps
-        # By target: places of the variables it depends on, and their gradients' types.
+        # By target, places of the variables it depends on, and their gradients' types.
         self._connected: list[dict[int, tf.DType]] = []
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> StepTotals:
@@ -113,7 +113,7 @@ class Passes:
                     "overwrites (as in float8): leave it out"
                 )
         start = [(v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]]
-        sizes = sorted({self._sizes[v] for v in self._own})  # two at most, each traced once
+        sizes = sorted({self._sizes[v] for v in self._own})  # at most two sizes, each traced once
         self._shared = gathered.Rows()
         turn = self._turn(self._pass, batch, start, trace=sizes)
         if self._gathers and self._jit:
@@ -126,7 +126,7 @@ class Passes:
             group = [v for v in self._own if self._sizes[v] == size]
             total = self._over(group, total, partial(turn, size=size))
 
-        # Other ranks add zeros to a row, which changes no bit; the rows are summed here, in order.
+        # Other ranks add zeros to a row, which changes no bit. The rows are summed here, in order.
         ready = own_part(total.table)
         own = tf.concat([tf.reshape(total.table, [-1]), votes], 0)
         totals = self._sum(own, "step.totals")
@@ -134,7 +134,7 @@ class Passes:
         table = tf.reshape(totals[:-num_votes], total.table.shape)
         num_sums = table.shape[1] - _NUM_FAULTS
         sums, faults = tf.split(tf.reduce_sum(table, 0), [num_sums, _NUM_FAULTS])
-        for variable, value in start:  # so that seeds are as if nothing had been drawn
+        for variable, value in start:  # seeds, as if nothing had been drawn
             variable.assign(value)
         self._set_state(total)
         return StepTotals(
@@ -155,7 +155,7 @@ class Passes:
         to trace it for at once.
         """
 
-        # Not inlined: the code around it must not change how TensorFlow fuses its kernels.
+        # _noinline: the code around it must not change how TensorFlow fuses kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def one(number: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
             self._first = tf.gather(tf.constant(self._firsts, tf.int64), number)
@@ -207,7 +207,7 @@ class Passes:
             lambda index, _: index < len(group),
             lambda index, total: (index + 1, self._add(total, one(numbers[index]))),
             (tf.constant(first), total),
-            parallel_iterations=1,  # one share's memory; and they all set the same state
+            parallel_iterations=1,  # they set the same state; it also bounds memory
         )[1]
 
     def _add(self, total: _Sums | None, addend: _Sums) -> _Sums:
@@ -237,10 +237,10 @@ class Passes:
         for by_place in gradients:
             self._connected.append({place: g.dtype for place, g in by_place.items()})
             packed.append(fixed_point.pack(list(by_place.values())))
-        summed = [tf.cast(c.variable, tf.float64) for c in self._of(*_SUMMED)]
-        largest = [self._to_maximum(change) for change in self._of(*_LARGEST)]
+        summed = [tf.cast(c.variable, tf.float64) for c in self._changed_by(*_SUMMED)]
+        largest = [self._to_maximum(change) for change in self._changed_by(*_LARGEST)]
         size = tf.nest.flatten(part)[0].shape[1]
-        rows = [self._placed(change, size) for change in self._of("concatenate")]
+        rows = [self._placed(change, size) for change in self._changed_by("concatenate")]
         state = fixed_point.pack(summed)
 
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
@@ -269,7 +269,7 @@ class Passes:
         value = tf.cast(change.variable, tf.float64)
         return -value if change.rule.kind == "min" else value
 
-    def _of(self, *kinds: str) -> list[StateChange]:
+    def _changed_by(self, *kinds: str) -> list[StateChange]:
         return [change for change in self._changed if change.rule.kind in kinds]
 
     def _placed(self, change: StateChange, size: int) -> tf.Tensor:
@@ -320,12 +320,12 @@ class Passes:
         types: dict[int, tf.DType] = {}
         for by_place in self._connected:
             types.update(by_place)
-        # Rounded once: where two targets are added, after that.
+        # Gradients are rounded once: after the sum, where two targets are added.
         is_rounded_at_once = len(totals) == 1 and tf.float64 not in types.values()
         dtype = tf.float32 if is_rounded_at_once else tf.float64
         means: list[tf.Tensor | None] = [None] * len(self._variables)
         for target, (total, places) in enumerate(zip(totals, self._connected)):
-            if not places:  # a target may depend on no variable: an activity that nothing makes
+            if not places:  # a target may depend on no variable
                 continue
             total = self._sum(total, f"virtual.gradients.{target}")
             shapes = [self._variables[place].shape for place in places]
@@ -338,20 +338,20 @@ class Passes:
 
     def _set_state(self, total: _Sums) -> None:
         """Sets what the forward pass changes to what its values on virtual ranks make."""
-        if summed := self._of(*_SUMMED):
+        if summed := self._changed_by(*_SUMMED):
             state = fixed_point.state_from_fixed(self._sum(total.state, "virtual.state"))
             for (variable, rule, before), value in parts(summed, state):
                 if rule.kind == "mean":
                     value = value / self._count
-                else:  # each of them has the old value in it
+                else:  # every virtual rank's value has the old one in it
                     old = rule.number**self._steps * tf.cast(before, tf.float64)
                     value -= self._count * tf.reshape(old, [-1])
                 variable.assign(settled(rule, before, value, steps=self._steps))
-        if largest := self._of(*_LARGEST):
+        if largest := self._changed_by(*_LARGEST):
             values = self._sum(total.largest, "virtual.most", op=hvd.Max)
             for (variable, rule, before), value in parts(largest, values):
                 variable.assign(settled(rule, before, value, steps=self._steps))
-        if queues := self._of("concatenate"):
+        if queues := self._changed_by("concatenate"):
             every = self._sum(total.rows, "virtual.rows")
             for variable, rule, before in queues:
                 count = self._samples * int(rule.number)
