@@ -202,7 +202,7 @@ def fit_config(
     stop_signal = stop_signal or SimpleNamespace(asked=False)
     no_report = mock.patch.object(loop, "_report")  # half a second each; test_report.py reads some
     no_sync = mock.patch.object(os, "fsync", lambda file: None)  # eight a run, a tenth of its time
-    loads = mock.patch.object(run_lib.tasks, "load", watched)
+    loads = mock.patch.object(run_lib.tasks, "load_task", watched)
     with contextlib.redirect_stdout(io.StringIO()) as printed, no_report, no_sync, loads:
         try:
             world_lib.set_up(world, config)  # as hvdkit.main does

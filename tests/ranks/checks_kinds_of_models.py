@@ -87,7 +87,7 @@ def of_model(run):
 def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     """Figures, and variables, of a model made anew with the run's newest checkpoint."""
     config = dataclasses.replace(Settings(), **settings)
-    with mock.patch.object(load_run.tasks, "load", task):
+    with mock.patch.object(load_run.tasks, "load_task", task):
         run, _ = load_run.restored(config, world, "last")
     reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
     feed = EvaluationFeed(run.val_source, reader, size, rank=world.rank, size=world.size)

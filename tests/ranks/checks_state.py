@@ -148,7 +148,7 @@ def check_what_the_task_holds_is_broadcast_saved_and_restored(world):
         names = [n for n in ended.state(4) if n.startswith("task/")]
         assert names[0] == "task/parts/teacher/0000/dense/kernel", names
     config = dataclasses.replace(Settings(), **WHOLE, run_dir=run_dir, task="small")
-    with mock.patch.object(load_run.tasks, "load", Other):
+    with mock.patch.object(load_run.tasks, "load_task", Other):
         run, _ = load_run.restored(config, world, "last")
     assert run.config.train_split == "train", "a task may learn from it how to scale its inputs"
     if world.is_chief:

@@ -168,7 +168,7 @@ def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
     rule = optimizer.build(config, model, task.optimizer)
     kept = Checkpoints(tmp_path / "checkpoints", 1, ALONE)
     kept.write(kept.copy(Place(1), State(model, rule, "float32", task=task).variables, config))
-    monkeypatch.setattr(load_run.tasks, "load", Keeps)
+    monkeypatch.setattr(load_run.tasks, "load_task", Keeps)
     _, found, *_ = load_run.model_of(config, "last", False)
     assert all(map(np.array_equal, found.get_weights(), model.get_weights()))
 

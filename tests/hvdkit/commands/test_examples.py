@@ -65,7 +65,7 @@ def run(tmp_path, monkeypatch):
         rule = optimizer.build(config, model, None)
         kept = Checkpoints(tmp_path / "run" / "checkpoints", 1, ALONE)
         kept.write(kept.copy(Place(1), State(model, rule, "float32", task=task).variables, config))
-        monkeypatch.setattr(load_run.tasks, "load", kind)
+        monkeypatch.setattr(load_run.tasks, "load_task", kind)
         return config, model
 
     return made
@@ -160,7 +160,7 @@ def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
 
     task = Subclassed(Settings())
     model = task.build_model()
-    found = inputs_lib.of(task, model, 8)
+    found = inputs_lib.of_model(task, model, 8)
     assert str(found) == "inputs_0 float32 [2], inputs_1_b float32 [4]" and model.built
     assert [spec.shape[0] for spec in found.specs.values()] == [None, None]
 
@@ -168,7 +168,9 @@ def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
         def sources(self):
             raise OSError("/data does not exist")
 
-    refused(lambda: inputs_lib.of(Away(Settings()), task.build_model(), 8), "which say", "/data")
+    refused(
+        lambda: inputs_lib.of_model(Away(Settings()), task.build_model(), 8), "which say", "/data"
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
     ],
 )
 def test_an_input_without_a_name_has_the_same_in_every_process(model, wanted):
-    assert inputs_lib.of(Small(Settings()), model(), 8).names == wanted
+    assert inputs_lib.of_model(Small(Settings()), model(), 8).names == wanted
 
 
 def both(*tensors):
@@ -331,7 +333,7 @@ def double(x):
 def test_what_keras_cannot_write_or_load_is_said(layer, words, stays, tmp_path):
     x = keras.Input((6,))
     model = keras.Model(x, keras.layers.Dense(3)(layer()(x)))
-    inputs = inputs_lib.of(Small(Settings()), model, 8)
+    inputs = inputs_lib.of_model(Small(Settings()), model, 8)
     run = load_run.Trained(Small(Settings()), model, tmp_path, inputs)
     exports = export.Exports(run, None, {}, tf.ones([2, 6]), {})
     note = export._write_keras(exports, tmp_path / "model.keras")

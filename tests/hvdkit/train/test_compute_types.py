@@ -55,15 +55,15 @@ def loaded_and_set() -> keras.Model:
 @pytest.mark.parametrize("make", [network, text, quantized, loaded_and_set])
 def test_a_model_of_the_runs_type_passes(make, precision):
     set_precision(precision)
-    assert compute_types.check(make(), precision) == []
+    assert compute_types.check_types(make(), precision) == []
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_wide_layers_pass_and_others_than_the_logits_are_noted(precision):
     set_precision(precision)
-    assert compute_types.check(network(dtype="float32"), precision) == []
+    assert compute_types.check_types(network(dtype="float32"), precision) == []
     wide = [layers.Dense(4, dtype="float32", name=name) for name in ("wide", "logits")]
-    (note,) = compute_types.check(keras.Sequential([network(), *wide]), precision)
+    (note,) = compute_types.check_types(keras.Sequential([network(), *wide]), precision)
     assert f"with --precision={precision} " in note and "wide, " in note
 
 
@@ -109,7 +109,7 @@ def with_backbone() -> keras.Model:
 def test_a_model_of_another_type_is_refused_by_name(precision, make, words):
     set_precision(precision)
     with pytest.raises(ValueError) as refused:
-        compute_types.check(make(), precision)
+        compute_types.check_types(make(), precision)
     assert all(word in str(refused.value) for word in words), str(refused.value)
 
 
@@ -118,4 +118,4 @@ def test_a_policy_that_only_later_layers_would_have_is_refused():
     model = network()
     keras.config.set_floatx("float16")
     with pytest.raises(ValueError, match="floatx float16"):
-        compute_types.check(model, "bfloat16")
+        compute_types.check_types(model, "bfloat16")

@@ -65,12 +65,12 @@ GOOD = [
 @pytest.mark.parametrize("make", GOOD)
 def test_a_mask_that_all_get_needs_no_note(make):
     model = make()
-    assert masks.notes(model, IDS) == []
+    assert masks.notes_on_lost_masks(model, IDS) == []
     assert not [layer for layer in model._flatten_layers() if "call" in vars(layer)]
 
 
 def test_an_input_without_a_mask_beside_one_with_needs_no_note():
-    assert masks.notes(two_inputs(), (IDS, IDS)) == []
+    assert masks.notes_on_lost_masks(two_inputs(), (IDS, IDS)) == []
 
 
 def tagger(model, x, training):
@@ -105,13 +105,13 @@ BAD = [
 
 @pytest.mark.parametrize(("make", "words"), BAD)
 def test_a_mask_that_is_lost_is_noted(make, words):
-    (note,) = masks.notes(make(), IDS)
+    (note,) = masks.notes_on_lost_masks(make(), IDS)
     assert "words makes does not" in note and words in note, note
 
 
 @pytest.mark.filterwarnings("ignore:.*does not support masking")
 def test_a_layer_that_supports_no_mask_is_noted():
-    (note,) = masks.notes(stack(embedding(), doubled(), recurrent()), IDS)
+    (note,) = masks.notes_on_lost_masks(stack(embedding(), doubled(), recurrent()), IDS)
     assert "reach recurrent," in note
 
 

@@ -105,7 +105,7 @@ def test_the_lines_of_a_run_tell_the_plateau_policy():
     task = SimpleNamespace(main_metric="mae")
     config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau")
     told = "plateau from 0.4, times 0.1 where mae stands still"
-    assert schedule.describe(task, config, 1) == told
+    assert schedule.describe_policy(task, config, 1) == told
 
 
 def test_a_schedule_of_ones_own_may_give_python_numbers():

@@ -43,7 +43,7 @@ def load(tmp_path, monkeypatch):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         monkeypatch.setitem(sys.modules, f"tasks.{name}", module)
-        return base.load(dataclasses.replace(Settings(), task="mine", **settings))
+        return base.load_task(dataclasses.replace(Settings(), task="mine", **settings))
 
     return load
 

@@ -25,7 +25,7 @@ def tried(methods: dict) -> dict[str, tf.Tensor]:
     task = type("Task", (Base,), methods)(Settings())
     train, val = task.sources()
     reader, model = task_checks.reader(task, train, True), task.build_model()
-    task_checks.build(model, task_checks.read_example(reader, train, True))
+    task_checks.build_variables(model, task_checks.read_example(reader, train, True))
     reader = task_checks.reader(task, val, False)
     example = task_checks.read_example(reader, val, False)
     outputs, targets = task_checks.outputs(task, model, example["inputs"]), example["targets"]

@@ -40,7 +40,7 @@ def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, A
     """The first `count` examples of a run on one rank, as arrays, and the names of the classes."""
     world_lib.set_numbers(config)
     with task_checks.user_code_errors("opening the data"):
-        task = tasks.load(config)
+        task = tasks.load_task(config)
         if prepare := tasks.optional(task, "prepare"):
             prepare()
         source, _ = task.sources()

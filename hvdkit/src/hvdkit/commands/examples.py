@@ -22,7 +22,7 @@ from hvdkit.logs import join, say
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.stop import PREEMPTED, Stop, launch_rank
-from hvdkit.train.inputs import Inputs, describe
+from hvdkit.train.inputs import Inputs, describe_input
 
 # Types that NumPy's files lack, and what they are written as.
 KINDS = {"object": "S", "bfloat16": "f4"}
@@ -141,7 +141,9 @@ def _shape(shape: Sequence[int], where: str, spec: tf.TensorSpec) -> list[int]:
         return shape
     if taken.rank and taken[-1] == 1 and taken[:-1].is_compatible_with(shape):
         return [*shape, 1]
-    raise ValueError(f"{where} has examples of shape {shape}; the model takes {describe(spec)}")
+    raise ValueError(
+        f"{where} has examples of shape {shape}; the model takes {describe_input(spec)}"
+    )
 
 
 def _converted(array: np.ndarray, where: str, spec: tf.TensorSpec) -> np.ndarray:
@@ -149,13 +151,13 @@ def _converted(array: np.ndarray, where: str, spec: tf.TensorSpec) -> np.ndarray
     if spec.dtype == tf.string:
         if array.size and array.dtype.kind not in "US":
             raise ValueError(
-                f"{where} holds {array.dtype}, not texts; the model takes {describe(spec)}"
+                f"{where} holds {array.dtype}, not texts; the model takes {describe_input(spec)}"
             )
         texts = np.char.encode(array, "utf-8") if array.dtype.kind == "U" else array
         return texts.astype(object)
     if array.size and array.dtype.kind not in "biuf":
         raise ValueError(
-            f"{where} holds {array.dtype}, not numbers; the model takes {describe(spec)}"
+            f"{where} holds {array.dtype}, not numbers; the model takes {describe_input(spec)}"
         )
     with np.errstate(all="ignore"):
         converted = array.astype(spec.dtype.as_numpy_dtype)
@@ -165,7 +167,8 @@ def _converted(array: np.ndarray, where: str, spec: tf.TensorSpec) -> np.ndarray
         is_kept = np.array_equal(converted, array)
     if not is_kept:
         raise ValueError(
-            f"{where} holds a value that {spec.dtype.name} cannot; the model takes {describe(spec)}"
+            f"{where} holds a value that {spec.dtype.name} cannot; the model takes "
+            f"{describe_input(spec)}"
         )
     return converted
 

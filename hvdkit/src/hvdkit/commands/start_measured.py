@@ -40,7 +40,7 @@ def batch(flag: str, most: int) -> tuple[int, str]:
 def _fastest(config: Settings, most: int) -> tuple[int, str]:
     """As `batch`, in this process."""
     examples, _ = browse.samples(config, _SAMPLES)
-    task = tasks.load(config)
+    task = tasks.load_task(config)
     model = task.build_model()
 
     @tf.function(autograph=False)

@@ -81,7 +81,7 @@ def make_task(config: Settings, world: World) -> tasks.Task:
     with world.fail_together(what, by_host=True), task_checks.user_code_errors(what):
         if run_folder.data_away(config):
             raise NotNow(f"the data of the run in {config.run_dir} are away: {config.data_dir}")
-        task = tasks.load(config)
+        task = tasks.load_task(config)
         if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
             own()
     return task
@@ -118,7 +118,7 @@ def prepare(
         train_reader = task_checks.reader(task, train_source, training=True)
         bad = config.most_bad_samples(len(train_source))
         example = task_checks.read_example(train_reader, train_source, training=True, bad=bad)
-        task_checks.build(model, example)
+        task_checks.build_variables(model, example)
         for note in _check_model(model, example["inputs"], config.precision):
             say(world, f"note: {note}")
         model = _for_ranks(model, config)
@@ -185,8 +185,8 @@ def _described(rule: optimizers.UpdateRule, model: keras.Model) -> dict[str, str
 
 def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
     """Notes on a built model; ValueError where it does not compute in the run's type."""
-    found = compute_types.check(model, precision)
-    found += masks.notes(model, inputs)
+    found = compute_types.check_types(model, precision)
+    found += masks.notes_on_lost_masks(model, inputs)
     if preprocessing.leaves_unscaled(model, inputs):
         found.append(
             f"{model.name} takes pictures of 0 to 255 and no layer of it scales them: begin it "
@@ -252,7 +252,7 @@ def describe(run: RunContext, place: Place) -> str:
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
         f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
         f"{config.global_batch_size} ({epochs:.3g} epochs), {rule}, "
-        f"{schedule.describe(run.task, config, run.world.size)}"
+        f"{schedule.describe_policy(run.task, config, run.world.size)}"
     )
 
 

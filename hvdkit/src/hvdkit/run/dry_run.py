@@ -141,7 +141,7 @@ def describe(run: Run) -> None:
     steps = sorted(set(np.linspace(1, config.num_steps, _RATES).astype(int).tolist()))
     values = [float(rates(tf.constant(step - 1, tf.int64))) for step in steps]
     shown = ", ".join(f"{value:.3g} at {step:,}" for step, value in zip(steps, values))
-    policy = schedule.describe(run.task, config, world.size)
+    policy = schedule.describe_policy(run.task, config, world.size)
     say(world, f"\nlearning rate ({policy}), by step: {shown}\n")
 
 

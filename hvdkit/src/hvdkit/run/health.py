@@ -130,14 +130,14 @@ class Health:
             step = int(result["step"])
             if why := self.bad_samples.add(step, self._feed.replaced_at(step)):
                 return Ending(WRONG_USE, "bad data", why, save=True)
-        note = fixed_point.too_small(result)
+        note = fixed_point.note_on_underflow(result)
         if note and not self._noted:
             say(self._world, note)
             self._noted = True
-        if fault := fixed_point.fault(result):
+        if fault := fixed_point.overflow(result):
             return Ending(*fault, save=False)
         if not result["finite"]:
-            if fault := objective.fault(result):
+            if fault := objective.refused_weights(result):
                 return Ending(*fault, save=False)
             if ending := self._not_finite(result):
                 return ending

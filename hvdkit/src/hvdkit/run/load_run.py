@@ -149,7 +149,7 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
     world_lib.set_numbers(config)
     pictures.limit(config.max_pixels)
     with task_checks.user_code_errors("making the task"):
-        task = tasks.load(config)
+        task = tasks.load_task(config)
     if for_pictures and not tasks.optional(task, "picture_inputs"):
         raise ValueError(
             f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
@@ -158,7 +158,7 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
     path = chosen(Path(config.run_dir) / "checkpoints", which, task)
     with task_checks.user_code_errors("build_model"):
         model = task.build_model()
-    inputs = inputs_lib.of(task, model, config.image_size)
+    inputs = inputs_lib.of_model(task, model, config.image_size)
     warm_start.load(model, path, skip=False, averages=ema and warm_start.has_averages(path))
     with task_checks.user_code_errors("optimizer"):
         own = tasks.optional(task, "optimizer")

@@ -199,7 +199,7 @@ def _loss_of_zeros(run: Run) -> float:
 
 def _digests(run: Run) -> dict[str, str]:
     """SHA-256 of each weight that the optimizer moves, by its path."""
-    still = {id(v) for v in groups.at_rest(run.optimizer)}
+    still = {id(v) for v in groups.weights_at_rest(run.optimizer)}
     moves = [v for v in run.model.trainable_variables if id(v) not in still]
     return {v.path: weights_sha256([v]) for v in moves}
 

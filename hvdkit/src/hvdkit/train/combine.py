@@ -276,7 +276,7 @@ def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> t
     return tf.cast(value, before.dtype)
 
 
-def parts(
+def split_by_change(
     changed: Sequence[StateChange], flat: tf.Tensor
 ) -> Iterator[tuple[StateChange, tf.Tensor]]:
     """Each with its part of all elements in a row."""

@@ -20,7 +20,7 @@ _WAY_OUT = (
 )
 
 
-def check(model: keras.Model, precision: str) -> list[str]:
+def check_types(model: keras.Model, precision: str) -> list[str]:
     """Notes about layers that compute in a wider type; `model` is built.
 
     Raises ValueError, which names layers: where one computes in a narrower type than the run or

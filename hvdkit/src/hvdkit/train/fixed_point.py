@@ -105,7 +105,7 @@ def state_from_fixed(total: tf.Tensor) -> tf.Tensor:
     return from_fixed(high, STATE_BITS[0]) + from_fixed(low, STATE_BITS[1])
 
 
-def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
+def overflow(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     """A fault that no smaller loss scale mends: exit code, a word or two, a sentence; or None."""
     if "faults" not in result:
         return None
@@ -123,7 +123,7 @@ def fault(result: Mapping[str, tf.Tensor]) -> tuple[int, str, str] | None:
     )
 
 
-def too_small(result: Mapping[str, tf.Tensor]) -> str | None:
+def note_on_underflow(result: Mapping[str, tf.Tensor]) -> str | None:
     """A note about a step whose gradients lose their digits, or None."""
     if "faults" not in result or not result["faults"][3]:
         return None

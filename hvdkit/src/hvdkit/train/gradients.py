@@ -23,7 +23,7 @@ class StepTotals(NamedTuple):
     losses: tf.Tensor  # the mean loss of this rank, [1], or of every virtual one
     ready: tf.Tensor  # float64 scalar: when this rank had its sums (hvdkit/ranks/stragglers.py)
     grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
-    faults: tf.Tensor | None = None  # fixed_point.fault says what each number is
+    faults: tf.Tensor | None = None  # fixed_point.overflow says what each number is
 
 
 def of_terms(sums: tf.Tensor) -> tf.Tensor:

@@ -97,7 +97,7 @@ def _membership(weights: Sequence[keras.Variable]) -> Callable[[keras.Variable],
     return lambda variable: id(variable) in listed
 
 
-def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+def optimizers_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """The optimizers of the groups, or the one that there is."""
     if isinstance(optimizer, Groups):
         return [group.optimizer for group in optimizer.groups]
@@ -105,7 +105,7 @@ def parts(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimi
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variable]]:
-    """The weights of each of `parts`; call it once the optimizer was built."""
+    """The weights of each of `optimizers_of`; call it once the optimizer was built."""
     weights = optimizer._trainable_variables
     if not isinstance(optimizer, Groups):
         return [weights]
@@ -115,7 +115,7 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[list[keras.Variabl
     return by_group
 
 
-def at_rest(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+def weights_at_rest(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Weights of groups whose rate is 0."""
     if not isinstance(optimizer, Groups):
         return []

@@ -55,16 +55,18 @@ class Inputs:
         return arguments
 
     def __str__(self) -> str:
-        return join([f"{name} {describe(spec)}" for name, spec in self.specs.items()], most=20)
+        return join(
+            [f"{name} {describe_input(spec)}" for name, spec in self.specs.items()], most=20
+        )
 
 
-def describe(spec: tf.TensorSpec) -> str:
+def describe_input(spec: tf.TensorSpec) -> str:
     """Type and shape of one example."""
     sizes = ", ".join("any" if size is None else str(size) for size in spec.shape[1:])
     return f"{spec.dtype.name} [{sizes}]" if sizes else f"one {spec.dtype.name}"
 
 
-def of(task: Task, model: keras.Model, image_size: int) -> Inputs:
+def of_model(task: Task, model: keras.Model, image_size: int) -> Inputs:
     """The inputs of the model, which has all its variables then.
 
     They are those of a functional model. Where a model is of another kind, or the task has a

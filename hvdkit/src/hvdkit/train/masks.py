@@ -12,7 +12,7 @@ from hvdkit.train.losses import above
 from hvdkit.train.task_checks import user_code_errors
 
 
-def notes(model: keras.Model, inputs: Any) -> list[str]:
+def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
     """A note where a mask that a layer makes of `inputs`, a batch, does not reach what needs it.
 
     Plain operations, and layers without `supports_masking`, give tensors that have none.

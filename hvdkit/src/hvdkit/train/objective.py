@@ -11,7 +11,7 @@ from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
 from hvdkit.train.losses import at_least_float32, required, widest
 from hvdkit.train.task import Task
-from hvdkit.train.task_checks import describe, user_code_errors
+from hvdkit.train.task_checks import describe_value, user_code_errors
 
 # The loss is divided by the weights' sum: negative ones would turn the step round.
 _WEIGHTS = "weights are finite numbers from 0 up; multiply a sign into the loss"
@@ -93,7 +93,7 @@ def _losses_and_weights(
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(
             f"{subject} must return two tensors, a loss and a weight for each example; it returns "
-            f"{describe(pair)}. Not the mean: that is taken over all ranks"
+            f"{describe_value(pair)}. Not the mean: that is taken over all ranks"
         )
     with user_code_errors(subject):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
@@ -131,7 +131,7 @@ def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
     return required(weights, text, values=weights, sound=_sound(weights))
 
 
-def fault(result: Mapping[str, Any]) -> tuple[int, str, str] | None:
+def refused_weights(result: Mapping[str, Any]) -> tuple[int, str, str] | None:
     """Weights that no step can use: exit code, a word or two, a sentence; or None."""
     for name, figures in result["refused_weights"].items():
         number, total = figures.numpy().tolist()

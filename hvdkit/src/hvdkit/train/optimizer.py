@@ -137,12 +137,14 @@ def build(config: Settings, model: keras.Model, own: Callable | None = None) -> 
         optimizer = returned
         if isinstance(returned, (list, tuple)):
             optimizer = groups.Groups(returned)
-        for part in groups.parts(optimizer):
+        for part in groups.optimizers_of(optimizer):
             _check_own(config, part)
         described = hyperparameters(optimizer)
     else:
         optimizer = _of_flags(config, variables)
-    requests = [averages.requested(part, config.ema_decay) for part in groups.parts(optimizer)]
+    requests = [
+        averages.requested(part, config.ema_decay) for part in groups.optimizers_of(optimizer)
+    ]
     optimizer.build(variables)
     averages_of_parts = []
     for weights, request in zip(groups.weights_of(optimizer), requests):
@@ -217,7 +219,7 @@ def _check_own(config: Settings, optimizer: Any) -> None:
 
 def _decays(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether it decays weights itself; Muon has a second decay, for what Adam updates."""
-    for part in groups.parts(optimizer):
+    for part in groups.optimizers_of(optimizer):
         if part.weight_decay or getattr(part, "adam_weight_decay", None):
             return True
     return False
@@ -255,7 +257,7 @@ def of_weights(rule: UpdateRule, names: Mapping[int, str]) -> dict[str, str]:
     """
     described = {}
     weights_of_parts = groups.weights_of(rule.optimizer)
-    for number, part in enumerate(groups.parts(rule.optimizer)):
+    for number, part in enumerate(groups.optimizers_of(rule.optimizer)):
         for weight in weights_of_parts[number]:
             if isinstance(rule.optimizer, groups.Groups):
                 described[f"group of {names[id(weight)]}"] = str(number)

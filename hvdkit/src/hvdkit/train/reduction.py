@@ -149,9 +149,7 @@ def totals(
     summed = partial(hvd.allreduce, op=hvd.Sum, name=name, device_dense=device(config))
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
         return summed(numbers)
-    high = tf.cast(
-        tf.round(numbers / _PART), tf.float32
-    )  # of -0.1, tf.floor makes -4096 + 4095.9
+    high = tf.cast(tf.round(numbers / _PART), tf.float32)  # of -0.1, tf.floor makes -4096 + 4095.9
     rest = tf.cast(numbers - _PART * tf.cast(high, tf.float64), tf.float32)
     rest = tf.where(tf.math.is_finite(high), rest, high)  # or inf - inf would be NaN
     parts = tf.cast(summed(tf.stack([high, rest])), tf.float64)

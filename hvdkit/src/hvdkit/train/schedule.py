@@ -88,7 +88,7 @@ def points(task: Task, config: Settings) -> dict[str, str]:
     return rates
 
 
-def describe(task: Task, config: Settings, world_size: int) -> str:
+def describe_policy(task: Task, config: Settings, world_size: int) -> str:
     """What sets the learning rate, for the lines at the start of a run."""
     if config.find_lr:
         return f"rates from {LOWEST:g} to {HIGHEST:g}"

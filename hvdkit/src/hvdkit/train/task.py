@@ -210,7 +210,7 @@ class Task(Protocol):
         """
 
 
-def load(config: Settings) -> Task:
+def load_task(config: Settings) -> Task:
     """The task that --task names; ValueError where its class lacks something."""
     names = available()
     if config.task not in names:

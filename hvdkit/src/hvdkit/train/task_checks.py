@@ -61,11 +61,11 @@ def user_code_errors(what: str, function: Callable | None = None) -> Iterator[No
         raise ValueError(f"{what} failed: {': '.join(parts)}") from error
 
 
-def _sentence(message: str, most: int = 400) -> str:
+def _sentence(message: str) -> str:
     """A library's message on one line, without colours and without its list of arguments."""
     message = re.sub(r"\x1b\[[0-9;]*m", "", message).split("Arguments received by")[0]
     message = one_line(message)
-    return message if len(message) <= most else message[:most] + " ..."
+    return message if len(message) <= 400 else message[:400] + " ..."
 
 
 def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
@@ -89,8 +89,8 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
         if not is_dense or (training and not spec.shape.is_fully_defined()):
             raise ValueError(
                 f"{name} must return dense tensors, of shapes that are known before training; "
-                f"it returns {describe(spec)}: crop or pad (tf.ensure_shape sets the shape), and "
-                "return () where there are no targets"
+                f"it returns {describe_value(spec)}: crop or pad (tf.ensure_shape sets the shape), "
+                "and return () where there are no targets"
             )
     instead = "use `key`, with tf.random.stateless_*" if training else "leave them out"
     graph_checks.check_draws(made.read.graph, name, instead)
@@ -138,7 +138,7 @@ def _holds_list(nested: Any) -> bool:
     return isinstance(nested, list)
 
 
-def build(model: Any, example: Example) -> None:
+def build_variables(model: Any, example: Example) -> None:
     """Makes all variables of the model, also those that only its first calls would make."""
     if not isinstance(model, keras.Model):
         raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
@@ -276,11 +276,12 @@ def pictures(drawn: Any) -> np.ndarray:
     if is_bytes and drawn.ndim == 4 and drawn.shape[-1] == 3:
         return drawn
     raise ValueError(
-        "draw must return pictures, uint8 [n, height, width, 3]; it returns " + describe(drawn)
+        "draw must return pictures, uint8 [n, height, width, 3]; it returns "
+        + describe_value(drawn)
     )
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     if isinstance(value, (tf.Tensor, tf.TensorSpec)):
         return f"one tensor of shape {value.shape}"
     if isinstance(value, np.ndarray):

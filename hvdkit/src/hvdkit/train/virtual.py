@@ -32,8 +32,8 @@ from hvdkit.train.combine import (
     StateChange,
     check_micro_batches,
     joined,
-    parts,
     settled,
+    split_by_change,
 )
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.gradients import (
@@ -340,7 +340,7 @@ class Passes:
         """Sets what the forward pass changes to what its values on virtual ranks make."""
         if summed := self._changed_by(*_SUMMED):
             state = fixed_point.state_from_fixed(self._sum(total.state, "virtual.state"))
-            for (variable, rule, before), value in parts(summed, state):
+            for (variable, rule, before), value in split_by_change(summed, state):
                 if rule.kind == "mean":
                     value = value / self._count
                 else:  # every virtual rank's value has the old one in it
@@ -349,7 +349,7 @@ class Passes:
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if largest := self._changed_by(*_LARGEST):
             values = self._sum(total.largest, "virtual.most", op=hvd.Max)
-            for (variable, rule, before), value in parts(largest, values):
+            for (variable, rule, before), value in split_by_change(largest, values):
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if queues := self._changed_by("concatenate"):
             every = self._sum(total.rows, "virtual.rows")
