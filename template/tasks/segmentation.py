@@ -42,7 +42,7 @@ class Task:
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
             raise ValueError(f"--model={config.model}: segmentation has {sorted(MODELS)}")
-        self.how = self._augmentation(demo=False)
+        self.options = self._augmentation(demo=False)
         self.passes = self._passes()
 
     def _passes(self) -> whole_pictures.Passes:
@@ -55,7 +55,7 @@ class Task:
             )
         scales = tuple(config.eval_scale_list)
         return whole_pictures.Passes(
-            stride, config.eval_window, scales, config.eval_flip, self.how.fill
+            stride, config.eval_window, scales, config.eval_flip, self.options.fill
         )
 
     def _stride(self) -> int:
@@ -74,7 +74,7 @@ class Task:
     def sources(self) -> tuple[Source, Source]:
         """The demo's data set, wherever it lies, is augmented in its own way."""
         train, val = open_sources(self.config, default="folders")
-        self.how = self._augmentation(getattr(train, "is_demo", False))
+        self.options = self._augmentation(getattr(train, "is_demo", False))
         return train, val
 
     def _augmentation(self, demo: bool) -> augment.Augmentation:
@@ -93,10 +93,10 @@ class Task:
         )
 
     def augmentation(self) -> dict[str, object]:
-        return dataclasses.asdict(self.how)
+        return dataclasses.asdict(self.options)
 
     def training_example(self, sample: dict[str, tf.Tensor], key: tf.Tensor) -> Example:
-        image, label = augment.training_pair(sample, key, self.how)
+        image, label = augment.training_pair(sample, key, self.options)
         return {"inputs": self._inputs(image, key), "targets": {"label": label}}
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -112,7 +112,7 @@ class Task:
             height, width = tf.unstack(tf.shape(label, tf.int64)[:2])
             targets["seen_pixels"] = tf.minimum(height, side) * tf.minimum(width, side)
             targets["all_pixels"] = height * width
-            crop = dataclasses.replace(self.how, size=(side, side))
+            crop = dataclasses.replace(self.options, size=(side, side))
             image, label = augment.evaluation_pair(sample, crop)
         return {"inputs": self.picture_inputs(image), "targets": {"label": label} | targets}
 

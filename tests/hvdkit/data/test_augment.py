@@ -209,7 +209,7 @@ def opened(root: Path, **settings) -> tuple[tuple[tuple[float, float], bool], st
     """Its scales and whether it is mirrored; its fingerprint."""
     task = segmentation.Task(Settings(data_dir=str(root), image_size=32, **settings))
     train, val = task.sources()
-    return (task.how.scale, task.how.mirror), train.fingerprint() + val.fingerprint()
+    return (task.options.scale, task.options.mirror), train.fingerprint() + val.fingerprint()
 
 
 def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
@@ -226,8 +226,8 @@ def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
 
 
 def test_flags_have_the_last_word(tiny_data):
-    how = segmentation.Task(Settings(colour_range="0.5,0,0.1")).how
-    assert (how.brightness, how.contrast, how.saturation) == (0.5, 0, 0.1)
+    options = segmentation.Task(Settings(colour_range="0.5,0,0.1")).options
+    assert (options.brightness, options.contrast, options.saturation) == (0.5, 0, 0.1)
     assert opened(tiny_data, mirror="on", scale_range="1,3")[0] == ((1.0, 3.0), True)
     assert opened(tiny_data, synthetic_data=True)[0] == USUAL
     assert opened(tiny_data, synthetic_data=True, mirror="off")[0] == (USUAL[0], False)
