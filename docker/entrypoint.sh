@@ -36,7 +36,11 @@ prepare() {
         exit 2
     }
     mkdir -m 700 "$own" 2>/dev/null || [ -d "$own" ] && [ -O "$own" ] && [ ! -L "$own" ] || {
-        echo "error: $own is there and not this user's: remove it" >&2
+        if [ ! -e "$own" ]; then
+            echo "error: cannot make $own: $(dirname "$own") must be writable (an emptyDir, a tmpfs)" >&2
+        else
+            echo "error: $own is there and not this user's: remove it" >&2
+        fi
         exit 1
     }
     chmod 700 "$own"

@@ -30,7 +30,7 @@ prove)
     word=$2 port=$3
     shift 3
     read -r from _ own _ <<<"${SSH_CONNECTION:-}"
-    network=$(PATH=$PATH:/usr/sbin:/sbin ip -4 -o address show to "$own" 2>/dev/null | sed 's/.* inet //;s/ .*//;q')
+    network=$(PATH=$PATH:/usr/sbin:/sbin ip -4 -o address show to "$own" 2>/dev/null | sed 's/^[0-9]*: lo .*/lo/;s/.* inet //;s/ .*//;q')
     printf '\n%s from %s\n%s network %s\n' "$word" "$from" "$word" "$network"
     # shellcheck disable=SC2016 # the inner bash expands it
     connect='exec 3<>"/dev/tcp/$0/$1" && read -r line <&3 && echo "$line"'

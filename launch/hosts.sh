@@ -36,12 +36,18 @@ die() { echo "error: $*" >&2 && exit 2; }
 
 while [ $# -gt 0 ]; do
     case $1 in
-    -H | --hosts) hosts=${2:?$1 needs hosts} && shift ;;
-    --hostfile) file=${2:?$1 needs a file} && shift ;;
-    -np) np=${2:?$1 needs a number} && shift ;;
-    --interface) interface=${2:?$1 needs a name} && shift ;;
-    -p) port=${2:?$1 needs a port} && shift ;;
-    -i) key=${2:?$1 needs a file} && shift ;;
+    -H | --hosts | --hostfile | -np | --interface | -p | -i)
+        [ -n "${2:-}" ] || die "$1 needs a value: see $0 --help"
+        case $1 in
+        --hostfile) file=$2 ;;
+        -np) np=$2 ;;
+        --interface) interface=$2 ;;
+        -p) port=$2 ;;
+        -i) key=$2 ;;
+        *) hosts=$2 ;;
+        esac
+        shift
+        ;;
     --plain) plain=yes ;;
     --check) check=yes ;;
     --dry-run) dry=yes ;;
@@ -55,8 +61,8 @@ done
 [ $# -gt 0 ] || die "no command to run: see $0 --help"
 [ -z "${LAUNCH_HOSTFILE:-}" ] || { file=$LAUNCH_HOSTFILE && hosts=''; } # hvdkit supervise: who answers
 if [ -z "$hosts" ] && [ -n "$file" ]; then
-    [ -r "$file" ] || die "cannot read the hostfile $file"
-    hosts=$(sed -E -e 's/#.*//' -e '/^[[:space:]]*$/d' -e 's/[[:space:]]*max[-_]slots=[0-9]+//' \
+    [ -r "$file" ] && [ ! -d "$file" ] || die "cannot read the hostfile $file"
+    hosts=$(sed -E -e $'1s/^\xef\xbb\xbf//' -e 's/#.*//' -e '/^[[:space:]]*$/d' -e 's/[[:space:]]*max[-_]slots=[0-9]+//' \
         -e 's/[[:space:]]+slots[[:space:]]*=[[:space:]]*/:/' -e 's/^[[:space:]]+|[[:space:]]+$//g' \
         -e '/:/!s/$/:1/' "$file" | paste -sd,)
     [ -n "$hosts" ] || die "no host in the hostfile $file"
@@ -80,6 +86,7 @@ np=${np:-$slots}
 [[ $np =~ ^[1-9][0-9]{0,5}$ ]] || die "-np '$np': how many ranks? Give -H, --hostfile or -np"
 [ -z "${LAUNCH_HOSTFILE:-}" ] || [ "$np" -le "$slots" ] || np=$slots
 [ -z "$hosts" ] || [ "$np" -le "$slots" ] || die "-np $np is more than the $slots slots of the hosts"
+[ -z "$port" ] || [[ $port =~ ^[1-9][0-9]{0,4}$ && $port -le 65535 ]] || die "-p '$port' is no port: 1 to 65535"
 [[ $key$port != *[[:space:]]* ]] || die "-i '$key' -p '$port': mpirun splits words at spaces: copy the key elsewhere"
 
 # Also ranks of one host meet by it. This sends nothing.
@@ -88,8 +95,11 @@ np=${np:-$slots}
 
 # The launcher holds pipes and a connection for each host. Not millions: Open MPI closes each one.
 ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$(ulimit -H -n)"
-# If srun or mpirun started this shell: the new processes are no ranks of theirs.
-unset PMIX_RANK OMPI_COMM_WORLD_RANK HOROVOD_RANK
+# If srun or mpirun started this shell: the new processes are no ranks of theirs, nor of their launch.
+if [ -n "${PMIX_RANK:-}${OMPI_COMM_WORLD_RANK:-}" ]; then
+    for name in LAUNCH_ID $(compgen -e | grep -E '^(PMIX|OMPI|ORTE)_'); do unset "$name"; done
+fi
+unset HOROVOD_RANK
 export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
 [ -z "$hosts" ] || export LAUNCH_HOSTS=$hosts # doctor.py names the host of a rank that never reports
 

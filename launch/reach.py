@@ -8,7 +8,8 @@ proves that ssh answers, that the login shell runs what it is given, that this f
 that Open MPI's daemon will reach mpirun. Prints, a line each: the other hosts; the networks over
 which ssh reached them, empty if not known; --start_limit_s of the training command.
 
-Exit code 76: a host cannot take part; each is named, with the reason.
+Exit code 76: a host cannot take part; each is named, with the reason. Exit code 2: the network has
+to be named.
 """
 
 import concurrent.futures
@@ -35,6 +36,7 @@ except ImportError as missing:
 _START_LIMIT = 600  # the default of --start_limit_s, for programs that do not have it
 _ANSWER = 60  # seconds that a login shell may take
 _SHOWN = 8  # hosts that are named
+_WRONG_USE = 2
 _NOT_NOW = 76
 _PORTS = "OMPI_MCA_oob_tcp_dynamic_ipv4_ports"  # those that mpirun may take: 10000-10100,11000
 
@@ -45,7 +47,7 @@ class Answer:
 
     runs: bool = False
     origin: str = ""  # this host's address, as ssh came from it
-    network: str = ""  # the other host's address with its network, 10.0.0.7/24
+    network: str = ""  # the other host's address with its network, 10.0.0.7/24; or lo
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
     reached: list[str] = dataclasses.field(default_factory=list)  # addresses of this host
 
@@ -176,6 +178,19 @@ def networks_of(answers: list[Answer]) -> str:
     return ",".join(sorted(map(str, found)))
 
 
+def on_loopback(answers: dict[str, Answer]) -> str:
+    """An error's text where ssh uses addresses of loopback interfaces, as of routed hosts (BGP)."""
+    own = {entry.address for entry in psutil.net_if_addrs().get("lo", [])}
+    for name, answer in answers.items():
+        if answer.network == "lo" or answer.origin in own:
+            return (
+                f"{name} and this host reach each other at addresses of their loopback interfaces, "
+                "which Open MPI does not take: name a network card that all hosts have "
+                "(--interface eth0)"
+            )
+    return ""
+
+
 def _around(networks: list[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
     """The smallest network that holds all of these, and is larger than the first."""
     around = networks[0].supernet()
@@ -197,6 +212,12 @@ def closed_ways(answers: dict[str, Answer], network: str, door: Door) -> list[st
         tried = {address: why for address, why in answer.refused.items() if address in wanted}
         if tried and not wanted.intersection(answer.reached):
             shown = "; ".join(f"{address}: {why}" for address, why in sorted(tried.items()))
+            if all(":" in address for address in tried):
+                found.append(
+                    f"cannot start on {name}: this host has no IPv4 address that it could reach, "
+                    f"and Open MPI needs one ({', '.join(sorted(tried))} is IPv6)"
+                )
+                continue
             found.append(
                 f"cannot start on {name}: it does not reach this host, as Open MPI's daemon must "
                 f"(TCP port {door.port} of {shown}): open the ports above 1023 between the hosts, "
@@ -230,6 +251,9 @@ def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -
             answers[name] = answer
         else:
             errors.append(error)
+    if not interface and (error := on_loopback(answers)):
+        print(f"error: {error}", file=sys.stderr)
+        return _WRONG_USE
     networks = networks_of(list(answers.values()))
     errors += closed_ways(answers, interface or networks, door)
     for error in errors[:_SHOWN]:

@@ -200,12 +200,15 @@ def _read(path: Path) -> str:
 
 
 def ways() -> list[tuple[str, str]]:
-    """(interface, address) by which another host might reach this one."""
+    """(interface, address) by which another host might reach this one.
+
+    Open MPI takes no address of a loopback interface, which routed hosts have (BGP).
+    """
     found = [
         (name, ipaddress.ip_address(one.address.split("%")[0]))
         for name, its in psutil.net_if_addrs().items()
         for one in its
-        if one.family in (socket.AF_INET, socket.AF_INET6)
+        if name != "lo" and one.family in (socket.AF_INET, socket.AF_INET6)
     ]
     return [(name, str(a)) for name, a in found if not (a.is_loopback or a.is_link_local)]
 

@@ -424,6 +424,31 @@ def test_hosts_each_in_a_network_of_its_own(hosts: Hosts):
     assert "WARNING" not in ended.output, ended.output
 
 
+def test_names_that_lead_to_addresses_of_a_loopback_interface(hosts: Hosts):
+    """As routed hosts have them (BGP): the network card has to be named."""
+    pair = (hosts[1], hosts[2])
+    before = hosts[1].hosts_file.read_text()
+    try:
+        for number, (host, other) in enumerate((pair, pair[::-1]), start=1):
+            way = f"10.200.0.{3 - number}/32 via {other.address} src 10.200.0.{number}"
+            host.sh(f"ip address add 10.200.0.{number}/32 dev lo; ip route add {way}")
+            names = "127.0.0.1 localhost\n10.200.0.1 node1\n10.200.0.2 node2\n"
+            host.hosts_file.write_text(names)
+        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222"]
+        ranks = [sys.executable, "-c", RANKS_MEET]
+        unnamed = hosts[1].run(*words, *ranks, timeout=60)
+        ended = hosts[1].run(*words, "--interface", "eth0", *ranks, timeout=60)
+    finally:
+        for number, host in enumerate(pair, start=1):
+            host.hosts_file.write_text(before)
+            host.sh(
+                f"ip route del 10.200.0.{3 - number}/32; ip address del 10.200.0.{number}/32 dev lo"
+            )
+    assert unnamed.code == 2 and "name a network card" in unnamed.output, unnamed.output
+    assert unnamed.output.count("\n") == 1, unnamed.output
+    assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
+
+
 def give_address(host: Host, address: str) -> None:
     """In place of all that its network card has."""
     host.sh(f"ip address flush dev eth0; ip address add {address} dev eth0")
@@ -595,11 +620,30 @@ def test_what_ssh_would_take_for_something_else_is_no_host(tmp_path: Path, name:
         ([], "how many ranks? Give -H, --hostfile or -np"),
         (["--fast", "-np", "2"], "unknown option --fast"),
         (["-i", "my key", "-np", "2"], "mpirun splits words at spaces"),
+        (["-p", "99999", "-np", "2"], "-p '99999' is no port"),
+        (["-H", ""], "-H needs a value"),
+        (["--hostfile", "/tmp", "-np", "2"], "cannot read the hostfile /tmp"),
     ],
 )
 def test_wrong_use_is_explained(words: list[str], message: str):
     ended = run([HOSTS_SH, *words, "python", "train.py"], timeout=20)
     assert ended.code == 2 and message in ended.output
+
+
+def test_a_hostfile_may_begin_with_a_mark_of_byte_order(tmp_path: Path):
+    """As editors on Windows write it."""
+    (file := tmp_path / "hosts").write_text("node1 slots=2\n", encoding="utf-8-sig")
+    ended = run([HOSTS_SH, "--hostfile", file, "--dry-run", "true"], timeout=20)
+    assert ended.code == 0 and "-np 2 -H node1:2" in ended.output, ended.output
+
+
+def test_a_launch_within_a_rank_is_one_of_its_own():
+    """It neither takes the place of the outer one's rank, nor ends the outer run when it fails."""
+    inner = f"{HOSTS_SH} --plain -np 1 bash -c 'echo inner of $OMPI_COMM_WORLD_SIZE; exit 5'"
+    outer = f"id=$LAUNCH_ID; {inner} || echo ended $?; env | grep -c LAUNCH_ID=$id; sleep 1"
+    ended = run([HOSTS_SH, "--plain", "-np", "2", "bash", "-c", outer], timeout=60)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("inner of 1") == ended.output.count("ended 5") == 2, ended.output
 
 
 def test_check_comes_first_and_looks_at_the_folders_of_the_run(tmp_path: Path):

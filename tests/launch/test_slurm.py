@@ -230,6 +230,63 @@ def test_a_preempted_job_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path):
     job.end()
 
 
+def test_a_task_of_an_array_goes_back_into_the_queue_alone(slurm: Slurm, tmp_path: Path):
+    """Slurm takes the id of one task of an array for the whole array."""
+    steps = "[ $SLURM_ARRAY_TASK_ID = 0 ] && exec {0} --steps=3; {0} --steps=1000"
+    of_task = " ".join([*STAND_IN, f"--run_dir={tmp_path}/run$SLURM_ARRAY_TASK_ID"])
+    script = tmp_path / "task.sh"
+    script.write_text("#!/bin/bash\n" + steps.format(of_task) + "\n")
+    script.chmod(0o755)
+    sbatch = "--array=0-1 --nodes=1 --ntasks=1"
+    job = Job(
+        slurm, tmp_path, SBATCH, str(script), sbatch=sbatch, env=f"ALL,RUN_DIR={tmp_path}/run1"
+    )
+
+    def tasks() -> dict[str, tuple[str, str]]:
+        """State and restarts by the task's number."""
+        shown = slurm("scontrol", "show", "job", job.number)
+        found = {}
+        for part in re.split(r"^JobId=", shown, flags=re.MULTILINE)[1:]:
+            facts = dict(re.findall(r"(\w+)=(\S*)", part))
+            found[facts["ArrayTaskId"]] = (facts["JobState"], facts["Restarts"])
+        return found
+
+    job.wait_for(lambda: tasks().get("0", ("",))[0] == "COMPLETED")
+    job.wait_for(lambda: list((tmp_path / "run1/checkpoints").glob("step-*")))
+    # The last task that starts has the array's own id.
+    slurm("scancel", "--batch", "--signal=USR1", f"{job.number}_1")
+    job.wait_for("back into the queue")
+    job.wait_for(lambda: tasks()["1"][1] == "1")
+    assert tasks()["0"] == ("COMPLETED", "0"), tasks()
+    slurm("scancel", job.number)
+    job.wait_for(lambda: {state for state, _ in tasks().values()} <= {*ENDED})
+
+
+def test_what_only_a_part_of_would_train_is_refused(slurm: Slurm, tmp_path: Path):
+    """sbatch takes jobs of several parts, srun starts the first."""
+    log = tmp_path / "job.log"
+    part = ["--nodes=1", "--ntasks=1", "--time=30"]
+    words = ["sbatch", "--parsable", f"--output={log}", *part, ":", *part, SBATCH, *STAND_IN]
+    number = slurm(*words, "--steps=3", cwd=ROOT / "template").strip()
+    end = time.monotonic() + 60
+    while slurm.job(number).get("JobState") not in ENDED:
+        assert time.monotonic() < end, slurm.log()
+        time.sleep(0.2)
+    assert slurm.job(number)["ExitCode"] == "2:0"
+    assert "would train on its first part alone" in log.read_text()
+
+
+def test_ranks_get_the_jobs_settings_whatever_sbatch_exports(slurm: Slurm, tmp_path: Path):
+    """srun obeys --export of sbatch; without the secret anybody could be a rank."""
+    names = "LAUNCH_SECRET OMPI_MCA_pml OMPI_MCA_btl LAUNCH_JOB"
+    shown = tmp_path / "shown.sh"
+    shown.write_text(f'#!/bin/sh\nfor n in {names}; do printenv $n >&2 || echo "no $n"; done\n')
+    shown.chmod(0o755)
+    job = Job(slurm, tmp_path, SBATCH, str(shown), env="PATH,HOME")
+    assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
+    assert "no LAUNCH" not in job.log() and "no OMPI" not in job.log(), job.log()
+
+
 @pytest.mark.parametrize("when", ["before the ranks listen", "in mid-run", "once it is put back"])
 def test_a_cancelled_job_ends(slurm: Slurm, tmp_path: Path, when: str):
     early = when == "before the ranks listen"

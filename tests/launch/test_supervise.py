@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, STAND_IN, Hosts, executable, run, wait_for
+from hosts import ENVIRONMENT, ROOT, STAND_IN, Hosts, executable, require, run, wait_for
 from terminal import CTRL_C, Terminal
 
 from hvdkit.commands import supervise
@@ -412,3 +412,36 @@ def test_a_stop_before_anything_was_started_is_no_crash(tmp_path: Path):
         time.sleep(0.7)
         process.terminate()
         assert process.wait(20) == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_behind_a_script_are_told(tmp_path: Path, number: int):
+    """A shell that runs a script would end alone, and the ranks would run on."""
+    launch = f"{ROOT}/launch/hosts.sh -np 2 {' '.join(STAND_IN)} --run_dir={tmp_path} --steps=1000"
+    script = executable(tmp_path / "run.sh", f"set -e\n{launch}\necho never\n")
+    words = [*SUPERVISE, "--run-dir", tmp_path, "--", script]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as supervisor:
+        wait_for(lambda: list((tmp_path / "checkpoints").glob("step-*")), "no step", 30)
+        supervisor.send_signal(number)
+        supervisor.wait(30)
+    assert supervisor.returncode == 75
+    assert (tmp_path / "told-0").exists() and (tmp_path / "told-1").exists()
+    left = subprocess.run(["pgrep", "-f", f"[r]un_dir={tmp_path}"], check=False)
+    assert left.returncode == 1
+
+
+def test_as_the_first_process_of_a_container_it_leaves_no_zombies(tmp_path: Path):
+    require("unshare")
+    alive = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    if subprocess.run(alive, capture_output=True, check=False).returncode:
+        pytest.skip("needs root, for a process table of its own")
+    # A process whose parent ends before it; then the table is shown.
+    command = "(sleep 0.2 & exit 0); sleep 1; ps -eo stat,comm"
+    words = ["unshare", "--pid", "--fork", "--mount-proc", *SUPERVISE, "--", "sh", "-c", command]
+    ended = run(words, 30)
+    assert ended.code == 0 and "ps" in ended.output and "Z" not in ended.output, ended.output
+
+
+def test_a_folder_holds_no_exit_code(tmp_path: Path):
+    ended = run([*SUPERVISE, "--ended", tmp_path, "--", "true"], 20)
+    assert ended.code == 2 and f"{tmp_path} does not hold an exit code" in ended.output

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hvdkit import logs, whole_files
+from hvdkit.commands.process_tree import reap_orphans, tell
 from hvdkit.commands.supervised_hosts import Hosts
 from hvdkit.logs import complain, refuse
 from hvdkit.settings import Settings, of_command
@@ -75,20 +76,6 @@ def hear(handler: Callable[[int, object], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, handler)
-
-
-def tell(child: subprocess.Popen, number: int) -> None:
-    """Signals a launcher, also past the shell that horovodrun becomes: that would end alone."""
-    process = Path(f"/proc/{child.pid}")
-    if "horovodrun" in {Path(word).name for word in child.args}:
-        with contextlib.suppress(OSError):
-            children = (process / f"task/{child.pid}/children").read_text().split()
-            if children and (process / "comm").read_text() == "sh\n":
-                # Two of SIGINT end it at once; after SIGTERM mpirun kills in a second.
-                passed = number if number == signal.SIGINT else signal.SIGUSR1
-                os.kill(int(children[0]), passed)
-                return
-    child.send_signal(number)
 
 
 def table() -> str:
@@ -277,6 +264,7 @@ class Supervisor:
         asked_at = time.monotonic()
         while child.poll() is None:
             time.sleep(0.05)
+            reap_orphans(child)
             now = time.monotonic()
             if self._may_be_lost and now - self._passed_on_at >= _AGAIN:
                 self._pass_on()
@@ -498,8 +486,8 @@ def main(argv: Sequence[str]) -> int:
     if options.ended and options.ended.exists():
         try:
             code = int(options.ended.read_text())
-        except ValueError:
-            refuse(f"{options.ended} does not hold an exit code: remove it")
+        except (ValueError, OSError):
+            refuse(f"{options.ended} does not hold an exit code: remove it, or name a file")
         _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
         return code
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
