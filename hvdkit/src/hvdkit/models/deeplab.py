@@ -13,7 +13,7 @@ from hvdkit.train.preprocessing import Preprocess, wide
 
 STRIDE = 16  # input pixels to one pixel of the encoder's output; sizes are multiples of it
 _GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units
-_RATES = (6, 12, 18)  # of the pyramid's 3 x 3 convolutions
+_RATES = (6, 12, 18)  # rates of the pyramid's 3 x 3 convolutions
 # As in keras.applications' ResNet-50, so that all batch norms of the network are alike. The papers'
 # momentum of 0.9997 needs some 10,000 steps to forget its initial values.
 _BATCH_NORM = {"epsilon": 1.001e-5, "momentum": 0.99}
@@ -30,15 +30,19 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
         raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of {STRIDE}")
     backbone = _atrous_resnet50()
     inputs = {"image": backbone.inputs[0]}
-    low = backbone.get_layer("conv2_block3_out").output  # the last features of stride 4
+    low_level = backbone.get_layer("conv2_block3_out").output  # the last features of stride 4
+
     x = _pyramid(backbone.output)
     if dropout:
         inputs["key"] = keras.Input((2,), dtype="int32", name="key")
         x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
+
     x = BilinearUpsampling(4)(x)
-    x = layers.Concatenate()([x, _conv(low, 48, 1, name="decoder_low")])
-    x = _conv(_conv(x, 256, 3, name="decoder_1"), 256, 3, name="decoder_2")
-    # In float32 at least, whatever the precision.
+    x = layers.Concatenate()([x, _conv(low_level, 48, 1, name="decoder_low")])
+    x = _conv(x, 256, 3, name="decoder_1")
+    x = _conv(x, 256, 3, name="decoder_2")
+
+    # The logits are float32 at least, whatever the precision.
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
     x = BilinearUpsampling(4, dtype=wide())(x)
     model = keras.Model(inputs, x, name="deeplabv3plus")
@@ -49,17 +53,25 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
 def _pyramid(x):
     """Atrous spatial pyramid pooling: 1 x 1, three rates, and the picture's mean."""
     branches = [_conv(x, 256, 1, name="aspp_1x1")]
-    branches += [_conv(x, 256, 3, name=f"aspp_rate{rate}", rate=rate) for rate in _RATES]
+    for rate in _RATES:
+        branches.append(_conv(x, 256, 3, name=f"aspp_rate{rate}", rate=rate))
     pooled = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_mean")(x)
-    # [B, 1, 1, C] and [B, H, W, 1] -> [B, H, W, C], the same everywhere.
+    # Adding zeros [B, H, W, 1] spreads the mean [B, 1, 1, C] over all pixels: [B, H, W, C].
     spread = _conv(pooled, 256, 1, name="aspp_picture") + keras.ops.zeros_like(x[..., :1])
     return _conv(layers.Concatenate()([*branches, spread]), 256, 1, name="aspp_project")
 
 
 def _conv(x, filters: int, kernel: int, *, name: str, rate: int = 1):
-    how = {"padding": "same", "dilation_rate": rate, "use_bias": False}
-    how |= {"kernel_initializer": "he_normal", "name": f"{name}_conv"}
-    x = layers.Conv2D(filters, kernel, **how)(x)
+    """A convolution without bias, batch norm and ReLU; `rate` is the convolution's dilation."""
+    x = layers.Conv2D(
+        filters,
+        kernel,
+        padding="same",
+        dilation_rate=rate,
+        use_bias=False,
+        kernel_initializer="he_normal",
+        name=f"{name}_conv",
+    )(x)
     x = layers.BatchNormalization(**_BATCH_NORM, name=f"{name}_bn")(x)
     return layers.ReLU()(x)
 
@@ -77,7 +89,8 @@ def _atrous_resnet50() -> keras.Model:
         if layer.name in ("conv5_block1_0_conv", "conv5_block1_1_conv"):
             settings["strides"] = (1, 1)
         elif layer.name in rates:
-            settings["dilation_rate"] = (rates[layer.name],) * 2
+            rate = rates[layer.name]
+            settings["dilation_rate"] = (rate, rate)
         return layer.__class__.from_config(settings)
 
     pixels = Preprocess(name="preprocess")(keras.Input((None, None, 3), name="image"))

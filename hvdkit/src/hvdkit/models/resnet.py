@@ -38,10 +38,12 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
     x = _torch_conv(scaled(image), 64, 7, name="stem", strides=2)
     x = layers.ZeroPadding2D(1)(layers.ReLU()(x))  # after ReLU nothing is less than the padding
     x = layers.MaxPooling2D(3, 2)(x)
+
     for stage, (filters, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
         for block in range(1, blocks + 1):
             strides = 2 if stage > 1 and block == 1 else 1
             x = _bottleneck(x, filters, strides, name=f"stage{stage}_block{block}")
+
     logits = keras.initializers.RandomNormal(stddev=0.01)
     return _model(image, x, num_classes, dropout=dropout, name="resnet50", logits=logits)
 
@@ -64,15 +66,22 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
 
 def _conv(x, filters: int, *, strides: int = 1, relu: bool = True):
     """A 3x3 convolution, batch norm and optionally ReLU."""
-    how = {"use_bias": False, "kernel_initializer": "he_normal"}
-    x = layers.Conv2D(filters, 3, strides, "same", **how)(x)
+    x = layers.Conv2D(
+        filters,
+        3,
+        strides,
+        "same",
+        use_bias=False,
+        kernel_initializer="he_normal",
+    )(x)
     # Keras's 0.99 would follow too slowly for short runs, which read the statistics early.
     x = layers.BatchNormalization(momentum=0.9)(x)
     return layers.ReLU()(x) if relu else x
 
 
 def _block(x, filters: int, strides: int):
-    y = _conv(_conv(x, filters, strides=strides), filters, relu=False)
+    y = _conv(x, filters, strides=strides)
+    y = _conv(y, filters, relu=False)
     return layers.ReLU()(layers.Add()([_shortcut(x, filters, strides), y]))
 
 
@@ -80,7 +89,7 @@ def _shortcut(x, filters: int, strides: int):
     if strides > 1:
         x = layers.MaxPooling2D(1, strides, "same")(x)
     missing = filters - x.shape[-1]
-    return keras.ops.pad(x, [[0, 0]] * 3 + [[0, missing]]) if missing else x
+    return keras.ops.pad(x, [[0, 0], [0, 0], [0, 0], [0, missing]]) if missing else x
 
 
 def _bottleneck(x, filters: int, strides: int, *, name: str):
@@ -98,11 +107,20 @@ def _torch_conv(x, filters: int, kernel: int, *, name: str, strides=1, gamma="on
     """Convolution and batch norm with Torch's padding and constants (fb.resnet.torch)."""
     if kernel > 1:
         x = layers.ZeroPadding2D(kernel // 2)(x)  # "same" would pad less on the left with strides
-    he = keras.initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal")
-    how = {"use_bias": False, "kernel_initializer": he, "name": f"{name}_conv"}
-    x = layers.Conv2D(filters, kernel, strides, **how)(x)
-    how = {"momentum": 0.9, "epsilon": 1e-5, "gamma_initializer": gamma}
-    return layers.BatchNormalization(**how, name=f"{name}_bn")(x)
+    x = layers.Conv2D(
+        filters,
+        kernel,
+        strides,
+        use_bias=False,
+        kernel_initializer=keras.initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal"),
+        name=f"{name}_conv",
+    )(x)
+    return layers.BatchNormalization(
+        momentum=0.9,
+        epsilon=1e-5,
+        gamma_initializer=gamma,
+        name=f"{name}_bn",
+    )(x)
 
 
 def _model(
