@@ -124,9 +124,10 @@ def test_jitter_is_its_formula():
     none = {"brightness": 0, "contrast": 0, "saturation": 0}
     for changed in ({}, dict.fromkeys(none, 1), *({name: 0.5} for name in none)):
         how = augment.Augmentation(size=(16, 16), **none | changed)
+        limits = (how.brightness, how.contrast, how.saturation)
         for number in range(10):
             draws = image_ops.uniform(tf.constant([1, number]), 3)
-            found = augment.jitter(tf.constant(image, tf.float32), draws, how)
+            found = augment.jitter(tf.constant(image, tf.float32), draws, limits)
             assert found.dtype == tf.uint8
             brighter, more, deeper = 2 * draws.numpy() - 1
             grey = image.mean(-1, keepdims=True)

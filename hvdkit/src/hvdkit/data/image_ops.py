@@ -21,8 +21,8 @@ def uniform(key: tf.Tensor, count: int) -> tf.Tensor:
 
 
 def keys(key: tf.Tensor, count: int) -> tf.Tensor:
-    """Keys of their own for what is drawn beside `uniform` of this key: int32 [count, 2]."""
-    # `uniform` counts from [0, 0].
+    """More keys of a key, for draws that `uniform` does not make: int32 [count, 2]."""
+    # `uniform` counts from [0, 0], so these numbers are others.
     return philox(WORDS, key, [0, 1], shape=[count, 2], dtype=tf.int32)
 
 
@@ -49,7 +49,7 @@ def resize_float(image: tf.Tensor, shape: list[int] | tf.Tensor) -> tf.Tensor:
     return tf.cond(
         tf.reduce_prod(tf.shape(image)[:2]) > 4 * tf.reduce_prod(shape),
         lambda: _resize_smoothly(image, shape),
-        # As float32: resizing uint8 takes longer.
+        # Resizing uint8 takes longer than resizing float32.
         lambda: tf.image.resize(tf.cast(image, tf.float32), shape),
     )
 
@@ -60,10 +60,10 @@ def _resize_smoothly(image: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
 
 
 def resize(image: tf.Tensor, shape: list[int]) -> tf.Tensor:
-    """As `resize_float`, rounded: uint8 [*shape, 3]."""
-    # Truncated after adding a half: faster than tf.round, the same but for exact halves.
-    found = tf.cast(resize_float(image, shape) + 0.5, tf.uint8)
-    return tf.ensure_shape(found, [*shape, 3])
+    """What `resize_float` returns, rounded: uint8 [*shape, 3]."""
+    # To truncate after adding a half is faster than tf.round, and the same but for exact halves.
+    rounded = tf.cast(resize_float(image, shape) + 0.5, tf.uint8)
+    return tf.ensure_shape(rounded, [*shape, 3])
 
 
 def nearest(label: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
@@ -74,17 +74,20 @@ def nearest(label: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
 
 def at_centres(length: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
     """For each of `places` output pixels, the one of `length` input pixels at its centre: int32."""
-    length, places = tf.cast(length, tf.int64), tf.cast(places, tf.int64)  # of their product
+    # Their product may be larger than int32 holds.
+    length = tf.cast(length, tf.int64)
+    places = tf.cast(places, tf.int64)
     return tf.cast((2 * tf.range(places) + 1) * length // (2 * places), tf.int32)
 
 
 def pick(label: tf.Tensor, rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
     """The pixels of a label [H, W, 1] in these rows and columns, int32 [h] and [w]: [h, w, 1]."""
-    places = rows[:, None] * tf.shape(label)[1] + columns  # ten times as fast as tf.image.resize
+    # One gather over the flat label is ten times as fast as tf.image.resize.
+    places = rows[:, None] * tf.shape(label)[1] + columns
     return tf.gather(tf.reshape(label, [-1]), places)[..., None]
 
 
 def mirrored(image: tf.Tensor, turn: tf.Tensor) -> tf.Tensor:
-    """The uint8 [H, W, 3], mirrored left-right if `turn`, a bool scalar."""
+    """A picture, uint8 [H, W, 3], mirrored left-right if `turn`, a bool scalar."""
     # tf.reverse copies pixels of three channels at once; image[:, ::-1] took thirty times as long.
     return tf.cond(turn, lambda: tf.reverse(image, [1]), lambda: image)

@@ -19,15 +19,15 @@ def mixed(pair: Pair, key: tf.Tensor, *, mixup: float, cutmix: float) -> Pair:
     `mixup`, `cutmix`: parameter of each one's Beta distribution, 0: off; one at least is on. Of
     both, each is taken half of the time.
     """
-    of_share, of_place = tf.unstack(image_ops.keys(key, 2))
-    draws = image_ops.uniform(of_place, 3)
+    share_key, place_key = tf.unstack(image_ops.keys(key, 2))
+    draws = image_ops.uniform(place_key, 3)
 
     def by_mixup() -> Pair:
-        share = beta(of_share, mixup)
+        share = beta(share_key, mixup)
         return blended(pair, share), share
 
     def by_cutmix() -> Pair:
-        return cut(pair, beta(of_share, cutmix), draws[:2])
+        return cut(pair, beta(share_key, cutmix), draws[:2])
 
     if mixup and cutmix:
         return tf.cond(draws[2] < 0.5, by_mixup, by_cutmix)
@@ -40,11 +40,18 @@ def beta(key: tf.Tensor, a: float) -> tf.Tensor:
     X / (X + Y) of X and Y from Gamma(a), each as Gamma(a + 1) * uniform ** (1 / a) (Marsaglia and
     Tsang 2000, section 6), in logarithms: a small `a` would make both 0.
     """
-    of_gamma, of_uniform = tf.unstack(image_ops.keys(key, 2))
-    alpha = tf.constant(a + 1.0)
-    gammas = philox(tf.raw_ops.StatelessRandomGammaV3, of_gamma, [0, 0], shape=[2], alpha=alpha)
-    logs, powers = tf.math.log(gammas), tf.math.log(1.0 - image_ops.uniform(of_uniform, 2))
-    return tf.sigmoid(logs[0] - logs[1] + (powers[0] - powers[1]) / a)
+    gamma_key, uniform_key = tf.unstack(image_ops.keys(key, 2))
+    gammas = philox(
+        tf.raw_ops.StatelessRandomGammaV3,
+        gamma_key,
+        [0, 0],
+        shape=[2],
+        alpha=tf.constant(a + 1.0),
+    )
+    log_gammas = tf.math.log(gammas)
+    log_uniforms = tf.math.log(1.0 - image_ops.uniform(uniform_key, 2))
+    log_ratio = log_gammas[0] - log_gammas[1] + (log_uniforms[0] - log_uniforms[1]) / a
+    return tf.sigmoid(log_ratio)
 
 
 def blended(pair: Pair, share: tf.Tensor) -> tf.Tensor:
@@ -63,8 +70,14 @@ def cut(pair: Pair, share: tf.Tensor, draws: tf.Tensor) -> Pair:
     sizes = tf.cast(shape, tf.float32)
     sides = tf.cast(tf.sqrt(1.0 - share) * sizes + 0.5, tf.int32)
     start = tf.cast(draws * sizes, tf.int32) - sides // 2
-    first, end = tf.maximum(start, 0), tf.minimum(start + sides, shape)
-    inside = [(tf.range(shape[i]) >= first[i]) & (tf.range(shape[i]) < end[i]) for i in range(2)]
-    image = tf.where(inside[0][:, None, None] & inside[1][None, :, None], pair[1], pair[0])
+    first = tf.maximum(start, 0)
+    end = tf.minimum(start + sides, shape)
+
+    rows = tf.range(shape[0])[:, None, None]
+    columns = tf.range(shape[1])[None, :, None]
+    in_rows = (rows >= first[0]) & (rows < end[0])
+    in_columns = (columns >= first[1]) & (columns < end[1])
+    image = tf.where(in_rows & in_columns, pair[1], pair[0])
+
     area = tf.cast(tf.reduce_prod(tf.maximum(end - first, 0)), tf.float32)
     return image, 1.0 - area / tf.reduce_prod(sizes)
