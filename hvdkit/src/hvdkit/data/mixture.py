@@ -23,21 +23,24 @@ class Mixture(ReadAhead):
     """
 
     def __init__(self, *sets: tuple[Source, float]) -> None:
-        self._sources, shares = zip(*sets)
+        self._sources = [source for source, _ in sets]
+        shares = [share for _, share in sets]
         if not all(0 < share < float("inf") for share in shares):
-            raise ValueError(f"the shares of a mixture are {list(shares)}: give numbers above 0")
-        for name, of in (("class_names", classes.of), ("kind", kind_of)):
-            found = [of(source) for source in self._sources]
-            if any(one != found[0] for one in found):
-                raise ValueError(f"the sets of a mixture differ in {name}: {found}")
-            setattr(self, name, found[0])
-        if known := [s.num_classes for s in self._sources if hasattr(s, "num_classes")]:
+            raise ValueError(f"the shares of a mixture are {shares}: give numbers above 0")
+        self.class_names = _common("class_names", [classes.of(s) for s in self._sources])
+        self.kind = _common("kind", [kind_of(source) for source in self._sources])
+        known = [s.num_classes for s in self._sources if hasattr(s, "num_classes")]
+        if known:
             self.num_classes = max(known)
+
         self._sizes = np.array([len(source) for source in self._sources])
-        parts = np.array(shares) * max(self._sizes / shares)
-        self._ends = np.cumsum(np.ceil(parts - 1e-6).astype(np.int64))
-        if all(type(source) is Records for source in self._sources):  # one `decode` fits all
-            self.form, self.decode = self._sources[0].form, self._sources[0].decode
+        counts = np.array(shares) * max(self._sizes / shares)
+        self._ends = np.cumsum(np.ceil(counts - 1e-6).astype(np.int64))
+        self._starts = np.append(0, self._ends)
+        if all(type(source) is Records for source in self._sources):
+            first = self._sources[0]
+            self.form = first.form
+            self.decode = first.decode  # the same for all packed sets
             self.bytes_each = float(np.mean([source.bytes_each for source in self._sources]))
         else:
             self.ahead = None
@@ -46,40 +49,51 @@ class Mixture(ReadAhead):
         return int(self._ends[-1])
 
     def _place(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
-        """The set of each sample, and its index there."""
-        which = np.searchsorted(self._ends, indices, "right")
-        return which, (indices - np.append(0, self._ends)[which]) % self._sizes[which]
+        """The number of each sample's set, and its index there."""
+        numbers = np.searchsorted(self._ends, indices, "right")
+        return numbers, (indices - self._starts[numbers]) % self._sizes[numbers]
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        which, own = self._place(indices)
-        found = [self._sources[n].fetch(own[which == n]) for n in np.unique(which)]
-        back = np.argsort(np.argsort(which, kind="stable"))
-        return [np.concatenate(part)[back] for part in zip(*found)]
+        numbers, set_indices = self._place(indices)
+        by_set = [self._sources[n].fetch(set_indices[numbers == n]) for n in np.unique(numbers)]
+        # `by_set` is sorted by sets; this is each sample's place in that order.
+        places = np.argsort(np.argsort(numbers, kind="stable"))
+        return [np.concatenate(part)[places] for part in zip(*by_set)]
 
     def read(self, index: tf.Tensor) -> Parts:
         if self.ahead:
             return super().read(index)
-        which = tf.searchsorted(self._ends, [index], "right")[0]
-        own = (index - tf.gather(np.append(0, self._ends), which)) % tf.gather(self._sizes, which)
+        number = tf.searchsorted(self._ends, [index], "right")[0]
+        start = tf.gather(self._starts, number)
+        set_index = (index - start) % tf.gather(self._sizes, number)
+        forms = {}
 
-        kinds = {}
-
-        def sample(number: int, source: Source) -> Parts:
-            # All pictures are decoded whole here: of a file, nothing is gained.
-            parts = {name: part for name, part in source.read(own).items() if name != "file"}
-            kinds[number] = {n: f"{x.dtype.name}, rank {x.shape.rank}" for n, x in parts.items()}
+        def sample(place: int) -> Parts:
+            # All pictures are decoded whole here, so a "file" would have no use.
+            parts = self._sources[place].read(set_index)
+            parts = {name: part for name, part in parts.items() if name != "file"}
+            forms[place] = {n: f"{x.dtype.name}, rank {x.shape.rank}" for n, x in parts.items()}
             return parts
 
         try:
-            return tf.switch_case(which, [partial(sample, *of) for of in enumerate(self._sources)])
+            branches = [partial(sample, place) for place in range(len(self._sources))]
+            return tf.switch_case(number, branches)
         except (TypeError, AssertionError):
-            if len(kinds) < len(self._sources):  # a source's own mistake
+            if len(forms) < len(self._sources):  # a source's own mistake
                 raise
-            raise ValueError(f"the sets of a mixture give unlike samples: {kinds}") from None
+            raise ValueError(f"the sets of a mixture give unlike samples: {forms}") from None
 
     def explain(self, index: int) -> str | None:
-        which, own = self._place(index)
-        return self._sources[which].explain(int(own))
+        number, set_index = self._place(index)
+        return self._sources[number].explain(int(set_index))
 
     def fingerprint(self) -> str:
-        return digest((s.fingerprint(), int(end)) for s, end in zip(self._sources, self._ends))
+        prints = [source.fingerprint() for source in self._sources]
+        return digest(zip(prints, self._ends.tolist()))
+
+
+def _common(name: str, values: list) -> object:
+    """The one value that all sets of a mixture have; ValueError where they differ."""
+    if any(value != values[0] for value in values):
+        raise ValueError(f"the sets of a mixture differ in {name}: {values}")
+    return values[0]

@@ -17,9 +17,11 @@ from hvdkit.data.source import Source, Synthetic
 from hvdkit.settings import Settings
 from hvdkit.settings.data import PACK_ONLY, READERS
 
-_LOOKED_AT = 32  # label pictures, at the start of a run
-_KINDS = {"map": "a class for each pixel", "class": "one class for a picture"}  # of labels
-
+_LOOKED_AT = 32  # label pictures that are read at the start of a run
+_LABELS = {
+    "map": "a class for each pixel",
+    "class": "one class for a picture",
+}  # by kind of labels
 
 _one_split = False
 
@@ -36,33 +38,37 @@ def one_split() -> Iterator[None]:
 
 
 def reader_of(name: str) -> Callable[[Path, str, int], Source]:
-    """The reader of a --data_format, to call with folder, split and number of classes (or 0).
+    """The reader of a --data_format; it takes a folder, a split and the number of classes or 0.
 
     Raises ValueError if it cannot be imported, or called.
     """
-    reader = (PACK_ONLY | READERS)[name]
-    module, _, attribute = reader.rpartition(".")
-    where = f"--data_format={name}: its reader {reader}"
+    path = (PACK_ONLY | READERS)[name]
+    module, _, attribute = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        reader = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{where} cannot be imported: {error}") from None
-    if not callable(found):
-        raise ValueError(f"{where} is neither a class nor a function")
-    return found
+        raise ValueError(
+            f"--data_format={name}: its reader {path} cannot be imported: {error}"
+        ) from None
+    if not callable(reader):
+        raise ValueError(
+            f"--data_format={name}: its reader {path} is neither a class nor a function"
+        )
+    return reader
 
 
 def kind_of(reader: object) -> str:
-    """What the label of a reader, or of a source, is: "class", or "map", a class for each pixel."""
+    """The kind of a reader's or a source's labels: "class", or "map", a class for each pixel."""
     return getattr(reader, "kind", "class")
 
 
 def check_ids(kind: str, classes: int) -> None:
     """Raises ValueError for more classes than label pictures can hold."""
     if kind == "map" and classes > IGNORE:
-        most = f"at most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
-        why = f"{IGNORE} in a label picture means ignored"
-        raise ValueError(f"--num_classes={classes}: {why}, which leaves {most}")
+        raise ValueError(
+            f"--num_classes={classes}: {IGNORE} in a label picture means ignored, which leaves at "
+            f"most {IGNORE} classes, 0 to {IGNORE - 1}; leave one out or merge two"
+        )
 
 
 def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
@@ -72,16 +78,21 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     """
     pictures.limit(config.max_pixels)
     remote.limit(config.cache_dir, config.cache_gb)
-    splits = (config.val_split if _one_split else config.train_split, config.val_split)
-    train, val = (_opened(config, split, default) for split in splits)
+    train_split = config.val_split if _one_split else config.train_split
+    val_split = config.val_split
+    train = _opened(config, train_split, default)
+    val = _opened(config, val_split, default)
     remote.check_fits(config.shuffle_shards, train, val)
-    # Before their number is checked: if names differ, no --num_classes is right for both.
-    where = [f"split {split} of {config.data_dir}" for split in splits]
-    shared_listing.found(("once", *where), lambda: check_once(train, val))
-    train = classes.numbered(train, where[0])
-    val = classes.numbered(val, where[1], classes.of(train))
-    for split, source in zip(splits, (train, val)):
-        _check_number(config, source, split=split, name=config.data_format or default)
+    train_name = f"split {train_split} of {config.data_dir}"
+    val_name = f"split {val_split} of {config.data_dir}"
+    shared_listing.found(("once", train_name, val_name), lambda: check_once(train, val))
+
+    # Names come before numbers: if names differ, no --num_classes is right for both.
+    train = classes.numbered(train, train_name)
+    val = classes.numbered(val, val_name, classes.of(train))
+    data_format = config.data_format or default
+    _check_number(config, train, split=train_split, data_format=data_format)
+    _check_number(config, val, split=val_split, data_format=data_format)
     return train, val
 
 
@@ -96,64 +107,87 @@ def check_once(*sources: Source) -> None:
 
 def trained_on_too(train: Source, val: Source) -> int:
     """How many validation pictures are also trained on; known for listed files only."""
-    shared = getattr(train, "shared_with", None)
-    return shared(val) if shared and type(train) is type(val) else 0
+    shared_with = getattr(train, "shared_with", None)
+    return shared_with(val) if shared_with and type(train) is type(val) else 0
 
 
 def doubt(source: Source) -> str:
-    """What is wrong with the values of some label pictures spread over all; "" for others."""
+    """What is wrong with the values of some label pictures spread over all; "" if nothing is."""
 
-    def counted(index: tf.Tensor) -> tf.Tensor:
+    def histogram(index: tf.Tensor) -> tf.Tensor:
         flat = tf.cast(tf.reshape(source.read(index)["label"], [-1]), tf.int32)
         return tf.math.bincount(flat, minlength=256, maxlength=256, dtype=tf.int64)
 
-    sizes = getattr(source, "shard_sizes", [])
-    total = next(filter(None, sizes)) if getattr(source, "is_remote", False) else len(source)
-    looked_at = tf.data.Dataset.range(0, total, max(1, total // _LOOKED_AT))
-    counts = looked_at.map(as_written(counted), 8).ignore_errors()  # training tells of bad ones
-    return classes.doubt(source, sum(counts.as_numpy_iterator(), np.zeros(256, np.int64)))
+    total = len(source)
+    if getattr(source, "is_remote", False):
+        # Only the first shard with samples is read.
+        total = next(size for size in source.shard_sizes if size)
+    indices = tf.data.Dataset.range(0, total, max(1, total // _LOOKED_AT))
+    # A picture that cannot be read is reported in training.
+    histograms = indices.map(as_written(histogram), 8).ignore_errors()
+    counts = np.zeros(256, np.int64)
+    for values in histograms.as_numpy_iterator():
+        counts += values
+    return classes.doubt(source, counts)
 
 
 def _opened(config: Settings, split: str, default: str) -> Source:
     kind = kind_of(reader_of(default))
     check_ids(kind, config.num_classes)
     if config.synthetic_data:
-        size = config.image_size
-        label = ((size, size, 1), tf.uint8) if kind == "map" else ((), tf.int32)
-        form = {"image": ((size, size, 3), tf.uint8, 256), "label": (*label, config.num_classes)}
-        return Synthetic(1024, form)
-    name, root = config.data_format or default, remote.url_of(config.data_dir)
-    if root and name != "records":
-        what = "a URL, from which only sets that hvdkit pack wrote are read"
-        ways = "give --data_format=records, or copy the data to a disk"
-        raise ValueError(f"--data_dir={root} is {what}: {ways}")
-    values = config.label_values
-    # Values that are mapped need not be classes.
-    number = 0 if values else config.num_classes
-    folder = root or Path(config.data_dir)
-    try:
-        source = reader_of(name)(folder, split, number)
-    except (ValueError, OSError):
-        if not root and not folder.exists():  # some readers need none
-            raise ValueError(f"--data_dir={folder} does not exist") from None
-        raise
+        return _synthetic(config, kind)
+    data_format = config.data_format or default
+    source = _read(config, split, data_format)
     if kind_of(source) != kind:
-        has, takes = (_KINDS.get(found, found) for found in (kind_of(source), kind))
-        both = f"{config.data_dir} has {has}, --task={config.task} takes {takes}"
-        raise ValueError(f"--data_format={name}: {both}; choose other data or another task")
-    if values:
-        return classes.relabelled(source, values, config.num_classes)
-    key = ("values", name, config.data_dir, split)
-    if kind == "map" and (fault := shared_listing.found(key, lambda: doubt(source))):
-        raise ValueError(f"{config.data_dir}, split {split}: {fault}")
+        raise ValueError(
+            f"--data_format={data_format}: {config.data_dir} has {_LABELS.get(kind_of(source))}, "
+            f"--task={config.task} takes {_LABELS.get(kind)}; choose other data or another task"
+        )
+    if config.label_values:
+        return classes.relabelled(source, config.label_values, config.num_classes)
+    if kind == "map":
+        key = ("values", data_format, config.data_dir, split)
+        if fault := shared_listing.found(key, lambda: doubt(source)):
+            raise ValueError(f"{config.data_dir}, split {split}: {fault}")
     return source
 
 
-def _check_number(config: Settings, source: Source, *, split: str, name: str) -> None:
+def _synthetic(config: Settings, kind: str) -> Synthetic:
+    size = config.image_size
+    image = ((size, size, 3), tf.uint8, 256)
+    if kind == "map":
+        label = ((size, size, 1), tf.uint8, config.num_classes)
+    else:
+        label = ((), tf.int32, config.num_classes)
+    return Synthetic(1024, {"image": image, "label": label})
+
+
+def _read(config: Settings, split: str, data_format: str) -> Source:
+    url = remote.url_of(config.data_dir)
+    if url and data_format != "records":
+        raise ValueError(
+            f"--data_dir={url} is a URL, from which only sets that hvdkit pack wrote are read: "
+            "give --data_format=records, or copy the data to a disk"
+        )
+    # Label values that are mapped need not be classes.
+    num_classes = 0 if config.label_values else config.num_classes
+    folder = Path(config.data_dir)
+    try:
+        return reader_of(data_format)(url or folder, split, num_classes)
+    except (ValueError, OSError):
+        if not url and not folder.exists():  # some readers need no folder
+            raise ValueError(f"--data_dir={folder} does not exist") from None
+        raise
+
+
+def _check_number(config: Settings, source: Source, *, split: str, data_format: str) -> None:
     known = getattr(source, "num_classes", config.num_classes)
-    if known == 1 and name == "class_folders":
-        raise ValueError(f"--data_format={name}: {one_class(Path(config.data_dir, split))}")
+    if known == 1 and data_format == "class_folders":
+        raise ValueError(f"--data_format={data_format}: {one_class(Path(config.data_dir, split))}")
     # A packed split knows only the classes that occur in it; the whole set may have more.
-    if known > config.num_classes or (known < config.num_classes and name != "records"):
-        has = f"{config.data_dir} ({name}, split {split}) has {known} classes"
-        raise ValueError(f"--num_classes={config.num_classes}: {has}; give --num_classes={known}")
+    too_few = known < config.num_classes and data_format != "records"
+    if too_few or known > config.num_classes:
+        raise ValueError(
+            f"--num_classes={config.num_classes}: {config.data_dir} ({data_format}, split {split}) "
+            f"has {known} classes; give --num_classes={known}"
+        )

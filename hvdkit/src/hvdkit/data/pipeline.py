@@ -23,18 +23,20 @@ from hvdkit.stop import passes
 Example = dict[str, Any]
 Transform = Callable[[Example, tf.Tensor], Example] | Callable[[Example], Example]
 
-# The second: TensorFlow's message names a file whose name is not UTF-8.
+# A UnicodeDecodeError is raised where TensorFlow's message names a file whose name is not UTF-8.
 _READ_ERRORS = (tf.errors.OpError, UnicodeDecodeError)
 
 _PAUSES = (1, 2, 4, 8, 16)  # seconds before the disk is tried again
 
-# Samples that a ReadAhead fetches at a time, at most, and their bytes; and how often at once.
-_FETCHED, _FETCHED_BYTES, _FETCHES = 32, 2**25, 2
+# Limits of what a ReadAhead fetches at a time, and how many fetches run at once.
+_FETCH_SAMPLES = 32
+_FETCH_BYTES = 2**25
+_FETCHES = 2
 
 # Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
     r"\s*$|Graph execution error|Detected at node|<stack traces|\s+File \"|\d+ root error"
-    r"|Exception encountered when calling"  # Keras's
+    r"|Exception encountered when calling"  # a line of Keras
 )
 
 # AutoGraph is off: converting every function, so that `if` and `for` accept tensors, would take
@@ -45,48 +47,50 @@ as_written = tf.autograph.experimental.do_not_convert
 class Reader(NamedTuple):
     """How a sample of a source becomes an example; made by `reader`."""
 
-    # Of the index, int64, of what `ahead` returns for it, if anything, and of a key if `keyed`.
+    # Takes the index, int64; then what `ahead` returns for it, if there is one; a key if `keyed`.
     read: tf.types.experimental.ConcreteFunction
-    parts: frozenset[str]  # of the sample
-    ahead: Callable[[tf.Tensor], Parts] | None  # the source's, if it is a ReadAhead
-    at_once: int  # samples that it fetches then
-    paired: int = 0  # of so many samples, another one is read beside each
+    parts: frozenset[str]  # names of the sample's parts
+    ahead: Callable[[tf.Tensor], Parts] | None  # the source's method, if it is a ReadAhead
+    at_once: int  # samples that `ahead` fetches at a time
+    paired: int = 0  # number of samples from which another one is read beside each; 0: none
     line: str = ""  # where the function begins that makes the example
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
         """An example by itself; raises what TensorFlow does where it cannot be read."""
-        place = tf.constant(index, tf.int64)
+        sample = tf.constant(index, tf.int64)
         if not self.ahead:
-            return self.read(place, *key)
-        parts = {name: part[0] for name, part in self.ahead(place[None]).items()}
-        return self.read(place, parts, *key)
+            return self.read(sample, *key)
+        parts = {name: part[0] for name, part in self.ahead(sample[None]).items()}
+        return self.read(sample, parts, *key)
 
     def reads(self, index: int, *key: tf.Tensor) -> list[int]:
         """The samples that an example is made of."""
-        place = tf.constant(index, tf.int64)
-        return [index, *([int(partner(place, *key, self.paired))] if self.paired else [])]
+        samples = [index]
+        if self.paired:
+            samples.append(int(partner(tf.constant(index, tf.int64), *key, self.paired)))
+        return samples
 
     def examples(self, samples: tf.data.Dataset, workers: int) -> tf.data.Dataset:
-        """Of each index, or index and key; `workers` threads decode, others wait for disks."""
+        """Examples of indices, or of (index, key); `workers` threads decode, others read disks."""
         if self.ahead:
 
             def fetch(index: tf.Tensor, *key: tf.Tensor) -> tuple[Any, ...]:
                 return index, self.ahead(index), *key
 
-            many = samples.batch(self.at_once).map(as_written(fetch), _FETCHES, deterministic=True)
-            samples = many.prefetch(1).unbatch()
-        return samples.map(as_written(self.read), workers, deterministic=True)
+            groups = samples.batch(self.at_once)
+            fetched_groups = groups.map(as_written(fetch), _FETCHES, deterministic=True)
+            samples = fetched_groups.prefetch(1).unbatch()
+        examples = samples.map(as_written(self.read), workers, deterministic=True)
 
-    def options(self, workers: int) -> tf.data.Options:
-        """For a pipeline of `examples`, after its last part."""
         options = tf.data.Options()
-        # A private pool: TensorFlow's own has a thread for every core of the host, on each rank.
-        options.threading.private_threadpool_size = workers + _FETCHES * bool(self.ahead)
-        # Nothing is left to tune, and its thread would hold up the end of a run, for seconds.
+        # The pool is private: TensorFlow's has a thread for every core of the host, on each rank.
+        threads = workers + _FETCHES if self.ahead else workers
+        options.threading.private_threadpool_size = threads
+        # Nothing is left to tune, and the tuner's thread would delay the end of a run by seconds.
         options.autotune.enabled = False
-        # One thread an example, so that sums do not depend on the number of threads.
+        # An example has one thread, so that sums do not depend on the number of threads.
         options.threading.max_intra_op_parallelism = 1
-        return options
+        return examples.with_options(options)
 
 
 def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = False) -> Reader:
@@ -98,29 +102,40 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
     """
     parts: set[str] = set()
     ahead = getattr(source, "ahead", None)
-    owner = getattr(ahead, "__self__", None)  # of several sources, one in the other, the innermost
-    if owner is not None and len(owner) != len(source):  # it has other indices, and reads by itself
-        ahead = owner = None
+    owner = getattr(ahead, "__self__", None)  # the innermost, where sources wrap each other
+    if owner is not None and len(owner) != len(source):
+        # Its indices are others: it reads by itself.
+        ahead = None
 
     def read(index: tf.Tensor, *rest: Any) -> Example:
-        key = rest[len(rest) - keyed :]
+        key = rest[-1:] if keyed else ()
         with fetched(owner, index, rest[0]) if ahead else contextlib.nullcontext():
             sample = source.read(index)
         if not isinstance(sample, Mapping):
-            kind = type(sample).__name__
-            raise ValueError(f"the source's read() must return a dict of tensors, not {kind}")
+            raise ValueError(
+                f"the source's read() must return a dict of tensors, not {type(sample).__name__}"
+            )
         parts.update(sample)
         if paired:
             sample = {**sample, "partner": source.read(partner(index, *key, len(source)))}
         return transform(sample, *key)
 
-    signature = [tf.TensorSpec([], tf.int64), *([owner.form] if ahead else [])]
-    signature += [tf.TensorSpec([2], tf.int32)] * keyed
+    signature: list[Any] = [tf.TensorSpec([], tf.int64)]
+    at_once = 0
+    if ahead:
+        signature.append(owner.form)
+        at_once = max(1, min(_FETCH_SAMPLES, int(_FETCH_BYTES / owner.bytes_each)))
+    if keyed:
+        signature.append(tf.TensorSpec([2], tf.int32))
     traced = tf.function(read, input_signature=signature, autograph=False)
-    at_once = max(1, min(_FETCHED, int(_FETCHED_BYTES / owner.bytes_each))) if ahead else 0
-    pairs = len(source) if paired else 0
-    made, line = traced.get_concrete_function(), project.line_of(transform)
-    return Reader(made, frozenset(parts), ahead, at_once, pairs, line)
+    return Reader(
+        read=traced.get_concrete_function(),  # tracing it fills `parts`
+        parts=frozenset(parts),
+        ahead=ahead,
+        at_once=at_once,
+        paired=len(source) if paired else 0,
+        line=project.line_of(transform),
+    )
 
 
 class BadSample(ValueError):
@@ -129,22 +144,22 @@ class BadSample(ValueError):
     sample = -1  # its index
 
 
-def read_one(made: Reader, source: Source, index: int, *key: tf.Tensor) -> Example:
+def read_one(reader: Reader, source: Source, index: int, *key: tf.Tensor) -> Example:
     """An example by itself. Raises BadSample, or ValueError where the disk fails time and again."""
     pauses = iter(_PAUSES)
     while True:
         try:
-            return made.one(index, *key)
+            return reader.one(index, *key)
         except _READ_ERRORS as error:
             if not pause(error, pauses):
-                ids = made.reads(index, *key)
-                fault = BadSample(explain(source, ids, error, made=made))
-                fault.sample = next(filter(source.explain, ids), index)
+                ids = reader.reads(index, *key)
+                fault = BadSample(explain(source, ids, error, reader=reader))
+                fault.sample = next((number for number in ids if source.explain(number)), index)
                 raise fault from None
 
 
 class Replaced(NamedTuple):
-    """A bad sample, and the one of the same global batch that took its place at a step."""
+    """A bad sample, and the sample of the same global batch that took its place at a step."""
 
     step: int
     sample: int
@@ -179,15 +194,20 @@ class TrainingFeed:
     ) -> None:
         self.error: str | None = None
         self.replaced: list[Replaced] = []
-        self._source, self._order, self._step = source, order, first_step
-        self._reader, self._workers, self._replaces = reader, workers, replaces
-        self._num_steps, self._device = num_steps, device
+        self._source = source
+        self._order = order
+        self._reader = reader
+        self._step = first_step
+        self._num_steps = num_steps
+        self._workers = workers
+        self._device = device
+        self._replaces = replaces
         self.waited = 0.0  # seconds spent in `next`; the device may work on earlier steps then
-        # What is read is said by variables: the pipeline's graphs, which stay in memory, are made
-        # once, however often it starts again at another step.
+        # Variables say what is read: the pipeline's graphs, which stay in memory, are made once,
+        # however often it starts again at another step.
         with tf.device("CPU"):
             self._start = tf.Variable(first_step, dtype=tf.int64)
-            self._mended = tf.Variable(-1, dtype=tf.int64)  # this step has these samples
+            self._mended = tf.Variable(-1, dtype=tf.int64)  # the step that reads `_instead`
             self._instead = tf.Variable(tf.zeros_like(order.local_samples(self._start)[0]))
         self._all = self._read(self._samples())
         self.spec = self._all.element_spec
@@ -217,18 +237,17 @@ class TrainingFeed:
 
         size = order.micro_batches * order.local_micro_size
         examples = self._reader.examples(samples, self._workers)
-        batches = examples.batch(size, drop_remainder=True).map(fold)
-        return batches.with_options(self._reader.options(self._workers))
+        return examples.batch(size, drop_remainder=True).map(fold)
 
     def _open(self) -> None:
-        batches, parts = self._all, tf.nest.flatten(self.spec)
-        # Two batches ahead, however much memory there is; in the GPU's memory, copied during the
-        # step before. GPUs hold no text.
-        if self._device and all(part.dtype != tf.string for part in parts):
-            batches = batches.apply(tf.data.experimental.prefetch_to_device(self._device, 2))
+        # Two batches are read ahead, however much memory there is; a GPU gets them in its own
+        # memory, copied during the step before. GPUs hold no text.
+        has_text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
+        if self._device and not has_text:
+            ahead = self._all.apply(tf.data.experimental.prefetch_to_device(self._device, 2))
         else:
-            batches = batches.prefetch(2)
-        self._batches = _begun(batches)
+            ahead = self._all.prefetch(2)
+        self._batches = _begun(ahead)
 
     def __enter__(self) -> Self:
         return self
@@ -249,7 +268,8 @@ class TrainingFeed:
 
     def _next(self) -> Example:
         """The next batch, without what is bad in it; ValueError where it cannot be read."""
-        good, pauses = None, iter(_PAUSES)
+        good = None
+        pauses = iter(_PAUSES)
         while True:
             try:
                 with heartbeat.reading():
@@ -257,26 +277,27 @@ class TrainingFeed:
                 self._step += 1
                 return batch
             except _READ_ERRORS as error:
-                # Which of the samples it is, is found below. Once all are good by themselves, it is
-                # the disk, which failed again, or no sample causes it alone.
+                # The first time, the bad samples are searched for below. Once all are good by
+                # themselves, the disk failed again, or no sample alone causes the error.
                 if good is not None and not pause(error, pauses):
-                    why = explain(self._source, good, error, made=self._reader)
-                    raise ValueError(why) from None
+                    reason = explain(self._source, good, error, reader=self._reader)
+                    raise ValueError(reason) from None
             if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
                 good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
-            self._batches = None  # it stops reading
+            self._batches = None  # stops its threads
             self._instead.assign(good)
             self._mended.assign(self._step)
             self._start.assign(self._step)
             self._open()
 
     def sample(self, place: int, draw: int = 0) -> Example:
-        """An example by itself, or, with `replaces`, the next one that can be read; ValueError.
+        """An example by itself; with `replaces`, the next good one where it cannot be read.
 
-        `draw`: of its key.
+        Its key is [draw, 0]. Raises ValueError where none can be read.
         """
-        size, key = len(self._source), tf.constant([draw, 0], tf.int32)
+        size = len(self._source)
+        key = tf.constant([draw, 0], tf.int32)
         for number in range(place, place + size):
             try:
                 return read_one(self._reader, self._source, number % size, key)
@@ -285,17 +306,18 @@ class TrainingFeed:
                     raise
 
     def replaced_at(self, step: int = 0) -> list[Replaced]:
-        """At a step; 0: in the newest batch."""
-        return [one for one in self.replaced if one.step == (step or self._step)]
+        """The samples replaced at a step; 0: in the newest batch."""
+        return [sample for sample in self.replaced if sample.step == (step or self._step)]
 
     def _good(self, index: int, key: tf.Tensor) -> int:
         """This sample, or the one in its place; ValueError where there is none."""
-        if not (fault := self._fault(index, key)):
+        fault = self._fault(index, key)
+        if not fault:
             return index
         if not self._replaces:
             raise ValueError(str(fault))
-        whole = dataclasses.replace(self._order, rank=0, size=1, virtual_ranks=0)
-        batch = whole.local_samples(tf.constant(self._step, tf.int64))[0].numpy().tolist()
+        one_rank = dataclasses.replace(self._order, size=1, virtual_ranks=0)
+        batch = one_rank.ids_of(self._step, 0)
         first = int(key[0]) % len(batch)
         for other in batch[first:] + batch[:first]:
             if other != index and not self._fault(other, key):
@@ -335,34 +357,38 @@ class EvaluationFeed:
         self.one_by_one = not all(part.shape.is_fully_defined() for part in parts)
         # tf.data hung at 2**31 - 1.
         batch_size = 1 if self.one_by_one else min(batch_size, len(source))
-        starts = range(rank * batch_size, len(source), size * batch_size)
+        self.batch_size = batch_size
         self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank that has most
-        self._source, self.batch_size = source, batch_size
-        self._ids = [i for s in starts for i in range(s, min(s + batch_size, len(source)))]
+        self._source = source
+        self._ids: list[int] = []
+        for start in range(rank * batch_size, len(source), size * batch_size):
+            self._ids += range(start, min(start + batch_size, len(source)))
         self._workers = workers
-        self._all = self._batches(0)  # once: each graph of them stays in memory
+        self._all = self._batches(0)  # made once, because its graphs stay in memory
         self.spec = self._all.element_spec
 
     def _batches(self, first: int) -> tf.data.Dataset:
         """This rank's batches from number `first` on."""
         ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
         examples = self.reader.examples(tf.data.Dataset.from_tensor_slices(ids), self._workers)
-        batches = examples.batch(self.batch_size).prefetch(2)
-        return batches.with_options(self.reader.options(self._workers))
+        return examples.batch(self.batch_size).prefetch(2)
 
     def __iter__(self) -> Iterator[Example]:
         """Raises ValueError naming the sample that cannot be read; tries a disk again."""
-        done, pauses = 0, iter(_PAUSES)
+        done = 0
+        pauses = iter(_PAUSES)
         while self.ids(done):
             try:
                 for batch in _each(_begun(self._batches(done) if done else self._all)):
                     yield batch
-                    done, pauses = done + 1, iter(_PAUSES)
+                    done += 1
+                    pauses = iter(_PAUSES)
             except _READ_ERRORS as error:
                 if not pause(error, pauses):
-                    # Looks only at the batch that failed: the other ranks wait.
-                    why = explain(self._source, self.ids(done), error, made=self.reader)
-                    raise ValueError(why) from None
+                    # Only the batch that failed is looked at: the other ranks wait.
+                    ids = self.ids(done)
+                    reason = explain(self._source, ids, error, reader=self.reader)
+                    raise ValueError(reason) from None
 
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
@@ -370,10 +396,10 @@ class EvaluationFeed:
 
 
 def _begun(batches: tf.data.Dataset) -> Iterator[Example]:
-    """An iterator over a pipeline as it is written, which has one order on any number of threads.
+    """An iterator over a pipeline whose order is fixed, with all its threads.
 
     Under --deterministic TensorFlow would take threads and reading ahead out of each pipeline that
-    reads a variable, or asserts (its make_deterministic). There is no public way to say not to.
+    reads a variable, or asserts (its make_deterministic). No public option prevents that.
     """
     is_on = _pywrap_determinism.is_enabled()
     _pywrap_determinism.enable(False)
@@ -384,7 +410,7 @@ def _begun(batches: tf.data.Dataset) -> Iterator[Example]:
 
 
 def _each(batches: Iterator[Example]) -> Iterator[Example]:
-    """The batches; the watch over ranks knows of each wait for one."""
+    """The batches; the heartbeat of this rank says when it waits for one."""
     while True:
         with heartbeat.reading():
             batch = next(batches, None)
@@ -394,49 +420,55 @@ def _each(batches: Iterator[Example]) -> Iterator[Example]:
 
 
 def pause(error: Exception, pauses: Iterator[float]) -> bool:
-    """Whether to read again: waits if the disk failed; ValueError once it did so too often."""
+    """Waits and returns True if the disk failed; ValueError once it has failed too often."""
     if not passes(error):
         return False
-    if (seconds := next(pauses, None)) is None:
-        often = f"{len(_PAUSES) + 1} times in {sum(_PAUSES)} s"
-        what = f"the disk fails, not the file: {reason_of(error)}, {often}"
-        raise ValueError(f"{what}: look at the disk or the file server, then start again") from None
+    seconds = next(pauses, None)
+    if seconds is None:
+        raise ValueError(
+            f"the disk fails, not the file: {reason_of(error)}, {len(_PAUSES) + 1} times in "
+            f"{sum(_PAUSES)} s: look at the disk or the file server, then start again"
+        ) from None
     say(f"note: the disk fails ({reason_of(error)}): reading again in {seconds} s")
     heartbeat.beat()
     time.sleep(seconds)
     return True
 
 
-def explain(source: Source, ids: list[int], error: Exception, made: Reader | None = None) -> str:
-    """A message about the first bad sample among `ids`, of examples that `made` makes."""
-    faults = map(source.explain, ids)
-    if fault := next(filter(None, faults), None):
-        return fault
-    if made is None:
-        return reason_of(error)
-    where = f"sample {join(ids)} (counted from 0)"
-    if line := line_of(error, made.read.graph) or made.line:
-        where = f"{where}: {line}"
-    return f"{where}: {reason_of(error)}"
+def explain(source: Source, ids: list[int], error: Exception, reader: Reader | None = None) -> str:
+    """A message about the first bad sample among `ids`, of examples that `reader` makes."""
+    for index in ids:
+        if fault := source.explain(index):
+            return fault
+    reason = reason_of(error)
+    if reader is None:
+        return reason
+    line = line_of(error, reader.read.graph) or reader.line
+    if line:
+        return f"sample {join(ids)} (counted from 0): {line}: {reason}"
+    return f"sample {join(ids)} (counted from 0): {reason}"
 
 
 def line_of(error: Exception, graph: tf.Graph) -> str:
     """The user's line that made the operation of a graph that failed; "" where it is not known."""
     for name in re.findall(r"\{\{node ([^}]+)\}\}", str(error)):
-        # Where functions are inlined, names of the calls stand before it.
-        made = [op for op in graph.get_operations() if f"/{name}".endswith(f"/{op.name}")]
-        if made:
-            return project.line_in_fork(max(made, key=lambda op: len(op.name)).traceback)
+        # Where functions are inlined, the names of the calls stand before the operation's.
+        failed = [op for op in graph.get_operations() if f"/{name}".endswith(f"/{op.name}")]
+        if failed:
+            return project.line_in_fork(max(failed, key=lambda op: len(op.name)).traceback)
     return ""
 
 
 def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = re.sub(r"\x1b\[[0-9;]*m", "", getattr(error, "message", str(error)))
-    if failed := re.search(r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE):
-        unescaped = re.sub(r"\\(['\"])", r"\1", failed[1])
+    asserted = re.search(r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE)
+    if asserted:
+        unescaped = re.sub(r"\\(['\"])", r"\1", asserted[1])
         return unescaped.replace("] [", " ")
+
     lines = [line for line in message.splitlines() if not _NO_REASON.match(line)]
-    reason = re.sub(r"\{\{.*?\}\} ?", "", (lines or [type(error).__name__])[0])
+    reason = lines[0] if lines else type(error).__name__
+    reason = re.sub(r"\{\{.*?\}\} ?", "", reason)
     reason = re.sub(r" \[Op:\w+\].*", "", reason)
     return re.sub(r"^\(0\) [A-Z_]+: +", "", reason.strip())

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """After `step` steps, which had `samples` samples; `passed_over` more were left out."""
+    """A run after `step` steps, which had `samples` samples; `passed_over` more were left out."""
 
     step: int = 0
     samples: int = 0
@@ -12,7 +12,7 @@ class Place(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Of the next sample, over all epochs."""
+        """Position of the next sample, counted over all epochs."""
         return self.samples + self.passed_over
 
     def after(self, steps: int, batch: int) -> "Place":

@@ -15,20 +15,24 @@ import tensorflow as tf
 from hvdkit.data.place import BEGINNING, Place
 from hvdkit.data.source import Source
 
-WORDS = tf.raw_ops.StatelessRandomUniformFullIntV2  # of random bits
-_ORDERS, _KEYS, _SHARDS, _WINDOWS = 1, 2, 3, 4  # uses of the random words
-_PARTNERS = 2  # of those of a sample's key
+WORDS = tf.raw_ops.StatelessRandomUniformFullIntV2  # draws words of random bits
+# What the words of the run's seed are drawn for.
+_ORDERS = 1
+_KEYS = 2
+_SHARDS = 3
+_WINDOWS = 4
+_PARTNERS = 2  # what the words of a sample's key are drawn for; augmentation uses 0 and 1
 
 
 class Shards(NamedTuple):
     """Samples that lie in files one after the other, of which few are read at a time."""
 
-    sizes: tuple[int, ...]  # samples of each
-    at_once: int  # shards of a window, at most
+    sizes: tuple[int, ...]  # samples of each file
+    at_once: int  # most shards of a window
 
     @property
     def windows(self) -> list[slice]:
-        """Where an epoch's order of shards is cut: each window has nearly as many as the others."""
+        """The parts into which an epoch's order of shards is cut, of nearly equal lengths."""
         count = -(-len(self.sizes) // self.at_once)
         return [slice(*share(len(self.sizes), number, count)) for number in range(count)]
 
@@ -46,14 +50,18 @@ def shards_of(source: Source, at_once: int) -> Shards | None:
     return Shards(sizes, at_once)
 
 
-def philox(op: Callable, key: tf.Tensor, counter: Sequence[Any], **how: Any) -> tf.Tensor:
-    """What a raw op draws by a key of 64 bits from a counter of two such numbers on.
+def philox(op: Callable, key: tf.Tensor, counter: Sequence[Any], **arguments: Any) -> tf.Tensor:
+    """What a raw op draws by a key of 64 bits, from a counter of two such numbers on.
 
     Philox (Salmon et al. 2011) is made for this: even regular keys and counters give words that
     look independent, the same on every device.
     """
-    bits, counter = tf.bitcast(key, tf.uint64), tf.cast(tf.stack(counter), tf.uint64)
-    return op(key=bits[None], counter=counter, alg=tf.random.Algorithm.PHILOX.value, **how)
+    return op(
+        key=tf.bitcast(key, tf.uint64)[None],
+        counter=tf.cast(tf.stack(counter), tf.uint64),
+        alg=tf.random.Algorithm.PHILOX.value,
+        **arguments,
+    )
 
 
 def share(total: int, rank: int, size: int) -> tuple[int, int]:
@@ -64,9 +72,8 @@ def share(total: int, rank: int, size: int) -> tuple[int, int]:
 def partner(index: tf.Tensor, key: tf.Tensor, total: int) -> tf.Tensor:
     """Another of `total` samples, each as likely, that belongs to a sample and its key: int64.
 
-    `index`: int64 scalar; `key`: int32 [2]. Of a single sample, itself.
+    `index`: int64 scalar; `key`: int32 [2]. A single sample is its own partner.
     """
-    # What augmentation draws counts from [0, 0] and [0, 1].
     word = philox(WORDS, key, [0, _PARTNERS], shape=[], dtype=tf.int64)
     return (index + 1 + word % max(total - 1, 1)) % total
 
@@ -94,13 +101,17 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.global_batch_size // self.micro_batches < self.size:
-            per = f" / --accumulation_steps={self.micro_batches}" if self.micro_batches > 1 else ""
-            than = f"the number of ranks, {self.size}: every rank needs a sample a step"
-            batch = f"--global_batch_size={self.global_batch_size}{per}"
-            raise ValueError(f"{batch} is smaller than {than}")
+            divisor = ""
+            if self.micro_batches > 1:
+                divisor = f" / --accumulation_steps={self.micro_batches}"
+            raise ValueError(
+                f"--global_batch_size={self.global_batch_size}{divisor} is smaller than the number "
+                f"of ranks, {self.size}: every rank needs a sample a step"
+            )
         if self.num_samples < self.size:
-            samples = f"{self.num_samples} training samples"
-            raise ValueError(f"{samples} are fewer than the {self.size} ranks")
+            raise ValueError(
+                f"{self.num_samples} training samples are fewer than the {self.size} ranks"
+            )
 
     @property
     def local_micro_size(self) -> int:
@@ -114,7 +125,7 @@ class Sampler:
         return self.local_micro_size * self.micro_batches / self.global_batch_size
 
     def place(self, step: int) -> Place:
-        """Of the run after `step` steps."""
+        """Where the run is after `step` steps."""
         return self.start.after(step - self.start.step, self.global_batch_size)
 
     def _first(self, step: tf.Tensor) -> tf.Tensor:
@@ -132,8 +143,8 @@ class Sampler:
         """
         positions = self.local_positions(step)
         first = self._first(step)
-        # Drawn for the whole global batch, in one op, which takes no longer.
-        keys = self._draw(_KEYS, first, self.global_batch_size, dtype=tf.int32)[:, :2]
+        # One op draws the keys of the whole global batch, which takes no longer.
+        keys = self._draw(_KEYS, first, self.global_batch_size, words=2, dtype=tf.int32)
         return self.order(positions), tf.gather(keys, positions - first)
 
     def local_positions(self, step: tf.Tensor) -> tf.Tensor:
@@ -144,7 +155,7 @@ class Sampler:
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
 
     def ids_of(self, step: int, part: int) -> list[int]:
-        """The samples of rank `part` at `step`; with virtual ranks, of that virtual rank."""
+        """The samples of rank `part` at `step`; with virtual ranks those of that virtual rank."""
         parts = self.virtual_ranks or self.size
         other = dataclasses.replace(self, rank=part, size=parts, virtual_ranks=0)
         return other.local_samples(tf.constant(step, tf.int64))[0].numpy().tolist()
@@ -164,13 +175,16 @@ class Sampler:
         Epochs and seeds have unrelated permutations, drawn at random from at least 2**24: an order
         may repeat by chance after thousands of epochs.
         """
-        epochs, offsets = positions // self.num_samples, positions % self.num_samples
-        first, count = epochs[0], epochs[-1] - epochs[0] + 1
+        epochs = positions // self.num_samples
+        offsets = positions % self.num_samples
+        first = epochs[0]
+        count = epochs[-1] - first + 1
         if self.shards:
             return self._windowed(positions - first * self.num_samples, first, count)
+
         # The op uses the lowest 8 to 32 bits of each of three words: raw seed and epoch would
         # leave most of the key constant.
-        keys = self._draw(_ORDERS, first, count, dtype=tf.uint32)[:, :3]
+        keys = self._draw(_ORDERS, first, count, words=3, dtype=tf.uint32)
         return _permute(offsets, tf.gather(keys, epochs - first), self.num_samples)
 
     def _windowed(self, positions: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
@@ -179,57 +193,83 @@ class Sampler:
         Each epoch puts the shards in an order, cuts it into windows of nearly as many shards each,
         and puts the samples of each window in an order. All ends below are positions.
         """
-        sizes, windows = np.array(self.shards.sizes, np.int64), len(self.shards.windows)
+        sizes = np.array(self.shards.sizes, np.int64)
+        windows = self.shards.windows
         shards = self._shard_order(first, count)
-        ends = tf.cumsum(tf.reshape(tf.gather(sizes, shards), [-1]))
-        last = [part.stop - 1 for part in self.shards.windows]
-        window_ends = tf.reshape(tf.gather(tf.reshape(ends, [-1, len(sizes)]), last, axis=1), [-1])
-        starts = tf.concat([[0], window_ends], 0)
+        shard_ends = tf.cumsum(tf.reshape(tf.gather(sizes, shards), [-1]))
+        ends_by_epoch = tf.reshape(shard_ends, [-1, len(sizes)])
+        last_shards = [window.stop - 1 for window in windows]
+        window_ends = tf.reshape(tf.gather(ends_by_epoch, last_shards, axis=1), [-1])
+        window_starts = tf.concat([[0], window_ends], 0)
+        window_sizes = window_starts[1:] - window_starts[:-1]
 
+        # Each position goes to another one in its window.
         window = tf.searchsorted(window_ends, positions, "right", out_type=tf.int64)
-        start, total_in = tf.gather(starts, window), tf.gather(starts[1:] - starts[:-1], window)
-        keys = self._draw(_WINDOWS, first * windows, count * windows, dtype=tf.uint32)[:, :3]
-        places = start + _permute(positions - start, tf.gather(keys, window), total_in)
+        start = tf.gather(window_starts, window)
+        keys = self._draw(
+            _WINDOWS, first * len(windows), count * len(windows), words=3, dtype=tf.uint32
+        )
+        places = start + _permute(
+            positions - start,
+            tf.gather(keys, window),
+            tf.gather(window_sizes, window),
+        )
 
-        found = tf.searchsorted(ends, places, "right", out_type=tf.int64)
-        # Samples before the end of a shard, in the order of ids.
-        ids_before = tf.gather(np.cumsum(sizes), tf.gather(tf.reshape(shards, [-1]), found))
-        return ids_before - tf.gather(ends, found) + places
+        # Finds the shard of each place, then the sample's id from its place in the shard.
+        shard = tf.searchsorted(shard_ends, places, "right", out_type=tf.int64)
+        id_ends = tf.gather(np.cumsum(sizes), tf.gather(tf.reshape(shards, [-1]), shard))
+        return id_ends - tf.gather(shard_ends, shard) + places
 
     def _shard_order(self, first: tf.Tensor, count: tf.Tensor | int) -> tf.Tensor:
         """The shards in the order of each of `count` epochs: [count, shards]."""
         total = len(self.shards.sizes)
-        words = self._draw(_SHARDS, first * total, count * total, dtype=tf.int32)
-        words = tf.reshape(tf.bitcast(words[:, :2], tf.int64), [-1, total])
-        return tf.argsort(words, stable=True)
+        words = self._draw(_SHARDS, first * total, count * total, words=2, dtype=tf.int32)
+        sort_keys = tf.reshape(tf.bitcast(words, tf.int64), [-1, total])
+        return tf.argsort(sort_keys, stable=True)
 
     def coming_shards(self, step: int) -> list[int]:
         """The shards of the window at `step`, then those of the next; [] without shards: all."""
         if not self.shards:
             return []
         epoch, offset = divmod(self.place(step).position, self.num_samples)
-        order = self._shard_order(tf.constant(epoch, tf.int64), 2).numpy()
-        ends = np.cumsum(np.array(self.shards.sizes)[order[0]])
-        parts = [(row, part) for row in order for part in self.shards.windows]
-        now = next(n for n, (_, part) in enumerate(parts) if offset < ends[part.stop - 1])
-        both = [row[part] for row, part in parts[now : now + 2]]
-        return [*dict.fromkeys(np.concatenate(both).tolist())]
+        order, next_order = self._shard_order(tf.constant(epoch, tf.int64), 2).numpy()
+        windows = self.shards.windows
+        ends = np.cumsum(np.array(self.shards.sizes)[order])
+        current = sum(offset >= ends[window.stop - 1] for window in windows)
+        shards = [order[window] for window in windows]
+        shards.append(next_order[windows[0]])
+        coming = np.concatenate(shards[current : current + 2])
+        return list(dict.fromkeys(coming.tolist()))
 
     def _draw(
-        self, use: int, first: tf.Tensor, count: tf.Tensor | int, *, dtype: tf.DType
+        self,
+        use: int,
+        first: tf.Tensor,
+        count: tf.Tensor | int,
+        *,
+        words: int,
+        dtype: tf.DType,
     ) -> tf.Tensor:
-        """Four random 32-bit words for each of `count` numbers from `first` on: [count, 4].
+        """At most four random 32-bit words for each of `count` numbers from `first` on.
 
-        The seed is the key; the counter goes up by one after four words.
+        The seed is the key; the counter goes up by one after four words. Returns [count, words].
         """
         seed = tf.constant(self.seed, tf.uint64)
-        words = philox(WORDS, seed, [first, use], shape=[4 * count], dtype=dtype)
-        return tf.reshape(words, [-1, 4])
+        drawn = philox(WORDS, seed, [first, use], shape=[4 * count], dtype=dtype)
+        return tf.reshape(drawn, [-1, 4])[:, :words]
 
 
 def permuted(index: tf.Tensor, total: int, seed: int) -> tf.Tensor:
     """The entry `index` (int64 scalar) of the seed's permutation of [0, total)."""
-    return Sampler(total, 1, 1, seed, 0, 1).order(index[None])[0]
+    sampler = Sampler(
+        num_samples=total,
+        global_batch_size=1,
+        micro_batches=1,
+        seed=seed,
+        rank=0,
+        size=1,
+    )
+    return sampler.order(index[None])[0]
 
 
 def _permute(index: tf.Tensor, keys: tf.Tensor, total: int | tf.Tensor) -> tf.Tensor:
@@ -246,6 +286,9 @@ def _permute(index: tf.Tensor, keys: tf.Tensor, total: int | tf.Tensor) -> tf.Te
     last = total - 1
     last += tf.cast((last >= 2**16) & (last & (last - 1) == 0), tf.int64)
     ids = shuffled(index, last)
-    out = ids == total
-    again = lambda: tf.where(out, shuffled(tf.minimum(total, last), last), ids)  # noqa: E731
-    return tf.cond(tf.reduce_any(out), again, lambda: ids)
+    is_extra = ids == total
+
+    def skipped() -> tf.Tensor:
+        return tf.where(is_extra, shuffled(tf.minimum(total, last), last), ids)
+
+    return tf.cond(tf.reduce_any(is_extra), skipped, lambda: ids)

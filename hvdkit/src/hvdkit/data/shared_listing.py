@@ -64,4 +64,8 @@ def _by(finding: Callable[..., Any]) -> Iterator[None]:
         _finding = before
 
 
-_finding: Callable[..., Any] = lambda key, find, look: find()  # noqa: E731
+def _here(_key: str, find: Callable[[], T], _look: Callable[[T], None]) -> T:
+    return find()
+
+
+_finding: Callable[..., Any] = _here

@@ -4,18 +4,18 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 _LARGE = 2**28  # bytes
-_LOOKED_AT = 1_000  # most samples that are looked at where each costs a request or a read
+_MOST_SAMPLED = 1_000  # samples that are looked at where each costs a request or a read
 
 
-def sampled(count: int, most: int = 0) -> range:
-    """At most `most` (0: 1,000) indices spread over 0 .. count - 1."""
-    return range(0, count, max(1, -(-count // (most or _LOOKED_AT))))
+def sampled(count: int, most: int = _MOST_SAMPLED) -> range:
+    """At most `most` indices spread over 0 .. count - 1."""
+    return range(0, count, max(1, -(-count // most)))
 
 
 class Source(Protocol):
@@ -58,7 +58,7 @@ class Wrapper:
         self._source = source
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_source":  # while a copy of it is made
+        if name == "_source":  # a copy is being made and has no source yet
             raise AttributeError(name)
         return getattr(self._source, name)
 
@@ -85,51 +85,65 @@ class ReadAhead:
     computing.
     """
 
-    form: dict[str, tf.TensorSpec]  # of the parts of one sample, as they are fetched
-    bytes_each: float  # of a sample's parts, about
+    form: dict[str, tf.TensorSpec]  # the parts of one sample, as they are fetched
+    bytes_each: float  # approximate bytes of a sample's parts
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The parts in the order of `form`, [n, ...] each, of n indices (int64).
+        """The parts of n samples (indices int64 [n]), in the order of `form`: each [n, ...].
 
-        What fails for one sample must be told in its parts, for `decode` to fail, not raised.
+        It does not raise for a bad sample: its parts say so, and then `decode` fails.
         """
         raise NotImplementedError
 
     def decode(self, parts: Parts) -> Parts:
-        """A sample of its parts, with TensorFlow ops."""
+        """Makes a sample of its parts, with TensorFlow ops."""
         return parts
 
     def ahead(self, indices: tf.Tensor) -> Parts:
-        """`fetch` in a graph; indices: int64 [n]."""
-        # Stateless, as files do not change.
+        """Calls `fetch` from a graph; indices: int64 [n]."""
         types = [spec.dtype for spec in self.form.values()]
-        found = tf.numpy_function(self.fetch, [indices], types, stateful=False)
-        # Of one part it is a tensor where it is not in a graph.
-        found = dict(zip(self.form, [found] if tf.is_tensor(found) else found, strict=True))
-        return {n: tf.ensure_shape(x, [None, *self.form[n].shape]) for n, x in found.items()}
+        # It is stateless, because files do not change.
+        tensors = tf.numpy_function(self.fetch, [indices], types, stateful=False)
+        if tf.is_tensor(tensors):  # outside a graph, a single part is no list
+            tensors = [tensors]
+        parts = {}
+        for (name, spec), tensor in zip(self.form.items(), tensors, strict=True):
+            parts[name] = tf.ensure_shape(tensor, [None, *spec.shape])
+        return parts
 
     def read(self, index: tf.Tensor) -> Parts:
-        if _fetched[0] is not self or _fetched[1] is not index:  # what else calls it, waits
-            index = tf.cast(index, tf.int64)
-            return self.decode({name: part[0] for name, part in self.ahead(index[None]).items()})
-        return self.decode(_fetched[2])
+        if _fetched.source is self and _fetched.index is index:
+            return self.decode(_fetched.parts)
+        # A caller other than a feed waits for the disk.
+        fetched_parts = self.ahead(tf.cast(index, tf.int64)[None])
+        return self.decode({name: part[0] for name, part in fetched_parts.items()})
 
 
 def sound(parts: Parts, name: str) -> tf.Tensor:
-    """This part; where parts["fault"] is not "", the sample fails with these words."""
+    """The part of this name; the sample fails with the words of parts["fault"] if there are any."""
     fine = tf.debugging.Assert(parts["fault"] == "", [parts["fault"]])
-    with tf.control_dependencies([fine]):  # else decoding may fail first, with words of its own
+    # Without this order, decoding may fail first, with words of its own.
+    with tf.control_dependencies([fine]):
         return tf.identity(parts[name])
 
 
-_fetched: tuple[Any, Any, Any] = (None, None, None)  # a source, an index, and its parts
+class _Fetched(NamedTuple):
+    """The parts that the ReadAhead `source` takes where it is asked to read `index`."""
+
+    source: Any = None
+    index: tf.Tensor | None = None
+    parts: Parts | None = None
+
+
+_fetched = _Fetched()
 
 
 @contextlib.contextmanager
 def fetched(source: Any, index: tf.Tensor, parts: Parts) -> Iterator[None]:
     """Inside, the ReadAhead `source` takes these parts where it is asked to read `index`."""
     global _fetched
-    before, _fetched = _fetched, (source, index, parts)
+    before = _fetched
+    _fetched = _Fetched(source, index, parts)
     try:
         yield
     finally:
@@ -153,10 +167,13 @@ class Arrays(ReadAhead):
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
         size = sum(array.nbytes for array in self._arrays.values())
-        self.is_large, self.bytes_each = size > _LARGE, size / len(self)
+        self.bytes_each = size / len(self)
+        self.is_large = size > _LARGE
         if self.is_large:
-            spec = {n: (a.shape[1:], tf.as_dtype(a.dtype)) for n, a in self._arrays.items()}
-            self.form = {name: tf.TensorSpec(*of) for name, of in spec.items()}
+            self.form = {
+                name: tf.TensorSpec(array.shape[1:], array.dtype)
+                for name, array in self._arrays.items()
+            }
         else:
             self.ahead = None  # they become constants of the input pipeline
 
@@ -164,8 +181,8 @@ class Arrays(ReadAhead):
         return len(next(iter(self._arrays.values())))
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        found = [array[indices] for array in self._arrays.values()]
-        return [np.char.encode(x, "utf-8") if x.dtype.kind == "U" else x for x in found]
+        parts = [array[indices] for array in self._arrays.values()]
+        return [np.char.encode(x, "utf-8") if x.dtype.kind == "U" else x for x in parts]
 
     def read(self, index: tf.Tensor) -> Parts:
         """Tensors of the arrays' own dtypes, by name."""
@@ -180,20 +197,26 @@ class Arrays(ReadAhead):
         sha = hashlib.sha256()
         for name, array in self._arrays.items():
             sha.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            for part in (array[i] for i in sampled(len(array))) if self.is_large else [array]:
-                sha.update(np.ascontiguousarray(part))
+            entries = [array]
+            if self.is_large:
+                entries = (array[index] for index in sampled(len(array)))
+            for entry in entries:
+                sha.update(np.ascontiguousarray(entry))
         return sha.hexdigest()
 
 
 def _check_type(name: str, array: np.ndarray) -> None:
-    """Raises ValueError for what TensorFlow does not take, or takes for other numbers."""
-    try:  # an array of objects holds addresses, which differ between ranks
+    """Raises ValueError for an array that TensorFlow does not take, or takes for other numbers."""
+    try:
+        # An array of objects holds addresses, which differ between ranks.
         known = tf.as_dtype(array.dtype) and array.dtype.isnative and array.dtype != object
     except TypeError:
         known = False
     if not known:
-        what = "make it numbers, in this machine's byte order, or text"
-        raise ValueError(f"array {name} is of {array.dtype}: {what}")
+        raise ValueError(
+            f"array {name} is of {array.dtype}: make it numbers, in this machine's byte order, "
+            "or text"
+        )
 
 
 class Synthetic:
@@ -203,7 +226,8 @@ class Synthetic:
     """
 
     def __init__(self, count: int, form: dict[str, tuple[tuple[int, ...], tf.DType, int]]) -> None:
-        self._count, self._form = count, form
+        self._count = count
+        self._form = form
 
     def __len__(self) -> int:
         return self._count

@@ -116,7 +116,7 @@ def read_example(made: pipeline.Reader, source: Source, training: bool, *, bad: 
                 break
             except tf.errors.OpError as error:
                 if number == last:
-                    why = pipeline.explain(source, [number], error, made=made)
+                    why = pipeline.explain(source, [number], error, reader=made)
                     raise ValueError(why) from None
     return tf.nest.map_structure(lambda t: t[None], example)
 
