@@ -35,33 +35,45 @@ class Sums:
         self._world = world
         self._sums = zeros
         self._exact = exact
-        floats = {n: sums for n, sums in zeros.items() if exact and sums.dtype.kind == "f"}
-        self._fractions = {name: _fractions(sums) for name, sums in floats.items()}
+        self._fractions: dict[str, list[Fraction]] = {}
+        if exact:
+            for name, sums in zeros.items():
+                if sums.dtype.kind == "f":
+                    self._fractions[name] = _fractions(sums)
 
-    def add(self, more: Arrays) -> None:
-        self._sums = {name: own + more[name] for name, own in self._sums.items()}
-        for name, own in self._fractions.items():
-            self._fractions[name] = [a + b for a, b in zip(own, _fractions(more[name]))]
+    def add(self, batch_sums: Arrays) -> None:
+        self._sums = {name: total + batch_sums[name] for name, total in self._sums.items()}
+        for name, totals in self._fractions.items():
+            pairs = zip(totals, _fractions(batch_sums[name]))
+            self._fractions[name] = [total + value for total, value in pairs]
 
     def over_ranks(self) -> Arrays:
         """Totals, on every rank, which all must call; integers are exact below 2**53."""
-        own = {name: self._sums[name] for name in sorted(self._sums)}
-        sent = [tf.constant(part.astype(np.float64)) for part in own.values()]
-        found = hvd.grouped_allreduce(sent, op=hvd.Sum, name="metrics.sums")
-        totals = {name: total.numpy().astype(own[name].dtype) for name, total in zip(own, found)}
+        names = sorted(self._sums)
+        sent = [tf.constant(self._sums[name].astype(np.float64)) for name in names]
+        received = hvd.grouped_allreduce(sent, op=hvd.Sum, name="metrics.sums")
+        totals = {}
+        for name, total in zip(names, received):
+            totals[name] = total.numpy().astype(self._sums[name].dtype)
         if self._exact:
-            texts = {name: list(map(str, parts)) for name, parts in self._fractions.items()}
-            everyone = self._world.gather_objects(texts, "metrics.exact")
-            for name in texts:
-                rounded = totals[name]
-                columns = zip(*(theirs[name] for theirs in everyone))
-                exact = []
-                for total, parts in zip(np.ravel(rounded).tolist(), columns):
-                    if math.isfinite(total):  # NaN and infinity stay, in any order
-                        total = float(sum(map(Fraction, parts)))
-                    exact.append(total)
-                totals[name] = np.reshape(exact, rounded.shape).astype(rounded.dtype)
+            totals |= self._exact_over_ranks(totals)
         return totals
+
+    def _exact_over_ranks(self, totals: Arrays) -> Arrays:
+        """The float totals, computed from the fractions of all ranks and rounded once."""
+        texts = {name: [str(part) for part in parts] for name, parts in self._fractions.items()}
+        texts_by_rank = self._world.gather_objects(texts, "metrics.exact")
+        exact_totals = {}
+        for name in texts:
+            total = totals[name]
+            by_value = zip(*(rank_texts[name] for rank_texts in texts_by_rank))
+            values = []
+            for value, parts in zip(np.ravel(total).tolist(), by_value):
+                if math.isfinite(value):  # NaN and infinity stay, in any order
+                    value = float(sum(Fraction(part) for part in parts))
+                values.append(value)
+            exact_totals[name] = np.reshape(values, total.shape).astype(total.dtype)
+        return exact_totals
 
 
 def _fractions(values: np.ndarray) -> list[Fraction]:
@@ -72,37 +84,41 @@ def _fractions(values: np.ndarray) -> list[Fraction]:
 class Rows:
     """What a task keeps of each sample (`per_sample`): first of this rank, then of all."""
 
-    MOST_BYTES = 2**30  # of all samples, on each rank
+    MOST_BYTES = 2**30  # limit of the rows of all samples, which every rank holds
 
     def __init__(self, empty: Arrays) -> None:
-        self._found = {name: [rows] for name, rows in empty.items()}
+        self._batches = {name: [rows] for name, rows in empty.items()}
         self._ids: list[int] = []
 
-    def add(self, more: Arrays, ids: list[int]) -> None:
-        for name, rows in more.items():
+    def add(self, batch_rows: Arrays, ids: list[int]) -> None:
+        for name, rows in batch_rows.items():
             if len(rows) != len(ids):
                 raise ValueError(f"the task's per_sample has {len(rows)} {name} of {len(ids)}")
-            self._found[name].append(rows)
+            self._batches[name].append(rows)
         self._ids += ids
 
     def of_all_ranks(self) -> Arrays:
         """[samples, ...] by name, in the order of the samples; every rank must call it."""
-        if not self._found:
+        if not self._batches:
             return {}
         ids = hvd.allgather(tf.constant(self._ids, tf.int64), name="metrics.ids").numpy()
-        together = {}
-        for name in sorted(self._found):
-            own = tf.constant(np.concatenate(self._found[name]))
-            together[name] = hvd.allgather(own, name=f"metrics.per_sample.{name}").numpy()
-        return {name: rows[np.argsort(ids)] for name, rows in together.items()}
+        order = np.argsort(ids)
+        rows = {}
+        for name in sorted(self._batches):
+            local_rows = tf.constant(np.concatenate(self._batches[name]))
+            gathered = hvd.allgather(local_rows, name=f"metrics.per_sample.{name}")
+            rows[name] = gathered.numpy()[order]
+        return rows
 
 
 def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> tuple[Arrays, Arrays]:
     """Zero sums and no rows of evaluator.py's `make_step`, before any batch."""
     *_, sums, rows = eval_step.get_concrete_function().structured_outputs
-    zero = {name: np.zeros(t.shape, t.dtype.as_numpy_dtype) for name, t in sums.items()}
-    none = {n: np.zeros([0, *t.shape[1:]], t.dtype.as_numpy_dtype) for n, t in rows.items()}
-    return zero, none
+    zero_sums = {name: np.zeros(t.shape, t.dtype.as_numpy_dtype) for name, t in sums.items()}
+    no_rows = {}
+    for name, row in rows.items():
+        no_rows[name] = np.zeros([0, *row.shape[1:]], row.dtype.as_numpy_dtype)
+    return zero_sums, no_rows
 
 
 class KerasMetrics:
@@ -119,48 +135,62 @@ class KerasMetrics:
         self._named = named
 
     def sums(self, *batch: tf.Tensor) -> dict[str, tf.Tensor]:
-        """For a task's `sums`; `batch`: what update_state takes, labels first."""
-        found = {}
+        """What a task's `sums` returns; `batch`: what update_state takes, labels first."""
+        sums = {}
         for name, metric in self._named.items():
             with tf.init_scope():
                 _require_sums(name, metric, batch)
             empty = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
             state = metric.stateless_update_state(empty, *batch)
-            found |= {f"{name}/{place}": value for place, value in enumerate(state)}
-        return found
+            for place, value in enumerate(state):
+                sums[f"{name}/{place}"] = value
+        return sums
 
     def figures(self, sums: Arrays) -> dict[str, float]:
-        """For a task's `metrics`; NAME, or NAME_0, NAME_1 ... of a metric with several values."""
-        found = {}
+        """What a task's `metrics` returns: NAME, or NAME_0, NAME_1 ... for several values."""
+        figures = {}
         for name, metric in self._named.items():
-            kinds = enumerate(metric.variables)
-            state = [tf.cast(sums[f"{name}/{place}"], v.dtype) for place, v in kinds]
-            value = np.asarray(metric.stateless_result(state))
-            parts = enumerate(np.ravel(value)) if value.ndim else [("", value)]
-            found |= {f"{name}_{place}".rstrip("_"): float(part) for place, part in parts}
-        return found
+            state = []
+            for place, variable in enumerate(metric.variables):
+                state.append(tf.cast(sums[f"{name}/{place}"], variable.dtype))
+            result = np.asarray(metric.stateless_result(state))
+            if result.ndim:
+                for place, value in enumerate(np.ravel(result)):
+                    figures[f"{name}_{place}"] = float(value)
+            else:
+                figures[name] = float(result)
+        return figures
 
 
 def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]) -> None:
-    """Makes the metric's variables; ValueError unless the same batch twice is twice its state, also
-    as one batch."""
-    shapes = [[size or 2 for size in part.shape] for part in batch]
-    like = [tf.ones(shape, part.dtype) for shape, part in zip(shapes, batch)]
-    if len(like) > 1 and like[1].dtype.is_floating:
-        like[1] *= 0.25  # not the labels: a maximum of errors must not be 0
-    longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in like]
+    """Makes the metric's variables; ValueError unless twice a batch gives twice its state.
+
+    It is tried with two batches and with one that is twice as long.
+    """
+    probe = []
+    for part in batch:
+        probe.append(tf.ones([size or 2 for size in part.shape], part.dtype))
+    if len(probe) > 1 and probe[1].dtype.is_floating:
+        probe[1] *= 0.25  # other values than the labels: a maximum of errors must not be 0
+    longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in probe]
     states = []
-    for batches in ([], [like], [like, like], [longer]):
+    for batches in ([], [probe], [probe, probe], [longer]):
         metric.reset_state()
         for parts in batches:
             metric.update_state(*parts)
         states.append([v.numpy() for v in metric.variables])
     metric.reset_state()
-    none, once, *twice = states
-    alike = all(np.allclose(x, 2 * y) for two in twice for x, y in zip(two, once, strict=True))
-    if any(np.any(x) for x in none) or not alike:
-        kind = type(metric).__name__
-        raise ValueError(f"{name}: the state of {kind} is no sum over samples: use per_sample")
+    start, once, twice, as_one = states
+    doubled = [2 * value for value in once]
+    starts_at_zero = not any(np.any(value) for value in start)
+    if not (starts_at_zero and _are_close(twice, doubled) and _are_close(as_one, doubled)):
+        raise ValueError(
+            f"{name}: the state of {type(metric).__name__} is no sum over samples: use per_sample"
+        )
+
+
+def _are_close(values: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
+    return all(np.allclose(value, other) for value, other in zip(values, others, strict=True))
 
 
 def confusion_matrix(
@@ -171,10 +201,10 @@ def confusion_matrix(
     Labels and predictions are integers of one shape; `counted`, a bool of that shape, says which
     positions count. Elsewhere a label may be outside [0, num_classes).
     """
-    counted = tf.reshape(counted, [-1])
-    flat = (tf.reshape(tf.cast(part, tf.int64), [-1]) for part in (labels, predictions))
-    labels, predictions = (tf.boolean_mask(part, counted) for part in flat)
-    cells = tf.cast(labels * num_classes + predictions, tf.int32)
+    labels = tf.reshape(tf.cast(labels, tf.int64), [-1])
+    predictions = tf.reshape(tf.cast(predictions, tf.int64), [-1])
+    cells = tf.boolean_mask(labels * num_classes + predictions, tf.reshape(counted, [-1]))
+    cells = tf.cast(cells, tf.int32)
     size = num_classes**2
     counts = tf.math.bincount(cells, minlength=size, maxlength=size, dtype=tf.int64)
     return tf.reshape(counts, [num_classes, num_classes])
@@ -187,8 +217,9 @@ def in_top(labels: tf.Tensor, scores: tf.Tensor, k: int) -> tf.Tensor:
     top_k_accuracy_score. A sample with a NaN score is no hit.
     """
     numbers = tf.range(scores.shape[-1], dtype=labels.dtype)
-    own = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]
-    before = (scores > own) | ((scores == own) & (numbers > labels[:, None]))
+    label_scores = tf.gather(scores, labels, axis=-1, batch_dims=1)[:, None]
+    is_later = numbers > labels[:, None]
+    before = (scores > label_scores) | ((scores == label_scores) & is_later)
     places = tf.math.count_nonzero(before, axis=-1)
     return (places < k) & ~tf.reduce_any(tf.math.is_nan(scores), axis=-1)
 
@@ -206,15 +237,19 @@ def accuracy(confusion: np.ndarray) -> float:
 
 
 def class_names(count: int, *sources: Any) -> list[str]:
-    """As the first of the sources names its classes that names any; numbers for classes beyond."""
-    names = next(filter(None, map(classes.of, sources)), [])
+    """The names that the first source with names gives its classes; numbers for classes beyond."""
+    names = []
+    for source in sources:
+        names = names or classes.of(source)
     return names[:count] + [str(number) for number in range(len(names), count)]
 
 
 def write_confusion(file: Path, names: Sequence[str], confusion: np.ndarray) -> None:
-    """As CSV; confusion: integer [n, n], row: label, column: prediction."""
-    rows = ([name, *row] for name, row in zip(names, confusion.tolist()))
-    whole_files.write_csv(file, [["label \\ prediction", *names], *rows])
+    """Writes it as CSV; confusion: integer [n, n], row: label, column: prediction."""
+    rows = [["label \\ prediction", *names]]
+    for name, counts in zip(names, confusion.tolist()):
+        rows.append([name, *counts])
+    whole_files.write_csv(file, rows)
 
 
 def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
@@ -224,8 +259,9 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
             text = io.TextIOWrapper(content, "utf-8", "surrogateescape", newline="")
             table = csv.reader(text)
             names = next(table, [])[1:]
-            # Row by row: as text a cell takes fifty bytes.
-            counts = np.array([np.array([*map(int, row[1:])], np.int64) for row in table])
+            # Each row becomes an array at once: as text, a cell takes fifty bytes.
+            rows = [np.array([int(cell) for cell in row[1:]], np.int64) for row in table]
+            counts = np.array(rows)
         if counts.shape != (len(names), len(names)) or (counts < 0).any():
             raise ValueError(f"{len(names)} names, {counts.shape}")
     except (ValueError, OverflowError, csv.Error) as error:
@@ -239,6 +275,11 @@ def class_figures(confusion: np.ndarray) -> dict[str, list[float]]:
     labels = confusion.sum(1)
     predictions = confusion.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = {"labels": labels, "recall": hits / labels, "precision": hits / predictions}
-    found["iou"] = intersection_over_union(confusion)
-    return {name: values.tolist() for name, values in found.items()}
+        recall = hits / labels
+        precision = hits / predictions
+    return {
+        "labels": labels.tolist(),
+        "recall": recall.tolist(),
+        "precision": precision.tolist(),
+        "iou": intersection_over_union(confusion).tolist(),
+    }

@@ -5,7 +5,7 @@ picture's score would depend on its neighbours in the batch.
 """
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -19,16 +19,16 @@ TracedFunction = tf.types.experimental.PolymorphicFunction  # the same, with one
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """How `predict` goes over a picture."""
+    """The passes that `predict` makes over a picture."""
 
     stride: int  # the model takes heights and widths that are multiples of it
     window: int = 0  # pixels, a multiple of stride; 0: whole pictures
     scales: tuple[float, ...] = (1.0,)
-    mirror: bool = False  # also the mirror image, left-right
+    mirror: bool = False  # left-right mirror images are predicted too
     fill: int = 128  # grey of the padding, 0 to 255
 
 
-def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
+def predict(model: Function, images: tf.Tensor, passes: Passes) -> tf.Tensor:
     """Logits [B, H, W, classes] for images uint8 or float32 [B, H, W, 3], of the images' own size.
 
     A picture is padded below and on its right to the model's stride, and its logits are cut back.
@@ -37,12 +37,13 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
     bilinearly to the picture's size, over scales and mirror images
     (Zhao et al. 2017, arXiv:1612.01105, section 5.1; Chen et al. 2017, arXiv:1706.05587, 4.1).
     """
-    if not how.window and how.scales == (1.0,) and not how.mirror:
-        return _padded(model, images, how)
+    if not passes.window and passes.scales == (1.0,) and not passes.mirror:
+        return _padded(model, images, passes)
+
     images = tf.cast(images, tf.float32)  # scaled pictures are not integers
-    # Traced once for all passes, whatever their sizes.
+    # One trace serves all passes, whatever their sizes.
     traced = tf.function(
-        lambda part: at_least_float32(_padded(model, part, how)),
+        lambda part: at_least_float32(_padded(model, part, passes)),
         input_signature=[tf.TensorSpec([None, None, None, 3], images.dtype)],
         autograph=False,
     )
@@ -51,34 +52,39 @@ def predict(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
             "--eval_window, --eval_scales and --eval_flip average softmax probabilities, "
             "which of one logit are 1: leave them out, or give the task a `predict` of its own"
         )
-    views = [(scale, turned) for scale in how.scales for turned in (False, True)[: 1 + how.mirror]]
+    mirrorings = (False, True) if passes.mirror else (False,)
+    views = list(itertools.product(passes.scales, mirrorings))
     total = None
-    for scale, turned in views:
-        # One after the other: TensorFlow would run them in parallel and need memory for all.
+    for scale, mirrored in views:
+        # A view waits for the one before: in parallel they would need memory for all.
         with tf.control_dependencies([] if total is None else [total]):
-            found = _view(traced, tf.identity(images), how.window, scale=scale, turned=turned)
-            total = found if total is None else total + found
+            view = _view(traced, tf.identity(images), passes.window, scale=scale, mirrored=mirrored)
+            total = view if total is None else total + view
     mean = total / len(views)
     return tf.math.log(tf.maximum(mean, np.finfo(mean.dtype.as_numpy_dtype).tiny))
 
 
 def _view(
-    logits: TracedFunction, images: tf.Tensor, window: int, *, scale: float, turned: bool
+    logits: TracedFunction, images: tf.Tensor, window: int, *, scale: float, mirrored: bool
 ) -> tf.Tensor:
     """Probabilities of images, at their size, from one scale, mirrored or not."""
     size = tf.shape(images)[1:3]
-    images = images[:, :, ::-1] if turned else images
+    if mirrored:
+        images = images[:, :, ::-1]
     if scale != 1.0:
         scaled = tf.cast(tf.round(tf.cast(size, tf.float64) * scale), tf.int32)
         images = _resize(images, tf.maximum(scaled, 1), scale)
-    found = _over_windows(logits, images, window) if window else tf.nn.softmax(logits(images))
+    if window:
+        probabilities = _over_windows(logits, images, window)
+    else:
+        probabilities = tf.nn.softmax(logits(images))
     if scale != 1.0:
-        found = _resize(found, size, 1.0 / scale)
-    return found[:, :, ::-1] if turned else found
+        probabilities = _resize(probabilities, size, 1.0 / scale)
+    return probabilities[:, :, ::-1] if mirrored else probabilities
 
 
 def _resize(images: tf.Tensor, size: tf.Tensor, factor: float) -> tf.Tensor:
-    """Bilinear; antialiased below one half, where pixels would be skipped otherwise."""
+    """Resizes bilinearly; antialiased below one half, where pixels would be skipped otherwise."""
     antialias = factor < 0.5
     return tf.cast(tf.image.resize(images, size, "bilinear", antialias=antialias), images.dtype)
 
@@ -90,8 +96,14 @@ def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.
     one row of windows is in memory at a time.
     """
     like = logits.get_concrete_function().structured_outputs
-    along = functools.partial(_mean_along, window=window, like=like)
-    return along(1, images, lambda row: along(2, row, lambda part: tf.nn.softmax(logits(part))))
+
+    def probabilities(part: tf.Tensor) -> tf.Tensor:
+        return tf.nn.softmax(logits(part))
+
+    def row_mean(row: tf.Tensor) -> tf.Tensor:
+        return _mean_along(2, row, probabilities, window=window, like=like)
+
+    return _mean_along(1, images, row_mean, window=window, like=like)
 
 
 def _mean_along(
@@ -111,24 +123,30 @@ def _mean_along(
 
     def add(number: tf.Tensor, total: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, ...]:
         start = tf.minimum(number * step, length - side)
-        found = function(tf.gather(images, tf.range(start, start + side), axis=axis))
-        place = [start, length - side - start]
-        around = [[0, 0]] * axis + [place] + [[0, 0]] * (3 - axis)
-        total += tf.pad(found, around)
+        part = function(tf.gather(images, tf.range(start, start + side), axis=axis))
+        around = [start, length - side - start]
+        padding = [[0, 0], [0, 0], [0, 0], [0, 0]]
+        padding[axis] = around
+        total += tf.pad(part, padding)
         total.set_shape(zeros.shape)
-        return number + 1, total, count + tf.pad(tf.ones([side], count.dtype), [place])
+        count += tf.pad(tf.ones([side], count.dtype), [around])
+        return number + 1, total, count
 
     _, total, count = tf.while_loop(
         lambda number, *_: number < windows,
         add,
         (0, zeros, tf.zeros([length], zeros.dtype)),
-        parallel_iterations=1,  # one window's activations in memory at a time
+        parallel_iterations=1,  # so that one window's activations are in memory at a time
     )
-    return total / tf.reshape(count, [-1] + [1] * (3 - axis))
+    # [length] gets the dimensions that follow the axis: [length, 1, 1] or [length, 1].
+    return total / (count[:, None, None] if axis == 1 else count[:, None])
 
 
-def _padded(model: Function, images: tf.Tensor, how: Passes) -> tf.Tensor:
+def _padded(model: Function, images: tf.Tensor, passes: Passes) -> tf.Tensor:
     """Logits of images: padded to the model's stride, then cut back."""
     height, width = tf.unstack(tf.shape(images)[1:3])
-    beside = [[0, 0], [0, -height % how.stride], [0, -width % how.stride], [0, 0]]
-    return model(tf.pad(images, beside, constant_values=how.fill))[:, :height, :width]
+    below = -height % passes.stride
+    beside = -width % passes.stride
+    padding = [[0, 0], [0, below], [0, beside], [0, 0]]
+    padded = tf.pad(images, padding, constant_values=passes.fill)
+    return model(padded)[:, :height, :width]
