@@ -25,41 +25,45 @@ from hvdkit.ranks.fingerprint import differences
 from hvdkit.settings.typed import path_argument
 
 _MOST_PLOTS = 100
+_CELL = 40  # most characters of a printed cell
 
 
 def verdict(one: Records, other: Records) -> tuple[int, str]:
-    """Exit code and sentence."""
-    both = f"{one.folder} and {other.folder}"
+    """The exit code, and what is said of the two runs."""
     if one.folder.resolve() == other.folder.resolve():
-        return 2, f"{both} are one folder: give those of two runs"
+        return 2, "are one folder: give those of two runs"
     unlike = differences(one.summary["fingerprint"], other.summary["fingerprint"])
     if unlike:
-        return 2, f"{both} were not computed alike, so bits cannot be compared: {', '.join(unlike)}"
-    steps = [run.summary["step"] for run in (one, other)]
-    if steps[0] != steps[1]:
-        return 1, f"{both} ended at different steps: {steps[0]} and {steps[1]}"
+        return 2, f"were not computed alike, so bits cannot be compared: {', '.join(unlike)}"
+    step = one.summary["step"]
+    other_step = other.summary["step"]
+    if step != other_step:
+        return 1, f"ended at different steps: {step} and {other_step}"
+
     lines = figures(one)
-    others = figures(other)
-    if lines != others:
-        counts = f"they hold {len(lines)} and {len(others)} lines"
-        steps = (f"first at step {a['step']}" for a, b in zip(lines, others) if a != b)
-        return 1, f"{both} differ in metrics.jsonl: {next(steps, counts)}"
+    other_lines = figures(other)
+    for line, other_line in zip(lines, other_lines):
+        if line != other_line:
+            return 1, f"differ in metrics.jsonl: first at step {line['step']}"
+    if len(lines) != len(other_lines):
+        return 1, f"differ in metrics.jsonl: they hold {len(lines)} and {len(other_lines)} lines"
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
-        return 1, f"{both} logged the same figures but ended with different weights"
-    return (
-        0,
-        f"{both} are the same to the last bit: weights, and {len(lines)} lines of metrics.jsonl",
-    )
+        return 1, "logged the same figures but ended with different weights"
+    return 0, f"are the same to the last bit: weights, and {len(lines)} lines of metrics.jsonl"
 
 
 def check_ended(run: Records) -> None:
     """Raises OSError or ValueError, naming the file, if the run has not ended."""
+    if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= run.summary.keys():
+        raise ValueError(
+            f"{run.folder}/summary.json is no summary of a run: give folders of runs that have "
+            "ended"
+        )
     file = run.folder / "metrics.jsonl"
-    ended = "give folders of runs that have ended"
-    if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= {*run.summary}:
-        raise ValueError(f"{run.folder}/summary.json is no summary of a run: {ended}")
     if len(whole_files.read(file, whole_files.LINES_BYTES).splitlines()) != len(run.lines):
-        raise ValueError(f"{file} has lines that no run writes: {ended}")
+        raise ValueError(
+            f"{file} has lines that no run writes: give folders of runs that have ended"
+        )
 
 
 def figures(run: Records) -> list[dict[str, Any]]:
@@ -73,11 +77,8 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     `score`: one row has the time to reach it; None: the worst of the runs' best scores, if all
     measure the same.
     """
-    metrics = [run.main_metric() for run in runs]
-    bests = [run.best() for run in runs]
-    heights = [metric.height(best.value) for metric, best in zip(metrics, bests) if best]
-    if score is None and heights and len({m for m, best in zip(metrics, bests) if best}) == 1:
-        score = metrics[0].height(min(heights))
+    if score is None:
+        score = _worst_best_score(runs)
 
     def row(name: str, value: Callable[[Records], object]) -> list[str]:
         return [name, *(str(value(run)) for run in runs)]
@@ -89,62 +90,87 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
         row("starts", lambda run: len(run.starts)),
     ]
     scores = [run.scores() for run in runs]
-    for name in dict.fromkeys(name for own in scores for name in own):
-        rows.append([f"{name}, last", *(_text(own.get(name)) for own in scores)])
-    cells = []
-    for metric, best in zip(metrics, bests):
-        cells.append(f"{metric.name} {best.value:.4f}, step {best.step:,}" if best else "none")
-    rows.append(["best score", *cells])
+    for name in _names(scores):
+        rows.append([f"{name}, last", *(_text(run_scores.get(name)) for run_scores in scores)])
+    rows.append(row("best score", _best))
     if score is not None:
-        rows.append([f"to a score of {score:.4g}", *(_reached(run, score) for run in runs)])
+        rows.append(row(f"to a score of {score:.4g}", lambda run: _reached(run, score)))
     rows.append(row("samples/s, median", lambda run: _text(run.summary.get("samples_per_second"))))
     rows.append(row("weights", lambda run: str(run.summary.get("weights_sha256", ""))[:12]))
-    for name in dict.fromkeys(name for run in runs for name in run.settings):
+
+    for name in _names([run.settings for run in runs]):
         values = [run.settings.get(name, "(none)") for run in runs]
         if len(set(values)) > 1 and name != "run_dir":
             rows.append([f"--{name}", *values])
     return rows
 
 
-def printed(rows: Sequence[Sequence[str]], most: int = 40) -> str:
+def _names(tables: Sequence[Mapping[str, object]]) -> list[str]:
+    """All keys of the tables, each once, in the order in which they come."""
+    return list(dict.fromkeys(itertools.chain.from_iterable(tables)))
+
+
+def _worst_best_score(runs: Sequence[Records]) -> float | None:
+    """The worst of the runs' best scores; None where there are none, or of several metrics."""
+    bests = []
+    metrics = set()
+    for run in runs:
+        if best := run.best():
+            bests.append(best)
+            metrics.add(run.main_metric())
+    if len(metrics) != 1:
+        return None
+    return min(bests, key=metrics.pop().rank).value
+
+
+def _best(run: Records) -> str:
+    best = run.best()
+    return f"{run.main_metric().name} {best.value:.4f}, step {best.step:,}" if best else "none"
+
+
+def printed(rows: Sequence[Sequence[str]]) -> str:
     """The table for a terminal; long values lose their beginning: paths differ at the end."""
-    rows = [list(map(logs.printable, row)) for row in rows]
-    cut = [[c if len(c) <= most else f"...{c[3 - most :]}" for c in row] for row in rows]
-    widths = [max(map(len, cells)) for cells in zip(*cut)]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in cut)
+    table = [[_cut(logs.printable(cell)) for cell in row] for row in rows]
+    lines = []
+    widths = [max(len(row[place]) for row in table) for place in range(len(rows[0]))]
+    for row in table:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _CELL else f"...{cell[3 - _CELL :]}"
+
+
 def write(file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]) -> None:
-    """A page with the table, and the curves of all runs, by their names. Raises OSError."""
+    """Writes a page with the table, and the curves of all runs by their names.
+
+    Raises ValueError where a file that is no page of this command has the name; OSError.
+    """
     from hvdkit.observe import pages  # here: loading the plot library takes half a second
 
-    wanted = {
+    titles = {
         "loss": "Training loss",
         "lr": "Learning rate",
         "grad_norm": "Norm of the gradient",
         "samples_per_second": "Samples a second, all ranks",
         "eval_loss": "Validation loss",
     }
-    wanted |= {f"eval_{n}": f"Validation: {n}" for run in runs.values() for n in run.scores()}
-    found = []
-    for key, title in itertools.islice(wanted.items(), _MOST_PLOTS):
-        lines = {}
+    for name in _names([run.scores() for run in runs.values()]):
+        titles[f"eval_{name}"] = f"Validation: {name}"
+    plots = []
+    for figure, title in itertools.islice(titles.items(), _MOST_PLOTS):
+        curves = {}
         for name, run in runs.items():
-            of_key = run.evaluations if key.startswith("eval_") else run.steps
-            curve = column(of_key, "step"), column(of_key, key)
-            if not all(map(math.isnan, curve[1])):
-                lines[name] = curve
-        found += [pages.curves(title, lines)] if lines else []
-    parts = [pages.table(rows[1:], rows[0]), pages.section("Curves", pages.cards(found))]
+            lines = run.evaluations if figure.startswith("eval_") else run.steps
+            values = column(lines, figure)
+            if not all(math.isnan(value) for value in values):
+                curves[name] = (column(lines, "step"), values)
+        if curves:
+            plots.append(pages.curves(title, curves))
+    parts = [pages.table(rows[1:], rows[0]), pages.section("Curves", pages.cards(plots))]
     pages.write(file, f"{len(runs)} runs compared", parts, by="compare")
-
-
-def check_page(file: Path) -> None:
-    """Raises ValueError: the file is there, and no page of this command."""
-    from hvdkit.observe import pages  # here: loading the plot library takes half a second
-
-    whole_files.refuse_other(file, pages.sign("compare"))
 
 
 def labels(folders: Sequence[Path]) -> list[str]:
@@ -156,11 +182,11 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def _reached(run: Records, value: float) -> str:
     """The first step with a score as good, and the seconds since the run's first start."""
-    begin = run.starts[0]["time"] if run.starts else math.nan
+    start_time = run.starts[0]["time"] if run.starts else math.nan
     times = dict(zip(column(run.evaluations, "step"), column(run.evaluations, "time")))
     for score in run.scored():
         if not run.main_metric().is_better(value, score.value):
-            return f"step {score.step:,}, {times[score.step] - begin:,.1f} s"
+            return f"step {score.step:,}, {times[score.step] - start_time:,.1f} s"
     return "not reached"
 
 
@@ -177,20 +203,25 @@ def main(argv: list[str]) -> int:
         "--html", type=path_argument, help="write the comparison as a page to this file"
     )
     parser.add_argument("--score", type=float, help="also show each run's time to this score")
-    own = parser.parse_args(argv[1:])
-    if len(own.folders) < 2:
+    options = parser.parse_args(argv[1:])
+    if len(options.folders) < 2:
         raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")
-    if own.html:
-        check_page(own.html)
-    runs = [records.read(folder) for folder in own.folders]
-    names = labels(own.folders)
-    rows = [["", *names], *side_by_side(runs, own.score)]
+
+    runs = [records.read(folder) for folder in options.folders]
+    names = labels(options.folders)
+    rows = [["", *names], *side_by_side(runs, options.score)]
+    # The page comes first: where another file has its name, nothing else is said.
+    if options.html:
+        write(options.html, dict(zip(names, runs)), rows)
     print(printed(rows))
-    if own.html:
-        write(own.html, dict(zip(names, runs)), rows)
-        print(logs.printable(f"page: {own.html}"))
+    if options.html:
+        print(logs.printable(f"page: {options.html}"))
+
     for run in runs:
         check_ended(run)
-    found = [verdict(runs[0], run) for run in runs[1:]]
-    print("\n".join(logs.printable(sentence) for _, sentence in found))
-    return max(code for code, _ in found)
+    exit_code = 0
+    for run in runs[1:]:
+        code, words = verdict(runs[0], run)
+        print(logs.printable(f"{runs[0].folder} and {run.folder} {words}"))
+        exit_code = max(exit_code, code)
+    return exit_code

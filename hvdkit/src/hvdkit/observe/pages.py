@@ -4,18 +4,20 @@ Plots have the page's text colour, for light and dark mode.
 """
 
 import base64
+import contextlib
 import hashlib
 import html
 import io
 import itertools
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib import cycler
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
@@ -26,22 +28,27 @@ Numbers = Sequence[float]
 Curves = Mapping[str, tuple[Numbers, Numbers]]  # x and y by name; NaN leaves a gap
 
 SIZE = (4.6, 2.7)  # inches: the width of a phone without zooming
-_MOST_POINTS = 400  # of a curve: what a screen can show
-_LONGEST = 24  # characters of a name
-_LEGEND = 60  # characters of one row of the legend
+_MOST_POINTS = 400  # points of a curve that a screen can show
+_LONGEST = 24  # most characters of a name
+_LEGEND = 60  # most characters of one row of the legend
 _COLOURS = ("#2f7fd6", "#dd7a2c", "#2a9d74", "#b8559c", "#8a8f27", "#7d6bd0")
-# Replaced in the SVG: Matplotlib cannot use the page's colour.
-_INK, _FAINT = "#010203", "#010204"
+# Matplotlib cannot use the page's colours, so they replace these in the SVG.
+_INK = "#010203"
+_FAINT = "#010204"
 _LOOK = {
     "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
     "font.family": "sans-serif",
     "font.size": 10.0,
     "text.parse_math": False,  # a class may be called $5
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
-    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
     "grid.color": _FAINT,
-    **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color"), _INK),
-    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
     "lines.linewidth": 1.4,
     "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=_COLOURS),
 }
@@ -91,7 +98,7 @@ def policy(script: str = "") -> str:
 def page(title: str, parts: Sequence[str], *, by: str, script: str = "") -> str:
     """The whole file; `parts` are HTML, the title is text; `by`: the command that writes it.
 
-    A script comes last.
+    The script comes after all parts.
     """
     if script:
         parts = [*parts, f"<script>{script}</script>"]
@@ -108,14 +115,14 @@ def page(title: str, parts: Sequence[str], *, by: str, script: str = "") -> str:
 
 
 def sign(by: str) -> str:
-    """What a page of the command `by` begins with, for whole_files.refuse_other."""
+    """How a page of the command `by` begins, for whole_files.refuse_other."""
     return f'<meta name="generator" content="hvdkit {by}">'
 
 
 def write(file: Path, title: str, parts: Sequence[str], *, by: str) -> None:
-    """Atomic: a reader finds the old page or the new one; only a page of `by` is replaced.
+    """Writes a page at once: a reader finds the old one or the new one.
 
-    Raises ValueError: another file has the name. OSError.
+    Raises ValueError where a file that is no page of `by` has the name; OSError.
     """
     whole_files.refuse_other(file, sign(by))
     with whole_files.written(file) as partial:
@@ -127,7 +134,7 @@ def escaped(text: object) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """Empty if all its parts are."""
+    """A heading and its parts; empty if all its parts are empty."""
     inner = "\n".join(part for part in parts if part)
     return f"<h2>{escaped(title)}</h2>\n{inner}" if inner else ""
 
@@ -137,27 +144,32 @@ def cards(plots: Sequence[str]) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[object] = ()) -> str:
-    """Without a header row the first column is the header."""
+    """A table; without a header row the first column is the header. Empty without rows."""
     if not rows:
         return ""
-
-    def line(cells: Sequence[object], first: str, others: str) -> str:
-        kinds = [first, *([others] * (len(cells) - 1))]
-        inner = "".join(f"<{k}>{escaped(c)}</{k}>" for k, c in zip(kinds, cells))
-        return f"<tr>{inner}</tr>"
-
-    lines = [line(head, "th", "th")] if head else []
-    lines += [line(row, "td" if head else "th", "td") for row in rows]
-    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
+    lines = []
+    if head:
+        lines.append("".join(f"<th>{escaped(cell)}</th>" for cell in head))
+    for first, *others in rows:
+        tag = "td" if head else "th"
+        cells = [f"<{tag}>{escaped(first)}</{tag}>"]
+        cells += [f"<td>{escaped(cell)}</td>" for cell in others]
+        lines.append("".join(cells))
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="wide"><table>{body}</table></div>'
 
 
 def legend(names: Sequence[str], colours: Sequence[str]) -> str:
-    chip = '<span class="chip"><i style="background:{}"></i>{}</span>'
-    return f"<p>{''.join(chip.format(c, escaped(n)) for n, c in zip(names, colours))}</p>"
+    chips = []
+    for name, colour in zip(names, colours):
+        chips.append(
+            f'<span class="chip"><i style="background:{colour}"></i>{escaped(name)}</span>'
+        )
+    return f"<p>{''.join(chips)}</p>"
 
 
 def picture(file: Path, caption: str) -> str:
-    """A PNG, inside the page; empty if the file does not exist."""
+    """A PNG as part of the page; empty if the file does not exist."""
     if not file.exists():
         return ""
     data = base64.b64encode(whole_files.read(file, whole_files.TABLE_BYTES)).decode()
@@ -168,6 +180,13 @@ def picture(file: Path, caption: str) -> str:
     )
 
 
+@contextlib.contextmanager
+def _plot(width: float, height: float, *, grid: bool = False) -> Iterator[Axes]:
+    """Axes of a new figure (sizes in inches) in the style of the pages."""
+    with matplotlib.rc_context(_LOOK | {"axes.grid": grid}):
+        yield Figure((width, height), layout="constrained").add_subplot()
+
+
 def curves(
     title: str, lines: Curves, *, xlabel: str = "step", log_x: bool = False, marks: Numbers = ()
 ) -> str:
@@ -175,14 +194,13 @@ def curves(
 
     `lines`: by the name in the legend. `marks`: places on the x axis with a vertical line.
     """
-    with matplotlib.rc_context(_LOOK):
-        figure = Figure(SIZE, layout="constrained")
-        axes = figure.add_subplot()
-        for name, (x, y) in lines.items():
-            x, y = thinned(x, y)
-            alone = np.isfinite(y).sum() < 2
-            name = _short(f" {name}" if name.startswith("_") else name)  # for the legend
-            axes.plot(x, y, label=name, marker="o" if alone else None)
+    with _plot(*SIZE, grid=True) as axes:
+        for name, (all_x, all_y) in lines.items():
+            x, y = thinned(all_x, all_y)
+            is_one_point = np.isfinite(y).sum() < 2
+            # The legend leaves out names that begin with an underscore.
+            label = _short(f" {name}" if name.startswith("_") else name)
+            axes.plot(x, y, label=label, marker="o" if is_one_point else None)
         for place in marks:
             axes.axvline(place, color=_COLOURS[1], linestyle=":")
         axes.set_xlabel(xlabel)
@@ -191,50 +209,57 @@ def curves(
             axes.xaxis.set_major_formatter("{x:g}")  # the default's powers are no plain text
             axes.xaxis.set_minor_formatter("")
         if len(lines) > 1:
-            columns = max(1, min(4, len(lines), _LEGEND // (6 + max(map(len, map(_short, lines))))))
+            longest = max(len(_short(name)) for name in lines)
+            columns = max(1, min(4, len(lines), _LEGEND // (6 + longest)))
             rows = math.ceil(len(lines) / columns)
-            figure.set_size_inches(SIZE[0], SIZE[1] + 0.2 * max(rows - 2, 0))
-            figure.legend(loc="outside lower center", ncols=columns)
-        return _svg(figure, title)
+            width, height = SIZE
+            axes.figure.set_size_inches(width, height + 0.2 * max(rows - 2, 0))
+            axes.figure.legend(loc="outside lower center", ncols=columns)
+        return _svg(axes.figure, title)
 
 
 def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -> str:
     """A bar from 0 to 1 for each name, the first on top; NaN has a note instead of a bar."""
-    shown = [0.0 if math.isnan(value) else value for value in values.values()]
-    with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
-        figure = Figure((SIZE[0], 0.7 + 0.19 * len(values)), layout="constrained")
-        axes = figure.add_subplot()
-        names, colours = list(map(_short, values)), list(colours) or _COLOURS[0]
-        drawn = axes.barh(range(len(names)), shown, tick_label=names, color=colours, height=0.7)
-        axes.set_ylim(len(names) - 0.5, -0.5)
+    lengths = []
+    notes = []
+    for value in values.values():
+        is_known = not math.isnan(value)
+        lengths.append(value if is_known else 0.0)
+        notes.append(f"{value:.3f}" if is_known else "none")
+    with _plot(SIZE[0], 0.7 + 0.19 * len(values)) as axes:
+        drawn = axes.barh(
+            range(len(values)),
+            lengths,
+            tick_label=[_short(name) for name in values],
+            color=list(colours) or _COLOURS[0],
+            height=0.7,
+        )
+        axes.set_ylim(len(values) - 0.5, -0.5)
         axes.set_xlim(0, 1.12)
         axes.set_xticks([0, 0.5, 1])
-        texts = ["none" if math.isnan(value) else f"{value:.3f}" for value in values.values()]
-        axes.bar_label(drawn, texts, padding=2, fontsize=9)
-        return _svg(figure, title)
+        axes.bar_label(drawn, notes, padding=2, fontsize=9)
+        return _svg(axes.figure, title)
 
 
 def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
     """A confusion matrix, integer [n, n], row: label; colours show shares of the row."""
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    size, count = SIZE[0], len(names)
-    with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
-        figure = Figure((size, size), layout="constrained")
-        axes = figure.add_subplot()
+    count = len(names)
+    with _plot(SIZE[0], SIZE[0]) as axes:
         blue = ListedColormap(_COLOURS[:1])  # where nothing covers it, the page's background
         axes.imshow(np.zeros_like(shares), blue, interpolation="nearest", alpha=shares)
         axes.set_xlabel("prediction")
         axes.set_ylabel("label")
         if count <= 30:
-            axes.set_xticks(range(count), map(_short, names), rotation=90)
-            axes.set_yticks(range(count), map(_short, names))
+            ticks = [_short(name) for name in names]
+            axes.set_xticks(range(count), ticks, rotation=90)
+            axes.set_yticks(range(count), ticks)
         if count <= 12:
-            for row, column in itertools.product(range(count), repeat=2):
-                shown = shares[row, column] >= 0.005
-                text = f"{shares[row, column]:.2f}".lstrip("0") if shown else ""
-                colour = "white" if shares[row, column] > 0.5 else _INK
+            for (row, column), share in np.ndenumerate(shares):
+                text = f"{share:.2f}".lstrip("0") if share >= 0.005 else ""
+                colour = "white" if share > 0.5 else _INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
-        return _svg(figure, title)
+        return _svg(axes.figure, title)
 
 
 def parallel(
@@ -251,38 +276,42 @@ def parallel(
     """
     scales = [_scale(values, log=name in log) for name, values in columns.items()]
     rows = np.array([places for places, _ in scales]).T
-    with matplotlib.rc_context(_LOOK | {"axes.grid": False}):
-        figure = Figure((max(SIZE[0], 1.3 * len(scales)), SIZE[1] + 0.5), layout="constrained")
-        axes = figure.add_subplot()
+    with _plot(max(SIZE[0], 1.3 * len(scales)), SIZE[1] + 0.5) as axes:
         for row in rows[::-1]:
-            good = 1.0 - row[-1] if least_is_best else row[-1]
-            axes.plot(row, color=_COLOURS[0], alpha=0.15 + 0.7 * good)
+            goodness = 1.0 - row[-1] if least_is_best else row[-1]
+            axes.plot(row, color=_COLOURS[0], alpha=0.15 + 0.7 * goodness)
         axes.lines[-1].set(color=_COLOURS[1], alpha=1.0, linewidth=2.4)
         for x, (_, marks) in enumerate(scales):
             axes.axvline(x, color=_INK, linewidth=0.8)
             for y, text in marks.items():
                 axes.text(x + 0.04, y, _short(text), va="center", fontsize=8)
-        axes.set_xticks(range(len(scales)), map(_short, columns))
+        axes.set_xticks(range(len(scales)), [_short(name) for name in columns])
         axes.set_yticks([])
         axes.set_xlim(-0.1, len(scales) - 0.5)
         axes.spines[:].set_visible(False)
-        return _svg(figure, title)
+        return _svg(axes.figure, title)
 
 
 def _scale(values: Sequence[float | str], *, log: bool) -> tuple[np.ndarray, dict[float, str]]:
     """Places from 0 to 1 on an axis, and the texts beside it."""
     if any(isinstance(value, str) for value in values):
-        names = sorted({*values})
-        at = {name: n / max(1, len(names) - 1) for n, name in enumerate(names)}
-        return np.array([at[value] for value in values]), {at[name]: name for name in names}
-    low, high = min(values), max(values)
+        names = sorted(set(values))
+        place_of = {name: n / max(1, len(names) - 1) for n, name in enumerate(names)}
+        marks = {place: name for name, place in place_of.items()}
+        return np.array([place_of[value] for value in values]), marks
+
     places = np.log(values) if log else np.array(values, np.float64)
     places = (places - places.min()) / (np.ptp(places) or 1.0)
-    return places, {0.0: f"{low:.4g}", **({1.0: f"{high:.4g}"} if high > low else {})}
+    low = min(values)
+    high = max(values)
+    marks = {0.0: f"{low:.4g}"}
+    if high > low:
+        marks[1.0] = f"{high:.4g}"
+    return places, marks
 
 
 def _short(name: str) -> str:
-    """Cut in the middle: names of runs often differ at the end."""
+    """The name, cut in the middle if it is long: names of runs often differ at the end."""
     half = _LONGEST // 2
     return name if len(name) <= _LONGEST else f"{name[: half - 3]}...{name[-half:]}"
 
@@ -290,7 +319,8 @@ def _short(name: str) -> str:
 def thinned(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
     """At most `_MOST_POINTS` points: means of neighbours, without NaN."""
     # Matplotlib cannot divide an axis that is longer than a float holds.
-    x, y = (np.clip(np.asarray(values, np.float64), -1e300, 1e300) for values in (x, y))
+    x = np.clip(np.asarray(x, np.float64), -1e300, 1e300)
+    y = np.clip(np.asarray(y, np.float64), -1e300, 1e300)
     if len(x) <= _MOST_POINTS:
         return x, y
     groups = np.arange(len(x)) * _MOST_POINTS // len(x)
@@ -301,9 +331,10 @@ def thinned(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """For a page: no XML header, unique ids, the page's colours, as wide as its container."""
-    file, salt = io.StringIO(), {"svg.hashsalt": f"plot-{next(_numbers)}"}
-    with warnings.catch_warnings(), matplotlib.rc_context(salt):
+    """The plot for a page: no XML header, unique ids, the page's colours, its container's width."""
+    file = io.StringIO()
+    unique = {"svg.hashsalt": f"plot-{next(_numbers)}"}
+    with warnings.catch_warnings(), matplotlib.rc_context(unique):
         # Matplotlib's fonts lack many scripts, but the browser draws the text in the page's font.
         warnings.simplefilter("ignore")
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})

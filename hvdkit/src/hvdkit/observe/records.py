@@ -13,8 +13,8 @@ from hvdkit import whole_files
 from hvdkit.scores import MainMetric, Score
 from hvdkit.settings import absl_flags, fields, flagfiles, runs
 
-_LINE_BYTES = 2**20  # longer only by damage: a thousand classes are 30,000 bytes
-# Entries of metrics.jsonl that depend on the clock.
+_LINE_BYTES = 2**20  # a longer line is damaged: a thousand classes are 30,000 bytes
+# Entries of summary.json that are numbers or null.
 _FIGURES = (
     "step",
     "samples_per_second",
@@ -23,6 +23,9 @@ _FIGURES = (
     "best_score",
     "best_step",
 )
+# Entries that are texts.
+_TEXTS = ("exit_reason", "weights_sha256", "score", "score_mode", "from")
+# What entries of metrics.jsonl that depend on the clock begin with.
 TIMES = ("time", "samples_per_second", "data_wait", "own_seconds_", "input_wait_")
 
 
@@ -31,7 +34,7 @@ class Records(NamedTuple):
 
     folder: Path
     settings: dict[str, str]  # flags of config.cfg, by name, as text
-    lines: list[dict[str, Any]]  # of metrics.jsonl: steps and evaluations
+    lines: list[dict[str, Any]]  # metrics.jsonl: steps and evaluations
     starts: list[dict[str, Any]]  # starts.jsonl
     summary: dict[str, Any]
 
@@ -51,22 +54,23 @@ class Records(NamedTuple):
         return self.starts[-1] if self.starts else {}
 
     def main_metric(self) -> MainMetric:
-        """That of the newest start; without a name where there was none."""
+        """The main metric of the newest start; without a name where there was no start."""
         start = self.last_start()
         return MainMetric(start.get("score", ""), start.get("score_mode", "max"))
 
     def scored(self) -> list[Score]:
         """The evaluations with a score, in their order."""
-        metric = self.main_metric()
-        found = []
-        names = (f"eval_{metric.name}", "eval_loss", "step")
-        for value, loss, step in zip(*(column(self.evaluations, name) for name in names)):
+        evaluations = self.evaluations
+        values = column(evaluations, f"eval_{self.main_metric().name}")
+        losses = column(evaluations, "eval_loss")
+        scores = []
+        for line, value, loss in zip(evaluations, values, losses):
             if math.isfinite(value):
-                found.append(Score(value, int(step), loss, since=int(step)))
-        return found
+                scores.append(Score(value, line["step"], loss, since=line["step"]))
+        return scores
 
     def best(self) -> Score | None:
-        """As the summary has it; of a run that has not ended, the best so far."""
+        """The best score in the summary; of a run that has not ended, the best so far."""
         value = self.summary.get("best_score")
         step = self.summary.get("best_step")
         if value is not None and step is not None:
@@ -86,18 +90,20 @@ def read(folder: Path) -> Records:
         raise ValueError(f"{folder} does not exist")
     if not config.is_file():
         raise ValueError(f"{folder} is no run's folder: it holds no {runs.CONFIG}")
-    steps = lines(folder / "metrics.jsonl")
-    starts = lines(folder / "starts.jsonl")
-    steps = [{n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)} for line in steps]
-    needed = ("time", "score", "score_mode", "from")
-    starts = [line for line in starts if all(_fits(n, line.get(n, "")) for n in needed)]
+    metrics = []
+    for line in lines(folder / "metrics.jsonl"):
+        metrics.append({n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)})
+    starts = []
+    for line in lines(folder / "starts.jsonl"):
+        if all(_fits(n, line.get(n, "")) for n in ("time", "score", "score_mode", "from")):
+            starts.append(line)
     file = folder / "summary.json"
     try:
         summary = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
     except (FileNotFoundError, ValueError, AttributeError):
         summary = {}
-    return Records(folder, _settings(config), steps, starts, summary)
+    return Records(folder, _settings(config), metrics, starts, summary)
 
 
 def text(name: object) -> str:
@@ -117,8 +123,8 @@ def is_of_class(name: str) -> bool:
 
 def column(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
     """A figure of all lines; NaN where it is missing or null."""
-    found = (line.get(name) for line in lines)
-    return [float(x) if isinstance(x, int | float) else math.nan for x in found]
+    values = [line.get(name) for line in lines]
+    return [float(x) if isinstance(x, int | float) else math.nan for x in values]
 
 
 def _fits(name: str, value: object) -> bool:
@@ -127,9 +133,9 @@ def _fits(name: str, value: object) -> bool:
         return isinstance(value, float) and 0 <= value < 1e11
     if name in _FIGURES:
         return _is_figure(value)
-    texts = ("exit_reason", "weights_sha256", "score", "score_mode", "from")
-    kinds = dict.fromkeys(texts, str) | {"fingerprint": dict}
-    return isinstance(value, kinds.get(name, object))
+    if name in _TEXTS:
+        return isinstance(value, str)
+    return name != "fingerprint" or isinstance(value, dict)
 
 
 def _is_figure(value: object) -> bool:
@@ -141,31 +147,35 @@ def _is_figure(value: object) -> bool:
 
 def lines(file: Path) -> list[dict[str, Any]]:
     """The complete lines that have a step."""
-    found = []
-    if file.is_file():
-        for line in whole_files.read(file, whole_files.LINES_BYTES).splitlines():
-            if len(line) > _LINE_BYTES:
-                continue
-            try:
-                record = whole_files.from_json(line, file)
-            except ValueError:
-                continue
-            step = record.get("step") if isinstance(record, dict) else None
-            if isinstance(step, int) and _is_figure(step):
-                found.append(record)
-    return found
+    if not file.is_file():
+        return []
+    complete = []
+    for line in whole_files.read(file, whole_files.LINES_BYTES).splitlines():
+        if len(line) > _LINE_BYTES:
+            continue
+        try:
+            record = whole_files.from_json(line, file)
+        except ValueError:
+            continue
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, int) and _is_figure(step):
+            complete.append(record)
+    return complete
 
 
 def _settings(file: Path) -> dict[str, str]:
+    """The flags of config.cfg as text; those without a value are "on" or "off"."""
     kind = settings_lib.of_project()
     names = {*fields.of(kind), *absl_flags.beside(kind)}
-    found = {}
+    settings = {}
     for name, value in flagfiles.recorded(file).items():
-        if value is None and name.startswith("no") and name not in names:  # a flag may be `noisy`
-            found[name.removeprefix("no")] = "off"
+        if value is not None:
+            settings[name] = text(value)
+        elif name.startswith("no") and name not in names:  # a flag may be named `noisy`
+            settings[name.removeprefix("no")] = "off"
         else:
-            found[name] = "on" if value is None else text(value)
+            settings[name] = "on"
     with contextlib.suppress(ValueError):
-        if folder := runs.run_dir(file, found.get("run_dir", "")):
-            found["run_dir"] = folder
-    return found
+        if folder := runs.run_dir(file, settings.get("run_dir", "")):
+            settings["run_dir"] = folder
+    return settings

@@ -19,7 +19,7 @@ import tensorflow as tf
 WINDOWS = 10
 FEWEST = 15  # steps: 5 of warm-up, and windows of one step
 TRAINING = 3  # forward passes that a training step counts as (in that paper)
-_T = 2.262157  # 97.5 % quantile of Student's t with WINDOWS - 1 = 9 degrees of freedom
+_QUANTILE = 2.262157  # 97.5 % of Student's t with WINDOWS - 1 = 9 degrees of freedom
 
 
 def window_ends(first_step: int, num_steps: int) -> range:
@@ -39,19 +39,26 @@ def spread(rates: Sequence[float]) -> dict[str, Any]:
     """
     mean = float(np.mean(rates))
     median = float(np.median(rates))
-    half = _T * float(np.std(rates, ddof=1)) / math.sqrt(WINDOWS)
+    half = _QUANTILE * float(np.std(rates, ddof=1)) / math.sqrt(WINDOWS)
     jitter = 1.4826 * float(np.median(np.abs(np.subtract(rates, median))))
-    interval = [mean - half, mean + half]
-    return {"mean": mean, "interval_95": interval, "median": median, "jitter": jitter}
+    return {
+        "mean": mean,
+        "interval_95": [mean - half, mean + half],
+        "median": median,
+        "jitter": jitter,
+    }
 
 
 def table(record: Mapping[str, Any]) -> str:
     """The figures as lines of text."""
     shares = record["shares_of_a_step"]
     by_rank = record["by_rank"]
-    waits = [own["input"] for own in by_rank]
-    host = max(own["host_peak_bytes"] for own in by_rank)
-    gpu = max(own["gpu_peak_bytes"] or 0 for own in by_rank)
+    waits = [rank["input"] for rank in by_rank]
+    host_bytes = max(rank["host_peak_bytes"] for rank in by_rank)
+    gpu_bytes = max(rank["gpu_peak_bytes"] or 0 for rank in by_rank)
+    memory = f"host {host_bytes / 2**30:.2f} GiB"
+    if gpu_bytes:
+        memory += f", GPU {gpu_bytes / 2**30:.2f} GiB"
     rows = {
         "benchmark": f"{record['windows']} windows of {record['steps_a_window']} steps after "
         f"{record['warm_up_steps']}, {record['ranks']} rank(s) ({record['device']})",
@@ -61,11 +68,11 @@ def table(record: Mapping[str, Any]) -> str:
         "input wait": f"{shares['input']:.1%} of a step; rank {waits.index(max(waits))} has most, "
         f"{max(waits):.1%}",
         "bookkeeping": f"{shares['bookkeeping']:.2%} of a step",
-        "peak memory of a rank": f"host {host / 2**30:.2f} GiB"
-        + f", GPU {gpu / 2**30:.2f} GiB" * bool(gpu),
+        "peak memory of a rank": memory,
         "model FLOPs": _operations(record["model_flops"]),
     }
-    if (alone := record["seconds_of_reduction_alone"]) is not None:
+    alone = record["seconds_of_reduction_alone"]
+    if alone is not None:
         rows["sum of gradients, alone"] = (
             f"{alone * 1e3:.3g} ms, {shares['reduction_alone']:.1%} of a step, part of it "
             "behind the backward pass"
@@ -73,25 +80,27 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(f"{name:<25}{text}" for name, text in rows.items())
 
 
-def _rates(found: Mapping[str, Any]) -> str:
-    low, high = found["interval_95"]
+def _rates(rates: Mapping[str, Any]) -> str:
+    low, high = rates["interval_95"]
     return (
-        f"mean {found['mean']:.4g} (95 % interval {low:.4g} to {high:.4g}), median "
-        f"{found['median']:.4g}, jitter {found['jitter']:.2g}"
+        f"mean {rates['mean']:.4g} (95 % interval {low:.4g} to {high:.4g}), median "
+        f"{rates['median']:.4g}, jitter {rates['jitter']:.2g}"
     )
 
 
-def _operations(found: Mapping[str, Any]) -> str:
-    if "not_counted" in found:
-        return f"not counted: {found['not_counted']}"
+def _operations(flops: Mapping[str, Any]) -> str:
+    if "not_counted" in flops:
+        return f"not counted: {flops['not_counted']}"
     line = (
-        f"{_short(found['forward_a_sample'])} a sample forward, "
-        f"{_short(found['training_a_sample'])} in training (3 x forward); "
-        f"{_short(found['a_second_a_rank'])} a second on a rank"
+        f"{_short(flops['forward_a_sample'])} a sample forward, "
+        f"{_short(flops['training_a_sample'])} in training (3 x forward); "
+        f"{_short(flops['a_second_a_rank'])} a second on a rank"
     )
-    if "utilization" in found:
-        most = _short(found["peak_a_second"])
-        line += f" = {found['utilization']:.1%} of the device's {most} ({found['peak_of']})"
+    if "utilization" in flops:
+        line += (
+            f" = {flops['utilization']:.1%} of the device's {_short(flops['peak_a_second'])} "
+            f"({flops['peak_of']})"
+        )
     return line
 
 
@@ -124,9 +133,11 @@ def graph_flops(graph: tf.Graph) -> int:
         elif op.type in _OPAQUE:
             raise NotCounted(f"{op.type} ({op.name}) does not say what it computes")
         else:
-            values = op.node_def.attr.values()
-            names = [part.name for v in values for part in (v.func, *v.list.func) if part.name]
-            inner = sum(graph_flops(graph._get_function(name).graph) for name in names)
+            inner = 0
+            for value in op.node_def.attr.values():
+                for function in (value.func, *value.list.func):
+                    if function.name:
+                        inner += graph_flops(graph._get_function(function.name).graph)
             if inner and not op.type.endswith("PartitionedCall"):
                 raise NotCounted(f"{op.type} ({op.name}): the number of its iterations is unknown")
             total += inner
@@ -146,8 +157,9 @@ def _convolution(op: tf.Operation) -> int:
     A transposed convolution: for each input number.
     """
     numbers = op.inputs[2] if "Backprop" in op.type else _out(op)
-    of_filter = slice(2) if "Depthwise" in op.type else slice(-1)
-    return math.prod(_shape(numbers) + _shape(op.inputs[1])[of_filter])
+    kernel = _shape(op.inputs[1])
+    kernel = kernel[:2] if "Depthwise" in op.type else kernel[:-1]
+    return math.prod(_shape(numbers) + kernel)
 
 
 def _matrices(op: tf.Operation) -> int:
@@ -171,10 +183,16 @@ def _einsum(op: tf.Operation) -> int:
 
 # Multiply-adds of an operation, by its type.
 _PRODUCTS: dict[str, Callable[[tf.Operation], int]] = {
-    **dict.fromkeys(("Conv2D", "Conv3D", "DepthwiseConv2dNative"), _convolution),
-    **dict.fromkeys(("Conv2DBackpropInput", "Conv3DBackpropInputV2"), _convolution),
+    "Conv2D": _convolution,
+    "Conv3D": _convolution,
+    "DepthwiseConv2dNative": _convolution,
+    "Conv2DBackpropInput": _convolution,
+    "Conv3DBackpropInputV2": _convolution,
     "DepthwiseConv2dNativeBackpropInput": _convolution,
-    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _matrices),
+    "MatMul": _matrices,
+    "BatchMatMul": _matrices,
+    "BatchMatMulV2": _matrices,
+    "BatchMatMulV3": _matrices,
     "Einsum": _einsum,
 }
 _OPAQUE = {"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "XlaCallModule", "PyFunc", "EagerPyFunc"}
@@ -199,20 +217,21 @@ _PEAKS: dict[str, tuple[float | None, ...]] = {
     r"L4": (30.3, 60.0, 121.0, 121.0),
     r"L40S": (91.6, 183.0, 362.0, 362.0),
     r"H100 PCIe": (51.0, 378.0, 756.5, 756.5),
-    r"H100 NVL": (60.0, 417.5, 835.5, 835.5),
-    r"H100 80GB HBM3": (67.0, 494.5, 989.5, 989.5),  # SXM
-    r"H200 NVL": (60.0, 417.5, 835.5, 835.5),
-    r"H200(?! NVL)": (67.0, 494.5, 989.5, 989.5),  # SXM
+    r"H[12]00 NVL": (60.0, 417.5, 835.5, 835.5),
+    r"(H100 80GB HBM3|H200(?! NVL))": (67.0, 494.5, 989.5, 989.5),  # SXM
 }
 
 
 def peak(device: str, precision: str) -> tuple[float, str] | None:
     """Peak operations a second, and their type; None if unknown, as of a part of a GPU (MIG)."""
-    found = [row for name, row in _PEAKS.items() if re.search(rf"\b{name}\b", device)]
-    if len(found) != 1 or "MIG" in device or precision == "float64":
+    peaks = [row for name, row in _PEAKS.items() if re.search(rf"\b{name}\b", device)]
+    if len(peaks) != 1 or "MIG" in device or precision == "float64":
         return None
-    types = dict(zip(("float32", "TF32", "bfloat16", "float16"), found[0], strict=True))
-    tf32 = tf.config.experimental.tensor_float_32_execution_enabled()  # TensorFlow's default
-    tf32 = tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0" and types["TF32"]
-    used = "TF32" if precision == "float32" and tf32 else precision
-    return (types[used] * 1e12, used) if types[used] else None
+    teraflops = dict(zip(("float32", "TF32", "bfloat16", "float16"), peaks[0], strict=True))
+    used = precision
+    if precision == "float32" and teraflops["TF32"]:
+        # TensorFlow uses TF32 unless it is told not to.
+        is_on = tf.config.experimental.tensor_float_32_execution_enabled()
+        if is_on and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+            used = "TF32"
+    return (teraflops[used] * 1e12, used) if teraflops[used] else None

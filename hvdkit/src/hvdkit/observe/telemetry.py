@@ -28,9 +28,10 @@ from hvdkit.settings import Settings
 
 Figures = Mapping[str, float]  # by name
 _MUCH_WAITING = 0.1  # share of a step's time
-_HUGE, _RISEN = 1e4, 3.0  # a loss, and how many times the first logged one, that are noted
+_HUGE = 1e4  # a loss above it is noted
+_RISEN = 3.0  # a loss that is so many times the first logged one is noted
 _RATES = 10_000  # logged intervals for the median
-_RANKS_SHOWN = 16  # shown one by one; ten figures take a tracker a millisecond or more
+_RANKS_SHOWN = 16  # more ranks are not shown one by one: ten figures take a tracker a millisecond
 
 
 class Telemetry:
@@ -42,20 +43,21 @@ class Telemetry:
     """
 
     def __init__(self, config: Settings, world: World, sampler: Sampler) -> None:
-        """`sampler`: of the run's steps."""
+        """`sampler`: the order of the samples, by which epochs are counted."""
         run_dir = Path(config.run_dir)
         self._dir = run_dir
         self._world = world
         self._num_steps = config.num_steps
-        self._samples = config.global_batch_size  # a step
+        self._global_batch_size = config.global_batch_size
+        self._sampler = sampler
         self._last_step = sampler.start.step
         self._last_time = time.monotonic()
-        self._sampler, self._first_loss = sampler, 0.0  # logged by this process
-        self._logged = 0
+        self._first_loss = 0.0  # the first loss that this process logged
+        self._logged = 0  # steps that this process logged
         self._rates = collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
-        self._unwritten: dict[str, list[str]] = {}  # lines, by file
-        self._sizes: dict[str, int] = {}  # bytes, before a try that failed
+        self._unwritten: dict[str, list[str]] = {}  # lines by file
+        self._sizes: dict[str, int] = {}  # bytes of files before a failed write
         self._trackers: list[trackers.Tracker] = []
         if world.is_chief:
             whole_files.opened(run_dir / "metrics.jsonl", append=True).close()
@@ -69,7 +71,7 @@ class Telemetry:
         for name, lines in self._unwritten.items():
             if lines:
                 self._flush(name)
-            if lines:  # still
+            if lines:  # they could not be written
                 self._note_once(f"lost {name}", f"the last {len(lines)} lines of {name} are lost")
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
@@ -106,35 +108,42 @@ class Telemetry:
         seconds = max(now - self._last_time, 1e-9)
         self._last_step = step
         self._last_time = now
-        rate = self._samples * steps / seconds
+        rate = self._global_batch_size * steps / seconds
         wait = min(waited / seconds, 1.0)
         self._logged += 1
         if self._logged > 1:  # the first interval includes tracing of graphs
             self._rates.append(rate)
-        record = {"step": step, **figures, "samples_per_second": round(rate, 1)}
-        record |= {"data_wait": round(wait, 3), **times}
+        record = {
+            "step": step,
+            **figures,
+            "samples_per_second": round(rate, 1),
+            "data_wait": round(wait, 3),
+            **times,
+        }
         self._write(record)
-        shown = {f"train/{name}": value for name, value in record.items()} | _by_rank(losses)
-        self._show(step, shown)
-        added = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
-        eta = timedelta(seconds=int((self._num_steps - step) * self._samples / rate))
+        scalars = {f"train/{name}": value for name, value in record.items()}
+        self._show(step, scalars | _by_rank(losses))
+
+        keras_loss = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
+        samples_left = (self._num_steps - step) * self._global_batch_size
+        eta = timedelta(seconds=int(samples_left / rate))
         epoch = self._sampler.place(step).position / self._sampler.num_samples
         say(
             self._world,
-            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{added}  "
+            f"step {step}/{self._num_steps}  loss {figures['loss']:.4f}{keras_loss}  "
             f"lr {figures['lr']:.3g}  {rate:.0f} samples/s  ETA {eta}  epoch {epoch:.1f}",
         )
         self._judge(figures["loss"])
-        # Not at the first logged step: nothing could be read ahead for it.
+        # The first logged step does not count: nothing could be read ahead for it.
         if wait > _MUCH_WAITING and self._logged > 1:
-            note = (
+            self._note_once(
+                "input-bound",
                 f"input-bound: rank 0 waited for data {wait:.0%} of the time; give it more "
-                "cores or --data_workers, or smaller pictures (hvdkit pack)"
+                "cores or --data_workers, or smaller pictures (hvdkit pack)",
             )
-            self._note_once("input-bound", note)
 
     def _judge(self, loss: float) -> None:
-        """Notes, each once, a loss that nobody would want."""
+        """Notes once each a loss that is huge or has risen."""
         if self._logged == 1:
             self._first_loss = loss
         if abs(loss) > _HUGE:
@@ -143,7 +152,8 @@ class Telemetry:
                 f"the loss is {loss:.3g}: inputs and targets should be of a scale around 1, "
                 "losses one for each example",
             )
-        elif self._logged > 2 and loss > _RISEN * abs(self._first_loss) + 1:  # near 0 it is noise
+        # A rise by less than 1 is noise where the first loss is near 0.
+        elif self._logged > 2 and loss > _RISEN * abs(self._first_loss) + 1:
             self._note_once(
                 "risen",
                 f"the loss has risen from {self._first_loss:.3g} to {loss:.3g}: try a lower "
@@ -158,20 +168,21 @@ class Telemetry:
         """Sum, norm and share of non-finite values of each layer's gradient, float [n, 3]."""
         if not self._world.is_chief:
             return
-        record = {}
-        shown = {}
+        by_layer = {}
+        scalars = {}
         for path, row in zip(layers, figures.tolist()):
-            found = dict(zip(("sum", "norm", "nonfinite"), row))
-            record[path] = whole_files.without_nan(found)
-            shown |= {f"gradient_{name}/{path}": value for name, value in found.items()}
+            values = dict(zip(("sum", "norm", "nonfinite"), row))
+            by_layer[path] = whole_files.without_nan(values)
+            for name, value in values.items():
+                scalars[f"gradient_{name}/{path}"] = value
         norm = float(np.linalg.norm(figures[:, 1]))
-        self._append("gradients.jsonl", {"step": step, "global_norm": norm, "layers": record})
-        self._show(step, shown)
+        self._append("gradients.jsonl", {"step": step, "global_norm": norm, "layers": by_layer})
+        self._show(step, scalars)
 
     def evaluation(
         self, step: int, figures: Figures, *, main_metric: str, pictures: np.ndarray | None
     ) -> None:
-        """Figures by name, and pictures (see `_pictures`) if there are any."""
+        """An evaluation's figures by name, and pictures (see `_pictures`) if there are any."""
         if not self._world.is_chief:
             return
         self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
@@ -179,19 +190,20 @@ class Telemetry:
         if pictures is not None:
             with self._reports_once("predictions.png"):
                 self._pictures(step, pictures)
-        shown = dict.fromkeys(("loss", main_metric))
-        score = "  ".join(f"{name} {figures[name]:.4f}" for name in shown)
-        say(self._world, f"step {step}/{self._num_steps}  evaluated: {score}")
+        scores = f"loss {figures['loss']:.4f}"
+        if main_metric != "loss":
+            scores += f"  {main_metric} {figures[main_metric]:.4f}"
+        say(self._world, f"step {step}/{self._num_steps}  evaluated: {scores}")
 
     def _pictures(self, step: int, pictures: np.ndarray) -> None:
         """Pictures, uint8 [n, height, width, 3], to trackers and, below each other, to a PNG."""
         for tracker in self._trackers:
             tracker.pictures(step, pictures)
         sheet = np.concatenate(list(pictures))
-        times = max(1, 640 // sheet.shape[1])
-        drawn = Image.fromarray(sheet.repeat(times, 0).repeat(times, 1))
+        zoom = max(1, 640 // sheet.shape[1])
+        image = Image.fromarray(sheet.repeat(zoom, 0).repeat(zoom, 1))
         with whole_files.written(self._dir / "predictions.png") as partial:
-            drawn.save(partial, "PNG")
+            image.save(partial, "PNG")
 
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
@@ -213,16 +225,18 @@ class Telemetry:
         with self._reports_once(name):
             with whole_files.opened(self._dir / name, append=True) as file:
                 size = os.fstat(file.fileno()).st_size
-                if name in self._sizes:  # a part of a line may be left of it
-                    file.truncate(size := min(size, self._sizes[name]))
+                if name in self._sizes:
+                    # A failed write may have left a part of a line.
+                    size = min(size, self._sizes[name])
+                    file.truncate(size)
                 self._sizes[name] = size
                 file.write("".join(lines))
-            # Only once it is closed: a file server may say no by then.
+            # The file is closed by now: a file server may refuse the lines only then.
             lines.clear()
             del self._sizes[name]
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        # Seconds since 1970, comparable between hosts.
+        # The time is in seconds since 1970, comparable between hosts.
         record = whole_files.without_nan(record) | {"time": round(time.time(), 2)}
         self._append("metrics.jsonl", record)
 
@@ -232,12 +246,12 @@ class Telemetry:
                 tracker.scalars(step, scalars)
 
     @contextlib.contextmanager
-    def _reports_once(self, what: str) -> Iterator[None]:
+    def _reports_once(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # a tracker may raise anything
             reason = str(error) or type(error).__name__
-            self._note_once(what, f"{what} cannot be written; training continues: {reason}")
+            self._note_once(name, f"{name} cannot be written; training continues: {reason}")
 
     def _note_once(self, key: str, note: str) -> None:
         if key not in self._noted:
@@ -247,9 +261,12 @@ class Telemetry:
 
 def _by_rank(losses: Sequence[float]) -> dict[str, float]:
     """The ranks' losses for trackers: statistics, and each if the ranks are few."""
-    found = np.asarray(losses)
-    figures = {"least": found.min(), "median": np.median(found), "most": found.max()}
-    figures["worst_rank"] = found.argmax()  # the first NaN, if any
-    if len(found) <= _RANKS_SHOWN:
-        figures |= dict(enumerate(found))
+    figures = {
+        "least": np.min(losses),
+        "median": np.median(losses),
+        "most": np.max(losses),
+        "worst_rank": np.argmax(losses),  # the first NaN, if any
+    }
+    if len(losses) <= _RANKS_SHOWN:
+        figures |= dict(enumerate(losses))
     return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}

@@ -56,24 +56,26 @@ class TensorBoard:
 
 
 def kinds(names: Sequence[str]) -> dict[str, type[Tracker]]:
-    """Their classes, by name. Raises ValueError, naming the tracker, where there is none."""
-    found: dict[str, type[Tracker]] = {}
+    """The trackers' classes by name. Raises ValueError, naming the tracker, where there is none."""
+    classes: dict[str, type[Tracker]] = {}
     for name in names:
-        module, _, own = name.partition(":")
-        with _named(name):
-            found[name] = getattr(importlib.import_module(module), own) if own else TensorBoard
-    return found
+        module, _, attribute = name.partition(":")
+        classes[name] = TensorBoard
+        if attribute:
+            with _named(name):
+                classes[name] = getattr(importlib.import_module(module), attribute)
+    return classes
 
 
 def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> list[Tracker]:
-    """Raises ValueError, naming the tracker, if it cannot be started."""
-    found: list[Tracker] = []
+    """Starts the trackers. Raises ValueError, naming the tracker, if one cannot be started."""
+    trackers: list[Tracker] = []
     for name, kind in kinds(names).items():
         # A run that keeps nothing here must leave nothing on a server either.
         if name == BUILT_IN or not (settings["dry_run"] or settings["find_lr"]):
             with _named(name):
-                found.append(kind(run_dir, settings))
-    return found
+                trackers.append(kind(run_dir, settings))
+    return trackers
 
 
 @contextlib.contextmanager
