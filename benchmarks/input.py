@@ -290,7 +290,7 @@ def template(
     steps, step, ahead = tf.int64.max // BATCH, 0, contextlib.nullcontext()
     if getattr(source, "is_remote", False):
         ahead = remote.fetched_ahead(source, lambda: order.coming_shards(step))
-    with TrainingFeed(source, order, read, num_steps=steps, workers=workers) as feed:
+    with TrainingFeed(order, read, num_steps=steps, workers=workers) as feed:
         if window:
             yield None
             steps = len(source) // BATCH

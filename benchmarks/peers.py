@@ -329,7 +329,7 @@ def _feed(task, rank: int, size: int, *, steps: int):
     source, _ = task.sources()
     order = Sampler(len(source), task.config.global_batch_size, 1, task.config.seed, rank, size)
     read = reader(source, task.training_example, keyed=True)
-    return TrainingFeed(source, order, read, num_steps=steps, workers=1, device=world.gpu())
+    return TrainingFeed(order, read, num_steps=steps, workers=1, device=world.gpu())
 
 
 def _batch(feed):

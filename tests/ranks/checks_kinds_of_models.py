@@ -90,7 +90,7 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     with mock.patch.object(load_run.tasks, "load_task", task):
         run, _ = load_run.restored(config, world, "last")
     reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
-    feed = EvaluationFeed(run.val_source, reader, size, rank=world.rank, size=world.size)
+    feed = EvaluationFeed(reader, size, rank=world.rank, size=world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
     figures = Evaluator(run, feed).run(lambda: False).figures
     tf.config.run_functions_eagerly(False)

@@ -75,7 +75,7 @@ def evaluator(world, name: str) -> Evaluator:
 
 def feed(run: RunContext, rank: int, size: int, batch: int) -> EvaluationFeed:
     made = reader(run.val_source, run.task.evaluation_example, keyed=False)
-    return EvaluationFeed(run.val_source, made, batch, rank=rank, size=size)
+    return EvaluationFeed(made, batch, rank=rank, size=size)
 
 
 def by_hand(run: RunContext) -> tuple[float, float]:

@@ -71,7 +71,7 @@ def batches(steps: range, size: int, micro: int, **settings) -> list[dict[str, n
     made = task_checks.reader(task, SOURCE, training=True)
     orders = [Sampler(30, 12, micro, 1, rank, size) for rank in range(size)]
     how = {"first_step": steps.start, "num_steps": steps.stop}
-    feeds = [TrainingFeed(SOURCE, order, made, **how) for order in orders]
+    feeds = [TrainingFeed(order, made, **how) for order in orders]
 
     def flat(*parts):  # micro-batches of all ranks are one after the other
         return np.concatenate(parts, axis=1).reshape(12, *parts[0].shape[2:])
@@ -95,6 +95,6 @@ def test_off_costs_nothing_and_an_evaluation_never_mixes():
     paired = {}
     for how, training in ((plain, True), (mixes, True), (mixes, False)):
         made = task_checks.reader(classification.Task(Settings(**how)), SOURCE, training=training)
-        paired[how["mixup"], training] = made.paired
-    assert paired == {(0.0, True): 0, (1.0, True): 30, (1.0, False): 0}
+        paired[how["mixup"], training] = made.is_paired
+    assert paired == {(0.0, True): False, (1.0, True): True, (1.0, False): False}
     assert made.one(4)["targets"] == 1

@@ -51,14 +51,14 @@ def deterministic():
 def test_as_many_examples_at_once_as_there_are_workers(workers: int, deterministic):
     busy = Busy()
     made = reader(SOURCE, busy, keyed=True)
-    feed = TrainingFeed(SOURCE, Sampler(40, 20, 1, 1, 0, 1), made, num_steps=2, workers=workers)
+    feed = TrainingFeed(Sampler(40, 20, 1, 1, 0, 1), made, num_steps=2, workers=workers)
     feed.next()
     assert busy.most == workers
     # A sample takes 0.02 s, and what is slow on a busy machine takes longer.
     assert feed.waited > 20 * 0.02 / workers * 0.8
 
     busy = Busy()
-    feed = EvaluationFeed(SOURCE, reader(SOURCE, busy, keyed=False), 8, workers=workers)
+    feed = EvaluationFeed(reader(SOURCE, busy, keyed=False), 8, workers=workers)
     assert sum(len(batch["x"]) for batch in feed) == 40
     assert busy.most == workers
 
@@ -75,7 +75,7 @@ def test_samples_keep_their_order_however_long_each_takes():
         return {"x": tf.ensure_shape(tf.numpy_function(wait, [sample["x"]], tf.int64), [])}
 
     made = reader(SOURCE, slow, keyed=True)
-    feed = TrainingFeed(SOURCE, order, made, first_step=2, num_steps=3, workers=4)
+    feed = TrainingFeed(order, made, first_step=2, num_steps=3, workers=4)
     assert feed.next()["x"][0].numpy().tolist() == ids
 
 
@@ -110,7 +110,7 @@ def test_a_step_names_the_sample_that_cannot_be_read(device: str):
     order = Sampler(50, 4, 1, 1, 0, 1)
     source = Torn(bad := order.ids_of(2, 0)[1])
     made = reader(source, lambda sample, key: sample, keyed=True)
-    feed = TrainingFeed(source, order, made, num_steps=5, device=device)
+    feed = TrainingFeed(order, made, num_steps=5, device=device)
     for step in range(3):
         assert feed.error is None, step
         read = feed.next()["x"][0].numpy().tolist()
@@ -124,7 +124,7 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
     made = reader(source, lambda sample: sample, keyed=False)
     for rank in range(3):
         try:
-            feed = EvaluationFeed(source, made, 4, rank=rank, size=3)
+            feed = EvaluationFeed(made, 4, rank=rank, size=3)
             found.append(sum(len(batch["x"]) for batch in feed))
         except ValueError as error:
             found.append(str(error))
@@ -139,7 +139,7 @@ def batches_of(
     made = reader(source, example, keyed=True, **how)
     how = {"first_step": steps.start, "num_steps": steps.stop, "replaces": True}
     orders = [Sampler(50, 12, 1, 1, rank, size) for rank in range(size)]
-    feeds = [TrainingFeed(source, order, made, **how) for order in orders]
+    feeds = [TrainingFeed(order, made, **how) for order in orders]
     found = [[x for feed in feeds for x in feed.next()["x"][0].numpy().tolist()] for _ in steps]
     assert [feed.error for feed in feeds] == [None] * size
     return found, sorted(one for feed in feeds for one in feed.replaced)
@@ -179,7 +179,7 @@ def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
     for fails, wanted in (({1, 2, 3}, ""), ({1, 3}, ""), (range(99), "the disk fails, not the ")):
         source = Torn(busy=busy, fails=fails)
         made = reader(source, lambda sample, key: sample, keyed=True)
-        feed = TrainingFeed(source, order, made, num_steps=3)
+        feed = TrainingFeed(order, made, num_steps=3)
         found = [feed.next()["x"][0].numpy().tolist() for _ in range(3)]
         assert not feed.replaced and (feed.error or "").startswith(wanted)
         if not wanted:
@@ -187,7 +187,7 @@ def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
             assert "reading again" in capsys.readouterr().out
     source = Torn(busy=17, fails={1, 2})
     made = reader(source, lambda sample: sample, keyed=False)
-    read = [x for batch in EvaluationFeed(source, made, 4) for x in batch["x"].numpy().tolist()]
+    read = [x for batch in EvaluationFeed(made, 4) for x in batch["x"].numpy().tolist()]
     assert read == list(range(50))
 
 
@@ -221,7 +221,7 @@ def of_a_false_shape(sample):
 def test_an_example_of_another_shape_is_told_with_its_line(transform, inside):
     """The line of the operation that fails, or else that of the function."""
     source = Arrays(x=np.arange(4))
-    feed = EvaluationFeed(source, reader(source, transform, keyed=False), 4)
+    feed = EvaluationFeed(reader(source, transform, keyed=False), 4)
     line = transform.__code__.co_firstlineno + inside
     refused(lambda: [*feed], "sample 0", f"test_pipeline.py, line {line}: ")
 
@@ -265,10 +265,10 @@ def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length,
         source = Other(source, length, index) if length else source
         made = reader(source, lambda x, key: {"x": x, "key": key}, keyed=True)
         order = Sampler(len(source), 20, 1, 1, 0, 1)
-        feed = TrainingFeed(source, order, made, num_steps=4, workers=2)
+        feed = TrainingFeed(order, made, num_steps=4, workers=2)
         batches = [feed.next() for _ in range(4)]
         made = reader(source, lambda sample: sample, keyed=False)
-        batches += [made.one(3), *EvaluationFeed(source, made, 7, rank=1, size=2)]
+        batches += [made.one(3), *EvaluationFeed(made, 7, rank=1, size=2)]
         batches.append(source.read(tf.constant(7, tf.int64)))
         found.append(tf.nest.map_structure(lambda t: t.numpy(), batches))
     tf.nest.map_structure(np.testing.assert_array_equal, *found)

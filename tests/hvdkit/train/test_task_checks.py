@@ -25,9 +25,9 @@ def tried(methods: dict) -> dict[str, tf.Tensor]:
     task = type("Task", (Base,), methods)(Settings())
     train, val = task.sources()
     reader, model = task_checks.reader(task, train, True), task.build_model()
-    task_checks.build_variables(model, task_checks.read_example(reader, train, True))
+    task_checks.build_variables(model, task_checks.read_example(reader, True))
     reader = task_checks.reader(task, val, False)
-    example = task_checks.read_example(reader, val, False)
+    example = task_checks.read_example(reader, False)
     outputs, targets = task_checks.outputs(task, model, example["inputs"]), example["targets"]
     objective.loss(task, outputs, targets, samples=1)
     specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in (outputs, targets)]

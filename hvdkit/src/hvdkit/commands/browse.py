@@ -22,7 +22,6 @@ from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
 from hvdkit.data import classes
 from hvdkit.data.labels import COLOURS
-from hvdkit.data.pipeline import read_one
 from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings.typed import path_argument
@@ -57,7 +56,7 @@ def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, A
     )
     examples = []
     for index, key in itertools.islice(_draws(sampler, config.num_steps), count):
-        examples.append(read_one(reader, source, index, key))
+        examples.append(reader.read_one(index, key))
     arrays = tf.nest.map_structure(lambda tensor: tensor.numpy(), examples)
     return arrays, classes.of(source)
 

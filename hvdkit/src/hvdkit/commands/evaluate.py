@@ -73,7 +73,6 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, argumen
     run, checkpoint = load_run.restored(config, world, arguments.checkpoint)
     with world.fail_together("reading the validation data"):
         feed = EvaluationFeed(
-            run.val_source,
             task_checks.reader(run.task, run.val_source, training=False),
             config.eval_batch_size,
             rank=world.rank,

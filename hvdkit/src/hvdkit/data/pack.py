@@ -182,7 +182,8 @@ class _Encoder:
             try:
                 sample = next(samples)
             except tf.errors.OpError as error:
-                raise ValueError(pipeline.explain(self._source, [index], error)) from None
+                fault = self._source.explain(index) or pipeline.reason_of(error)
+                raise ValueError(fault) from None
             label, is_map = sample["label"], self.kind == "map"
             if not sample["same"]:
                 why = "its file changed meanwhile; pack again"

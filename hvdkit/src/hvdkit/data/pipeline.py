@@ -45,15 +45,16 @@ as_written = tf.autograph.experimental.do_not_convert
 
 
 class Reader(NamedTuple):
-    """How a sample of a source becomes an example; made by `reader`."""
+    """How samples of a source become examples; made by `reader`."""
 
+    source: Source
     # Takes the index, int64; then what `ahead` returns for it, if there is one; a key if `keyed`.
     read: tf.types.experimental.ConcreteFunction
     parts: frozenset[str]  # names of the sample's parts
     ahead: Callable[[tf.Tensor], Parts] | None  # the source's method, if it is a ReadAhead
     at_once: int  # samples that `ahead` fetches at a time
-    paired: int = 0  # number of samples from which another one is read beside each; 0: none
-    line: str = ""  # where the function begins that makes the example
+    is_paired: bool  # whether another sample is read beside each
+    line: str  # where the function begins that makes the example
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
         """An example by itself; raises what TensorFlow does where it cannot be read."""
@@ -66,9 +67,35 @@ class Reader(NamedTuple):
     def reads(self, index: int, *key: tf.Tensor) -> list[int]:
         """The samples that an example is made of."""
         samples = [index]
-        if self.paired:
-            samples.append(int(partner(tf.constant(index, tf.int64), *key, self.paired)))
+        if self.is_paired:
+            other = partner(tf.constant(index, tf.int64), *key, len(self.source))
+            samples.append(int(other))
         return samples
+
+    def read_one(self, index: int, *key: tf.Tensor) -> Example:
+        """`one`, with the faults of samples and disks explained.
+
+        Raises BadSample, or ValueError where the disk fails time and again.
+        """
+        pauses = iter(_PAUSES)
+        while True:
+            try:
+                return self.one(index, *key)
+            except _READ_ERRORS as error:
+                if not pause(error, pauses):
+                    ids = self.reads(index, *key)
+                    bad = next((number for number in ids if self.source.explain(number)), index)
+                    raise BadSample(self.explain(ids, error), bad) from None
+
+    def explain(self, ids: list[int], error: Exception) -> str:
+        """A message about the first bad sample among `ids`, whose examples failed with `error`."""
+        for index in ids:
+            if fault := self.source.explain(index):
+                return fault
+        line = line_of(error, self.read.graph) or self.line
+        if line:
+            return f"sample {join(ids)} (counted from 0): {line}: {reason_of(error)}"
+        return f"sample {join(ids)} (counted from 0): {reason_of(error)}"
 
     def examples(self, samples: tf.data.Dataset, workers: int) -> tf.data.Dataset:
         """Examples of indices, or of (index, key); `workers` threads decode, others read disks."""
@@ -129,11 +156,12 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
         signature.append(tf.TensorSpec([2], tf.int32))
     traced = tf.function(read, input_signature=signature, autograph=False)
     return Reader(
+        source=source,
         read=traced.get_concrete_function(),  # tracing it fills `parts`
         parts=frozenset(parts),
         ahead=ahead,
         at_once=at_once,
-        paired=len(source) if paired else 0,
+        is_paired=paired,
         line=project.line_of(transform),
     )
 
@@ -141,21 +169,9 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
 class BadSample(ValueError):
     """A sample cannot be read, whatever the disk does; the message names it."""
 
-    sample = -1  # its index
-
-
-def read_one(reader: Reader, source: Source, index: int, *key: tf.Tensor) -> Example:
-    """An example by itself. Raises BadSample, or ValueError where the disk fails time and again."""
-    pauses = iter(_PAUSES)
-    while True:
-        try:
-            return reader.one(index, *key)
-        except _READ_ERRORS as error:
-            if not pause(error, pauses):
-                ids = reader.reads(index, *key)
-                fault = BadSample(explain(source, ids, error, reader=reader))
-                fault.sample = next((number for number in ids if source.explain(number)), index)
-                raise fault from None
+    def __init__(self, message: str, sample: int) -> None:
+        super().__init__(message)
+        self.sample = sample
 
 
 class Replaced(NamedTuple):
@@ -182,7 +198,6 @@ class TrainingFeed:
 
     def __init__(
         self,
-        source: Source,
         order: Sampler,
         reader: Reader,
         *,
@@ -194,7 +209,6 @@ class TrainingFeed:
     ) -> None:
         self.error: str | None = None
         self.replaced: list[Replaced] = []
-        self._source = source
         self._order = order
         self._reader = reader
         self._step = first_step
@@ -280,8 +294,7 @@ class TrainingFeed:
                 # The first time, the bad samples are searched for below. Once all are good by
                 # themselves, the disk failed again, or no sample alone causes the error.
                 if good is not None and not pause(error, pauses):
-                    reason = explain(self._source, good, error, reader=self._reader)
-                    raise ValueError(reason) from None
+                    raise ValueError(self._reader.explain(good, error)) from None
             if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
                 good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
@@ -296,11 +309,11 @@ class TrainingFeed:
 
         Its key is [draw, 0]. Raises ValueError where none can be read.
         """
-        size = len(self._source)
+        size = len(self._reader.source)
         key = tf.constant([draw, 0], tf.int32)
         for number in range(place, place + size):
             try:
-                return read_one(self._reader, self._source, number % size, key)
+                return self._reader.read_one(number % size, key)
             except BadSample:
                 if not self._replaces or number == place + size - 1:
                     raise
@@ -328,7 +341,7 @@ class TrainingFeed:
     def _fault(self, index: int, key: tf.Tensor) -> BadSample | None:
         """Why a sample or its partner cannot be read; ValueError: the disk fails time and again."""
         try:
-            read_one(self._reader, self._source, index, key)
+            self._reader.read_one(index, key)
             return None
         except BadSample as fault:
             return fault
@@ -344,7 +357,6 @@ class EvaluationFeed:
 
     def __init__(
         self,
-        source: Source,
         reader: Reader,
         batch_size: int,
         *,
@@ -355,14 +367,14 @@ class EvaluationFeed:
         self.reader = reader
         parts = tf.nest.flatten(reader.read.structured_outputs)
         self.one_by_one = not all(part.shape.is_fully_defined() for part in parts)
+        samples = len(reader.source)
         # tf.data hung at 2**31 - 1.
-        batch_size = 1 if self.one_by_one else min(batch_size, len(source))
+        batch_size = 1 if self.one_by_one else min(batch_size, samples)
         self.batch_size = batch_size
-        self.rounds = -(-len(source) // (size * batch_size))  # batches of the rank that has most
-        self._source = source
+        self.rounds = -(-samples // (size * batch_size))  # batches of the rank that has most
         self._ids: list[int] = []
-        for start in range(rank * batch_size, len(source), size * batch_size):
-            self._ids += range(start, min(start + batch_size, len(source)))
+        for start in range(rank * batch_size, samples, size * batch_size):
+            self._ids += range(start, min(start + batch_size, samples))
         self._workers = workers
         self._all = self._batches(0)  # made once, because its graphs stay in memory
         self.spec = self._all.element_spec
@@ -386,9 +398,7 @@ class EvaluationFeed:
             except _READ_ERRORS as error:
                 if not pause(error, pauses):
                     # Only the batch that failed is looked at: the other ranks wait.
-                    ids = self.ids(done)
-                    reason = explain(self._source, ids, error, reader=self.reader)
-                    raise ValueError(reason) from None
+                    raise ValueError(self.reader.explain(self.ids(done), error)) from None
 
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""
@@ -433,20 +443,6 @@ def pause(error: Exception, pauses: Iterator[float]) -> bool:
     heartbeat.beat()
     time.sleep(seconds)
     return True
-
-
-def explain(source: Source, ids: list[int], error: Exception, reader: Reader | None = None) -> str:
-    """A message about the first bad sample among `ids`, of examples that `reader` makes."""
-    for index in ids:
-        if fault := source.explain(index):
-            return fault
-    reason = reason_of(error)
-    if reader is None:
-        return reason
-    line = line_of(error, reader.read.graph) or reader.line
-    if line:
-        return f"sample {join(ids)} (counted from 0): {line}: {reason}"
-    return f"sample {join(ids)} (counted from 0): {reason}"
 
 
 def line_of(error: Exception, graph: tf.Graph) -> str:

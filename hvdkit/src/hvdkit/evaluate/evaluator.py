@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data.pipeline import EvaluationFeed, line_of, read_one, reason_of
+from hvdkit.data.pipeline import EvaluationFeed, line_of, reason_of
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
@@ -46,7 +46,6 @@ class Evaluator:
     def __init__(self, run: Any, feed: EvaluationFeed) -> None:
         self._world = run.world
         self._task = run.task
-        self._source = run.val_source
         self._feed = feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes = tasks.optional(run.task, "notes")
@@ -67,7 +66,7 @@ class Evaluator:
     def try_out(self) -> None:
         """Evaluates one example, so that mistakes show before the first training step."""
         with self._world.fail_together("evaluating one sample"):
-            batch = task_checks.read_example(self._feed.reader, self._source, training=False)
+            batch = task_checks.read_example(self._feed.reader, training=False)
             errors = task_checks.user_code_errors("evaluating one sample")
             with errors, unchanged(self._changed), unoptimized():
                 graph = self.graph
@@ -102,7 +101,7 @@ class Evaluator:
 
     def _check_sum(self) -> None:
         """Raises ValueError where the loss of a few samples is not the sum of each one's."""
-        count = len(self._source)
+        count = len(self._feed.reader.source)
         numbers = range(0, count, -(-count // _TRIED))[: self._feed.batch_size]
         if len(numbers) < 2:
             return
@@ -140,7 +139,7 @@ class Evaluator:
             return batch, self._step(batch)[0]
 
     def _batch(self, number: int) -> Example:
-        example = read_one(self._feed.reader, self._source, number)
+        example = self._feed.reader.read_one(number)
         return tf.nest.map_structure(lambda part: part[None], example)
 
     def _evaluate(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
@@ -237,7 +236,7 @@ class Evaluator:
     def _check_size(self, rows: dict[str, tf.Tensor]) -> None:
         """Says how much memory `per_sample` takes; ValueError where it is too much."""
         size = sum(row.numpy().nbytes for row in rows.values())
-        samples = len(self._source)
+        samples = len(self._feed.reader.source)
         most = metrics.Rows.MOST_BYTES
         if size * samples > most:
             raise ValueError(

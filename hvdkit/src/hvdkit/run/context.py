@@ -117,7 +117,7 @@ def prepare(
             model = task.build_model()
         train_reader = task_checks.reader(task, train_source, training=True)
         bad = config.most_bad_samples(len(train_source))
-        example = task_checks.read_example(train_reader, train_source, training=True, bad=bad)
+        example = task_checks.read_example(train_reader, training=True, bad=bad)
         task_checks.build_variables(model, example)
         for note in _check_model(model, example["inputs"], config.precision):
             say(world, f"note: {note}")

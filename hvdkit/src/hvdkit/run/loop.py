@@ -126,7 +126,6 @@ class Run:
             )
         workers = settings.data_workers or world.threads
         self.feed = TrainingFeed(
-            context.train_source,
             self.sampler,
             train_reader(context),
             device=world_lib.gpu(),
@@ -137,7 +136,6 @@ class Run:
         )
         with world.fail_together("reading the validation data"):
             self.val_feed = EvaluationFeed(
-                context.val_source,
                 task_checks.reader(self.task, context.val_source, training=False),
                 settings.eval_batch_size,
                 rank=world.rank,

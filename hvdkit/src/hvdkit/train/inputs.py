@@ -113,7 +113,7 @@ def _of_data(task: Task) -> tuple[Any, Any]:
         with open_lib.one_split(), task_checks.user_code_errors("sources"):
             _, source = task.sources()
         reader = task_checks.reader(task, source, training=False)
-        example = task_checks.read_example(reader, source, training=False)
+        example = task_checks.read_example(reader, training=False)
     except (ValueError, OSError) as error:
         raise ValueError(
             f"the data, which say what the model is called with, cannot be read: {error}"

@@ -99,25 +99,24 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     return made
 
 
-def read_example(made: pipeline.Reader, source: Source, training: bool, *, bad: int = 0) -> Example:
+def read_example(made: pipeline.Reader, training: bool, *, bad: int = 0) -> Example:
     """The source's first sample as an example, its tensors with a batch dimension of 1.
 
     `bad`: how many samples may be passed over because they cannot be read.
     """
     name = "training_example" if training else "evaluation_example"
-    last = min(bad, len(source) - 1)
+    last = min(bad, len(made.source) - 1)
     for number in range(last + 1):
         with user_code_errors(name), unoptimized():
             try:
                 keys = [tf.zeros([2], tf.int32)] if training else []
                 example = made.one(number, *keys)
                 if made.parts >= {"file", "image"}:
-                    check_file(source.read(tf.constant(number, tf.int64)))
+                    check_file(made.source.read(tf.constant(number, tf.int64)))
                 break
             except tf.errors.OpError as error:
                 if number == last:
-                    why = pipeline.explain(source, [number], error, reader=made)
-                    raise ValueError(why) from None
+                    raise ValueError(made.explain([number], error)) from None
     return tf.nest.map_structure(lambda t: t[None], example)
 
 
