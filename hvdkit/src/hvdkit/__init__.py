@@ -30,7 +30,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-# What a notebook's kernel is started as: the words after it are not meant for a run.
+# Programs that a notebook's kernel runs as: the words after them are not meant for a run.
 _KERNELS = ("ipykernel_launcher.py", "colab_kernel_launcher.py")
 
 
@@ -115,7 +115,7 @@ def _words(argv: Sequence[str] | None) -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # TensorFlow takes seconds to import: only where something of it is used.
+    # TensorFlow takes seconds to import, so these names import it only when they are used.
     if name == "Run":
         return importlib.import_module("hvdkit.run.loop").Run
     if name in ("Settings", "add_reader", "setting"):

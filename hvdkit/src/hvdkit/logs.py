@@ -19,21 +19,20 @@ from absl import flags, logging
 from hvdkit import streams
 from hvdkit.stop import WRONG_USE, launch_rank
 
-_BAR = 30  # columns
-_UNTIL_ENDED = 10.0  # seconds from the end of rank 0 to that of the others, by their launcher
+_BAR_COLUMNS = 30
+_UNTIL_ENDED = 10.0  # A launcher ends the other ranks within these seconds after rank 0.
 
 
 class _Lines(python_logging.Handler):
     """Writes to what sys.stdout and sys.stderr are now."""
 
     def emit(self, record: python_logging.LogRecord) -> None:
-        to_errors = record.levelno >= python_logging.WARNING
-        rank = "" if hasattr(record, "names_rank") else launch_rank()
-        text = "\n".join(map(printable, record.getMessage().split("\n")))
-        text = f"rank {rank}: {text}" if rank else text
-        # One write a line: launchers put their tags between writes.
-        file = sys.stderr if to_errors else sys.stdout
-        file.write(f"{text}\n")
+        lines = [printable(line) for line in record.getMessage().split("\n")]
+        if not hasattr(record, "names_rank") and launch_rank():
+            lines[0] = f"rank {launch_rank()}: {lines[0]}"
+        file = sys.stderr if record.levelno >= python_logging.WARNING else sys.stdout
+        # All is one write: launchers put their tags between writes.
+        file.write("\n".join([*lines, ""]))
         file.flush()
 
 
@@ -43,7 +42,7 @@ _handler = _Lines()
 def use() -> None:
     """Makes absl's logger write such lines; what others log by Python's logging stays as it is.
 
-    The program outlives who reads them.
+    The program goes on when the program that reads its lines has ended.
     """
     streams.hold()
     logger = logging.get_absl_logger()
@@ -54,8 +53,10 @@ def use() -> None:
     python_logging.root.setLevel(python_logging.WARNING)
     logger.addHandler(_handler)
     logger.propagate = False
-    own = flags.FLAGS["verbosity"].using_default_value
-    logging.set_verbosity(logging.INFO if own else logging.get_verbosity())
+    if flags.FLAGS["verbosity"].using_default_value:
+        logging.set_verbosity(logging.INFO)
+    else:
+        logging.set_verbosity(logging.get_verbosity())  # It sets the level of the logger itself.
 
 
 @contextlib.contextmanager
@@ -89,58 +90,67 @@ def refuse(text: str, code: int = WRONG_USE) -> NoReturn:
     """
     if rank := launch_rank():
         time.sleep(_UNTIL_ENDED)
-        text = f"rank {rank} on {socket.gethostname()}: {text}"
-    complain(text)
+        complain(f"rank {rank} on {socket.gethostname()}: {text}")
+    else:
+        complain(text)
     sys.exit(code)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse(f"{message} (--help says what there is)")
+
+
 def parser(about: str) -> argparse.ArgumentParser:
-    """What commands begin with; `about` is the module's docstring."""
-    raw = argparse.RawDescriptionHelpFormatter
-    made = argparse.ArgumentParser(description=about, formatter_class=raw, allow_abbrev=False)
-    made.error = lambda message: refuse(f"{message} (--help says what there is)")
-    return made
+    """A command's parser; `about` is the docstring of the command's module."""
+    return _Parser(
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def explained(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Of a command: a ValueError or OSError becomes a sentence, and the exit code 2."""
+    """A command whose ValueError or OSError becomes a sentence, and the exit code 2."""
 
     @functools.wraps(main)
-    def told(argv: list[str]) -> int:
+    def explained_main(argv: list[str]) -> int:
         try:
             return main(argv)
         except (ValueError, OSError) as error:
             complain(str(error))
             return WRONG_USE
 
-    return told
+    return explained_main
 
 
 def printable(text: object) -> str:
-    """For a terminal: what is no character to be seen, as in names of files, is escaped."""
+    """Text for a terminal: characters that cannot be seen, as in names of files, are escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 
 def one_line(text: object) -> str:
-    """With a blank in place of each line break and of several blanks."""
+    """The text with one blank in place of each line break and of several blanks."""
     return " ".join(str(text).split())
 
 
 def join(things: Iterable[object], most: int = 5) -> str:
     """The first `most` things, separated by commas, and how many more there are."""
-    things = list(things)
-    more = f" and {len(things) - most} more" if len(things) > most else ""
-    return ", ".join(map(str, things[:most])) + more
+    words = [str(thing) for thing in things]
+    text = ", ".join(words[:most])
+    if len(words) > most:
+        text += f" and {len(words) - most} more"
+    return text
 
 
-def progress(what: str, done: int, count: int) -> None:
+def progress(title: str, done: int, count: int) -> None:
     """How far something is, on standard error: a bar on a terminal, in a log a line each tenth."""
     if sys.stderr.isatty():
         if done % max(1, count // 200) == 0 or done == count:
+            bar = ("#" * (_BAR_COLUMNS * done // count)).ljust(_BAR_COLUMNS, "-")
             end = "\n" if done == count else ""
-            full = _BAR * done // count
-            bar = f"[{'#' * full}{'-' * (_BAR - full)}]"
-            print(f"\r{what:>8} {bar} {done}/{count}", end=end, file=sys.stderr, flush=True)
+            print(f"\r{title:>8} [{bar}] {done}/{count}", end=end, file=sys.stderr, flush=True)
     elif 10 * done // count > 10 * (done - 1) // count:
-        sys.stderr.write(f"{what}: {done}/{count}\n")  # one write: launchers put tags between
+        # One write a line: launchers put their tags between writes.
+        sys.stderr.write(f"{title}: {done}/{count}\n")
         sys.stderr.flush()

@@ -42,14 +42,14 @@ class MainMetric(NamedTuple):
     mode: str = "max"
 
     def height(self, score: float) -> float:
-        """A number of which the highest is the best; of that number again, the score."""
+        """A number of which the highest is the best; the height of that number is the score."""
         return -score if self.mode == "min" else score
 
     def is_better(self, score: float, other: float) -> bool:
         return self.height(score) > self.height(other)
 
     def rank(self, score: Score) -> tuple[float, float, int]:
-        """Of which the highest is the best: of equal values the lower loss, then the newer step."""
+        """The best score has the highest rank: of equal values the lower loss, then the newer."""
         loss = math.inf if math.isnan(score.loss) else score.loss
         return self.height(score.value), -loss, score.step
 
@@ -59,32 +59,37 @@ class MainMetric(NamedTuple):
 
 def of_task(task: Any) -> MainMetric:
     """The main metric that a task names. Raises ValueError: its direction is not known."""
-    name, mode = task.main_metric, getattr(task, "main_metric_mode", None)
-    if mode in MODES:
-        return MainMetric(name, mode)
-    way_out = f'set main_metric_mode = "min" where the lowest {name} is the best, else "max"'
+    name = task.main_metric
     if hasattr(task, "main_metric_mode"):
-        raise ValueError(f"main_metric_mode = {mode!r} is neither: {way_out}")
+        mode = task.main_metric_mode
+        if mode in MODES:
+            return MainMetric(name, mode)
+        raise ValueError(
+            f"main_metric_mode = {mode!r} is neither: set main_metric_mode = "
+            f'"min" where the lowest {name} is the best, else "max"'
+        )
     if _names_an_error(name):
-        raise ValueError(f'main_metric = "{name}" may be an error: {way_out}')
+        raise ValueError(
+            f'main_metric = "{name}" may be an error: set main_metric_mode = '
+            f'"min" where the lowest {name} is the best, else "max"'
+        )
     return MainMetric(name)
 
 
 def none_is_best(name: str) -> str:
-    """What is said where no score of a run, of this name, is a finite number."""
+    """A sentence for a run none of whose scores, of this name, is a finite number."""
     return f"no checkpoint is the best: {name} was NaN or infinite at each evaluation"
 
 
 def of_measure(measure: Mapping[str, Any]) -> MainMetric:
     """The main metric of scores, by what they measure (hvdkit/checkpoint/checkpoints.py)."""
-    name, mode = measure.get("main_metric", ""), measure.get("main_metric_mode", "max")
-    return MainMetric(name, mode)
+    return MainMetric(measure.get("main_metric", ""), measure.get("main_metric_mode", "max"))
 
 
 def _names_an_error(name: str) -> bool:
     """Whether a word of the name is an error's: of val_mae, meanSquaredError, WER, logloss."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
-    words += re.findall(r"[A-Za-z0-9]+", name)  # with their digits: l1
-    lower = [word.lower() for word in words]
-    errors, endings = _WORDS.split(), tuple(_ENDINGS.split())
-    return any(word in errors or word.endswith(endings) for word in lower)
+    words += re.findall(r"[A-Za-z0-9]+", name)  # This pattern keeps digits, as in l1.
+    words = [word.lower() for word in words]
+    endings = tuple(_ENDINGS.split())
+    return any(word in _WORDS.split() or word.endswith(endings) for word in words)

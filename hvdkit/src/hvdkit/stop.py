@@ -4,18 +4,34 @@ import errno
 import os
 import socket
 
-# Exit codes of a run; 1 is also what Python gives an uncaught exception.
+# Exit codes of a run. Python itself ends with 1 after an uncaught exception.
 DONE = 0
 BUG = 1
 WRONG_USE = 2
 DIVERGED = 3
 PREEMPTED = 75
 NOT_NOW = 76
+
+# Errors of a disk or network that may be away only for a while, and of too many open files.
 _PASSING = (
-    *(errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ENOSPC, errno.EDQUOT, errno.EBUSY),
-    *(errno.EAGAIN, errno.ENODEV, errno.ENOTCONN, errno.ECONNREFUSED, errno.ECONNRESET),
-    *(errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH),
-    *(errno.EMFILE, errno.ENFILE),  # too many open files
+    errno.EIO,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EBUSY,
+    errno.EAGAIN,
+    errno.ENODEV,
+    errno.ENOTCONN,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ETIMEDOUT,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EMFILE,
+    errno.ENFILE,
 )
 
 # Where launchers tell a process its rank: horovodrun, mpirun, PMIx and PMI launchers; and srun,
@@ -57,7 +73,8 @@ class Stop(Exception):
 def passes(error: object) -> bool:
     """Whether the same start may work later, by an error or its text: it names a disk or network
     that fails, or no space."""
-    return isinstance(error, NotNow) or any(os.strerror(n) in str(error) for n in _PASSING)
+    text = str(error)
+    return isinstance(error, NotNow) or any(os.strerror(number) in text for number in _PASSING)
 
 
 def launch_rank() -> int:

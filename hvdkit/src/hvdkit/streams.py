@@ -16,11 +16,11 @@ import threading
 import time
 from typing import Any
 
-_MOST_KEPT = 1 << 26  # bytes that nobody has read; later ones are lost
-_AT_END = 10.0  # seconds that a run waits at its end for a reader of what is kept
+_MOST_KEPT = 1 << 26  # The most bytes that wait for a reader; later ones are lost.
+_AT_END = 10.0  # A run waits this many seconds at its end for a reader of what is kept.
 
-_waits = True  # for readers, as commands do
-_lost: set[int] = set()  # numbers of streams that could not be written
+_waits = True  # Commands wait for readers, runs do not.
+_lost: set[int] = set()  # These streams, by their numbers, could not be written.
 
 
 class _Patient(io.RawIOBase):
@@ -65,7 +65,7 @@ class _Patient(io.RawIOBase):
                 size = end_of_line or select.PIPE_BUF
             try:
                 written = os.write(self._number, self._kept[:size])
-            except BlockingIOError:  # another program made the pipe or terminal so
+            except BlockingIOError:  # Another program has made the pipe or terminal non-blocking.
                 if _waits:
                     select.select([], [self._number], [])
                     continue
@@ -85,7 +85,7 @@ class _Patient(io.RawIOBase):
     def _give_up(self, error: OSError) -> None:
         self._kept.clear()
         _lost.add(self._number)
-        # What other languages write here, and programs that this one starts, fails no more.
+        # From here on, writes by other languages and by programs that this one starts succeed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._number)
         if self._number == 1 and not (_waits and error.errno == errno.EPIPE):
             consequence = "" if _waits else "; the run goes on"
@@ -100,7 +100,7 @@ def open_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free: this one.
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
@@ -120,8 +120,8 @@ def hold() -> None:
 def _patient(number: int, encoding: str) -> io.TextIOWrapper:
     raw = _Patient(number)
     atexit.register(raw.end)
-    # A line at once and in one piece, also with PYTHONUNBUFFERED=1: mpirun tags every piece.
-    # Names of files may be any bytes.
+    # A line is written at once and in one piece, also with PYTHONUNBUFFERED=1, because mpirun
+    # tags every piece. backslashreplace: names of files may hold any bytes.
     buffer = io.BufferedWriter(raw)
     return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True)
 

@@ -19,15 +19,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-JSON_BYTES, TABLE_BYTES, LINES_BYTES = 2**24, 2**26, 2**26  # that are read of a file, at most
-_UNFINISHED = ".unfinished"  # ending of the hidden folder in which `replaced` lets files be made
-_OLD = ".old"  # ending of what had a name before
+# The most bytes that are read of one file of each kind.
+JSON_BYTES = 2**24
+TABLE_BYTES = 2**26
+LINES_BYTES = 2**26
+
+_UNFINISHED = ".unfinished"  # `replaced` lets files be made in a hidden folder with this ending.
+_OLD = ".old"  # What had a name before gets this ending.
 _LOCK = ".lock"
-_RECORD = ".written-by-hvdkit.json"  # path, size and time of each file that `replaced` put there
+_RECORD = ".written-by-hvdkit.json"  # It has path, size and time of what `replaced` put there.
 _RECORD_BYTES = 2**30
-_SIGN_BYTES = 2**10  # of a file's beginning, which holds its sign
-_WORKING_FOLDER = -100  # AT_FDCWD
-_EXCHANGE = 2  # RENAME_EXCHANGE
+_SIGN_BYTES = 2**10  # A file's sign stands in so many bytes of its beginning.
+# Arguments of the system's renameat2.
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def opened(
@@ -40,28 +45,33 @@ def opened(
 ) -> IO:
     """Opens a regular file, to read its bytes or, as text, to append to it.
 
-    `mode`: of a new file, less the process's umask.
+    `mode`: the permissions of a new file, less the process's umask.
 
     Raises OSError: it is a link, no regular file, or has more than `most` bytes.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT if append else os.O_RDONLY
-    flags |= os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)  # opening a pipe would wait
+    flags = os.O_NONBLOCK  # Without it, opening a pipe would wait.
+    if append:
+        flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    if not links:
+        flags |= os.O_NOFOLLOW
     try:
         handle = os.open(path, flags, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             error.strerror = "it is a link, which is not followed"
         raise
-    about = os.fstat(handle)
-    if stat.S_ISREG(about.st_mode) and about.st_size <= most:
+    status = os.fstat(handle)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
         return os.fdopen(handle, "a" if append else "rb")
     os.close(handle)
-    why = "it is no regular file" + f" of at most {most:,} bytes" * (most < math.inf)
-    raise OSError(errno.EFBIG, why, str(path))
+    reason = "it is no regular file"
+    if most < math.inf:
+        reason += f" of at most {most:,} bytes"
+    raise OSError(errno.EFBIG, reason, str(path))
 
 
 def read(path: Path, most: int, *, links: bool = False) -> bytes:
-    """All of a file, as `opened`."""
+    """The bytes of a whole file; it takes and raises what `opened` does."""
     with opened(path, most=most, links=links) as file:
         return file.read(os.fstat(file.fileno()).st_size)
 
@@ -83,18 +93,19 @@ def written(path: Path) -> Iterator[Path]:
 
     Raises OSError: it cannot be written. After any exception the old file is unchanged.
     """
-    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # /dev/null
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # It may be /dev/null.
         raise OSError(errno.EINVAL, "it is no regular file, which alone is replaced", str(path))
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        yield Path(f"/proc/self/fd/{handle}")  # this very file, whatever has its name by then
+        # This path leads to this very file, whatever has its name by then.
+        yield Path(f"/proc/self/fd/{handle}")
         os.fsync(handle)
         partial.replace(path)
     except BaseException as error:
-        if isinstance(error, OSError) and not error.filename:  # a full disk's says no name
+        if isinstance(error, OSError) and not error.filename:  # The error of a full disk has none.
             error.filename = str(path)
-        with contextlib.suppress(OSError):  # the first error says more
+        with contextlib.suppress(OSError):  # The first error says more.
             partial.unlink(missing_ok=True)
         raise
     finally:
@@ -121,24 +132,24 @@ def replaced(folder: Path, names: Sequence[str], *, inputs: Iterable[Path] = ())
     _refuse_inputs(folder, names, inputs)
     _recover(folder)
     _refuse_foreign(folder, names)
-    made = folder / f".{secrets.token_hex(8)}{_UNFINISHED}"
+    unfinished = folder / f".{secrets.token_hex(8)}{_UNFINISHED}"
     try:
-        made.mkdir(mode=0o700)  # other users could hold the lock in it
-        # The lock is closed first: on NFS a file that is open stays.
+        unfinished.mkdir(mode=0o700)  # With wider permissions, other users could hold the lock.
+        # The lock is closed before the folder is removed: on NFS a file that is open stays.
         with contextlib.ExitStack() as locks:
             with contextlib.suppress(NoLocks):
-                locks.enter_context(lock(made / _LOCK))
-            yield made
-            _flush_all(made)
-            _refuse_foreign(folder, names)  # somebody may have come meanwhile
-            _write_record(folder, names, made)
+                locks.enter_context(lock(unfinished / _LOCK))
+            yield unfinished
+            _flush_all(unfinished)
+            _refuse_foreign(folder, names)  # Somebody may have put files there meanwhile.
+            _write_record(folder, names, unfinished)
             for name in names:
-                put(made / name, folder / name)
+                put(unfinished / name, folder / name)
             flush(folder)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
         if is_new:
-            with contextlib.suppress(OSError):  # it holds what was written
+            with contextlib.suppress(OSError):  # It is not empty where files were written.
                 folder.rmdir()
 
 
@@ -152,8 +163,10 @@ def refuse_other(path: Path, sign: str) -> None:
     with opened(path) as file:
         beginning = file.read(_SIGN_BYTES)
     if beginning and sign.encode() not in beginning:
-        message = f"{path} is a file that this command did not write, so it is not replaced"
-        raise ValueError(f"{message}: give another name, or move it")
+        raise ValueError(
+            f"{path} is a file that this command did not write, so it is not replaced: give "
+            "another name, or move it"
+        )
 
 
 def _refuse_inputs(folder: Path, names: Sequence[str], inputs: Iterable[Path]) -> None:
@@ -162,24 +175,27 @@ def _refuse_inputs(folder: Path, names: Sequence[str], inputs: Iterable[Path]) -
         real = Path(os.path.realpath(path))
         for output in outputs:
             if real.is_relative_to(output):
-                message = f"{path} is read, and {output} would be replaced"
-                raise ValueError(f"{message}: write into another folder")
+                raise ValueError(
+                    f"{path} is read, and {output} would be replaced: write into another folder"
+                )
 
 
 def _refuse_foreign(folder: Path, names: Sequence[str]) -> None:
     """Raises ValueError where a file of these names is not as `replaced` put it there."""
     for entry in sorted(_entries(folder, names) - _recorded(folder)):
         path = Path(os.path.realpath(folder), entry[0])
-        message = f"{path} was put there or changed by somebody else, so it is not replaced"
-        raise ValueError(f"{message}: move it, or write into another folder")
+        raise ValueError(
+            f"{path} was put there or changed by somebody else, so it is not replaced: move it, "
+            "or write into another folder"
+        )
 
 
-def _write_record(folder: Path, names: Sequence[str], made: Path) -> None:
-    """The files that have these names, and those in `made`: a kill may leave either."""
+def _write_record(folder: Path, names: Sequence[str], unfinished: Path) -> None:
+    """Records the files that have these names and the new ones: a kill may leave either."""
     others = {entry for entry in _recorded(folder) if entry[0].split("/")[0] not in names}
-    files = others | _entries(folder, names) | _entries(made, names)
-    write_json(made / _RECORD, sorted(files))
-    (made / _RECORD).replace(folder / _RECORD)
+    files = others | _entries(folder, names) | _entries(unfinished, names)
+    write_json(unfinished / _RECORD, sorted(files))
+    (unfinished / _RECORD).replace(folder / _RECORD)
 
 
 def _recorded(folder: Path) -> set[tuple[str, int, int]]:
@@ -193,32 +209,32 @@ def _recorded(folder: Path) -> set[tuple[str, int, int]]:
 
 def _entries(folder: Path, names: Sequence[str]) -> set[tuple[str, int, int]]:
     """Path, size and time of each file that has one of these names, or is in a folder that has."""
-    found = set()
+    entries = set()
     paths = [folder / name for name in names]
     while paths:
         path = paths.pop()
         if path.is_dir() and not path.is_symlink():
             paths += path.iterdir()
         elif os.path.lexists(path):
-            about = path.lstat()
-            found.add((str(path.relative_to(folder)), about.st_size, about.st_mtime_ns))
-    return found
+            status = path.lstat()
+            entries.add((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return entries
 
 
-def put(made: Path, path: Path) -> None:
+def put(new: Path, path: Path) -> None:
     """Gives a file or folder the name `path`, at once; what had the name is removed."""
-    old = made.with_name(f"{made.name}{_OLD}")
-    if not os.path.lexists(made):
+    old = new.with_name(f"{new.name}{_OLD}")
+    if not os.path.lexists(new):
         if os.path.lexists(path):
             path.rename(old)
     elif not os.path.lexists(path):
-        made.rename(path)
-    elif _exchanged(made, path):
-        made.rename(old)
+        new.rename(path)
+    elif _exchanged(new, path):
+        new.rename(old)
     else:
         path.rename(old)
         try:
-            made.rename(path)
+            new.rename(path)
         except OSError:
             old.rename(path)
             raise
@@ -228,8 +244,9 @@ def put(made: Path, path: Path) -> None:
 def _exchanged(one: Path, other: Path) -> bool:
     """Swaps what has two names, at once; False where the file system, such as NFS, cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
-    code = libc.renameat2(_WORKING_FOLDER, names[0], _WORKING_FOLDER, names[1], _EXCHANGE)
+    code = libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    )
     number = ctypes.get_errno()
     if code and number not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         raise OSError(number, os.strerror(number), str(other))
@@ -245,8 +262,9 @@ def _recover(folder: Path) -> None:
         try:
             lock(left / _LOCK).close()
         except BlockingIOError:
-            message = f"{folder} is being written by another process: wait, or name another folder"
-            raise ValueError(message) from None
+            raise ValueError(
+                f"{folder} is being written by another process: wait, or name another folder"
+            ) from None
         except NoLocks:
             continue
         for old in left.glob(f"*{_OLD}"):
@@ -273,7 +291,8 @@ def _flush_all(folder: Path) -> None:
 
 
 def copy(path: Path, to: Path) -> None:
-    """A file with its mode, or all in a folder; links are left out, raced ones refused."""
+    """Copies a file with its permissions, or a folder's content. Links are left out; what becomes
+    a link meanwhile is refused."""
     if path.is_dir() and not path.is_symlink():
         to.mkdir()
         with held(path) as inside:
@@ -287,7 +306,7 @@ def copy(path: Path, to: Path) -> None:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[Path]:
-    """Yields another path to a folder: to this very one, whatever takes its place meanwhile.
+    """Yields another path, which leads to this very folder whatever takes its place meanwhile.
 
     Raises OSError: it is a link, or no folder.
     """
@@ -304,15 +323,17 @@ def held(folder: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """As JSON; NaN and infinity become null."""
+    """Writes the content as JSON; NaN and infinity become null."""
     with written(path) as partial:
         partial.write_text(json.dumps(without_nan(content), indent=1) + "\n")
 
 
 def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """As CSV; names of files may be any bytes."""
-    how = {"newline": "", "encoding": "utf-8", "errors": "surrogateescape"}
-    with written(path) as partial, partial.open("w", **how) as file:
+    """Writes rows as CSV; names of files in them may be any bytes."""
+    with (
+        written(path) as partial,
+        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
         csv.writer(file).writerows(rows)
 
 
@@ -326,7 +347,7 @@ def flush(path: Path) -> None:
 
 
 def sha256(path: Path, *, links: bool = True) -> str:
-    """Of the whole file, hex digits."""
+    """The SHA-256 of the whole file, in hex digits."""
     with opened(path, links=links) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -340,7 +361,8 @@ def lock(path: Path) -> IO[str]:
 
     Raises BlockingIOError: another process has it. NoLocks, OSError: it cannot be locked, or made.
     """
-    # Whoever may read the file may lock it. For appending: NFS locks only what may be written.
+    # Whoever may read the file may lock it, so only its owner may. It is opened to append because
+    # NFS locks only what may be written.
     file = opened(path, append=True, mode=0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
