@@ -254,31 +254,33 @@ def test_other_kernels_are_named_where_bits_are_promised(kept, capsys):
 )
 def test_another_number_of_ranks_is_named_where_it_changes_numbers(config, normed, words, kept):
     before = files.read_manifest(save(kept, 7, config=config))
-    found = changes(before, config, ranks=4, normed=normed)
-    assert len(found) == len(words) and changes(before, config, ranks=1, normed=normed) == []
+    found = changes(before, config, ranks=4, has_batch_norm=normed)
+    assert (
+        len(found) == len(words) and changes(before, config, ranks=1, has_batch_norm=normed) == []
+    )
     assert all(w in x and "were 1, are 4" in x for w, x in zip(words, found))
 
 
 def test_the_same_path_from_another_folder_is_no_change(kept):
     before = files.read_manifest(save(kept, 7))
     elsewhere = Settings(data_dir=str(project.folder() / before.config["data_dir"]))
-    assert changes(before, elsewhere, ranks=1, normed=True) == []
-    found = changes(before, Settings(data_dir="other"), ranks=1, normed=True)
+    assert changes(before, elsewhere, ranks=1, has_batch_norm=True) == []
+    found = changes(before, Settings(data_dir="other"), ranks=1, has_batch_norm=True)
     assert found == ["--data_dir was datasets/demo, is other"]
 
 
 def test_a_setting_that_came_later_had_its_default(kept):
     before = files.read_manifest(save(kept, 7))
     del before.config["clip_norm"]
-    assert changes(before, Settings(), ranks=1, normed=True) == []
-    found = changes(before, Settings(clip_norm=1.0), ranks=1, normed=True)
+    assert changes(before, Settings(), ranks=1, has_batch_norm=True) == []
+    found = changes(before, Settings(clip_norm=1.0), ranks=1, has_batch_norm=True)
     assert found == ["--clip_norm was 0.0, is 1.0"]
 
     class OfFork(Settings):
         noise: float = setting(0.1, "share of pixels that are noise")
 
     old = replace(before, config=before.config | {"noise": 0.2})
-    assert changes(old, OfFork(), ranks=1, normed=True) == ["--noise was 0.2, is 0.1"]
+    assert changes(old, OfFork(), ranks=1, has_batch_norm=True) == ["--noise was 0.2, is 0.1"]
 
 
 def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):

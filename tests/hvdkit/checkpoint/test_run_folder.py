@@ -206,7 +206,7 @@ def asides(folder):
 def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
     def begin(folder):
         path = folder / "checkpoints" / f"step-0000000{back_to}"
-        found = run_folder.Found(path, Place(back_to), True, True) if back_to else None
+        found = run_folder.CheckpointInfo(path, Place(back_to), True, True) if back_to else None
         run_folder.begin(folder, found, Settings(seed=2), evaluates_first=False)
 
     outcomes = Counter()

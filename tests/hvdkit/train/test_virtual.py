@@ -121,6 +121,8 @@ def test_it_brings_determinism_and_one_thread_and_says_so():
 
 def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks():
     before = Manifest(5, 0, 0, dataclasses.asdict(parse()), 2, "", "", {})
-    assert changes(before, parse(), ranks=3, normed=True) == []
-    found = changes(before, parse("--virtual_ranks=6", "--cpu_threads=2"), ranks=3, normed=True)
+    assert changes(before, parse(), ranks=3, has_batch_norm=True) == []
+    found = changes(
+        before, parse("--virtual_ranks=6", "--cpu_threads=2"), ranks=3, has_batch_norm=True
+    )
     assert found == ["--virtual_ranks was 4, is 6", "--cpu_threads was 1, is 2"]

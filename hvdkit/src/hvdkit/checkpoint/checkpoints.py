@@ -35,10 +35,29 @@ Rules = Mapping[str, Mapping[str, str]]
 # that changed, also data_dir (it may hold other data), accumulation_steps (batch norm sees
 # micro-batches), compression, deterministic (about the whole run), init_from (not read any more).
 _HARMLESS = {
-    *("run_dir", "resume", "keep", "benchmark", "checkpoint_every", "max_bad_steps"),
-    *("log_every", "log_gradients", "eval_every", "eval_batch_size", "early_stop_evals"),
-    *("reduce_backend", "gradient_groups", "pack_bytes", "pack_count", "accept_changed_data"),
-    *("bind", "data_workers", "max_pixels", "dry_run", "find_lr", "trackers", "max_bad_samples"),
+    "accept_changed_data",
+    "benchmark",
+    "bind",
+    "checkpoint_every",
+    "data_workers",
+    "dry_run",
+    "early_stop_evals",
+    "eval_batch_size",
+    "eval_every",
+    "find_lr",
+    "gradient_groups",
+    "keep",
+    "log_every",
+    "log_gradients",
+    "max_bad_samples",
+    "max_bad_steps",
+    "max_pixels",
+    "pack_bytes",
+    "pack_count",
+    "reduce_backend",
+    "resume",
+    "run_dir",
+    "trackers",
 }
 # Settings that say what a score measures, besides the data and the metric.
 _MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
@@ -49,29 +68,36 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
 
     `data`: the fingerprint of the validation samples.
     """
-    found = {f"--{name}": getattr(config, name) for name in _MEASURE}
-    found["main_metric"] = metric.name
-    found["main_metric_mode"] = metric.mode
-    found["the validation data's fingerprint"] = data[:16]
-    return found
+    flags = {f"--{name}": getattr(config, name) for name in _MEASURE}
+    return flags | {
+        "main_metric": metric.name,
+        "main_metric_mode": metric.mode,
+        "the validation data's fingerprint": data[:16],
+    }
 
 
 class Copy(NamedTuple):
-    """What a checkpoint is written of."""
+    """What a checkpoint is written of.
+
+    `skipped`: so many steps in a row up to it changed no weights.
+    """
 
     place: Place
     arrays: dict[str, np.ndarray]
     config: dict[str, Any]
-    skipped: int  # steps in a row up to it that changed no weights
+    skipped: int
 
 
-class Found(NamedTuple):
-    """A sound checkpoint to resume from."""
+class CheckpointInfo(NamedTuple):
+    """A sound checkpoint to resume from.
+
+    `is_named`: --resume named this very one. `is_own`: it is in this run's own folder.
+    """
 
     path: Path
     place: Place
-    asked: bool  # --resume named this very one
-    own: bool  # it is in this run's own folder
+    is_named: bool
+    is_own: bool
 
     @property
     def step(self) -> int:
@@ -96,8 +122,9 @@ class Checkpoints:
     card: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rules: Rules = dataclasses.field(default_factory=dict)
     train_source: Any = None
-    listed: set[str] = dataclasses.field(default_factory=set, init=False)  # when `find` looked
-    _room: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    # The names of the checkpoints that there were when `find` looked, on rank 0.
+    listed: set[str] = dataclasses.field(default_factory=set, init=False)
+    _memory: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     def copy(self, place: Place, variables: Variables, config: Settings) -> Copy:
         """The values as they are now, at this place of the run; rank 0 calls it, between steps.
@@ -109,14 +136,15 @@ class Checkpoints:
         return Copy(place, arrays, dataclasses.asdict(config), skipped)
 
     def _copied(self, name: str, tensor: tf.Tensor) -> np.ndarray:
-        # A view where it lies in the host's memory. NumPy takes no scalar of ml_dtypes' types.
+        # This is a view of a tensor in the host's memory. NumPy takes no scalar tensor of
+        # ml_dtypes' types.
         value = np.asarray(tensor if tensor.shape.rank else tensor.numpy())
-        room = self._room.get(name)
-        if room is None or (room.shape, room.dtype) != (value.shape, value.dtype):
-            room = self._room[name] = value.copy()
+        copy = self._memory.get(name)
+        if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+            copy = self._memory[name] = value.copy()
         else:
-            np.copyto(room, value)
-        return room
+            np.copyto(copy, value)
+        return copy
 
     def write(self, copy: Copy) -> Path:
         """Writes step-XXXXXXXX, without a score, and deletes what is no longer kept; on rank 0.
@@ -144,23 +172,23 @@ class Checkpoints:
         """Marks the checkpoint of its step as evaluated; deletes what is no longer kept; rank 0.
 
         The checkpoint with the best score is kept besides the newest; a score that is no finite
-        number is never the best. `skipped`: as in Copy. Raises OSError, ValueError: it cannot be
+        number is never the best. `skipped`: see Copy. Raises OSError, ValueError: it cannot be
         written; the checkpoint is as it was.
         """
         try:
-            writing.set_score(self.folder / f"step-{score.step:08d}", score, self.measure)
+            writing.set_score(self.folder / files.name_of(score.step), score, self.measure)
         finally:
             self._prune(score.step - skipped)
 
     def best(self) -> Score | None:
         """The best of the checkpoints there are; call it after `run_folder.begin`."""
-        found = None
+        score = None
         if self.world.is_chief:
-            there = files.scored(files.candidates(self.folder))
-            if path := files.best(there, self.measure):
-                found = there[path].as_score()
-        found = self.world.broadcast_object(found, "checkpoint.best")
-        return found and Score(*found)
+            scored = files.scored(files.candidates(self.folder))
+            if path := files.best(scored, self.measure):
+                score = scored[path].as_score()
+        fields = self.world.broadcast_object(score, "checkpoint.best")
+        return Score(*fields) if fields else None
 
     def other_scores(self) -> tuple[int, str]:
         """The newest step in the folder with a score of another measure, and a sentence about it.
@@ -169,100 +197,107 @@ class Checkpoints:
         """
         newest = (0, "")
         if self.world.is_chief:
-            for about in files.scored(files.candidates(self.folder)).values():
-                if unlike := about.unlike(self.measure):
-                    changed = [_changed(name, *values) for name, values in unlike.items()]
+            for manifest in files.scored(files.candidates(self.folder)).values():
+                if unlike := manifest.unlike(self.measure):
+                    changed = [_changed(name, was, now) for name, (was, now) in unlike.items()]
                     note = (
-                        f"the score of step {about.step} is of another measure "
+                        f"the score of step {manifest.step} is of another measure "
                         f"({'; '.join(changed)}): such scores are not compared with this run's"
                     )
-                    newest = (about.step, note)
+                    newest = (manifest.step, note)
                     continue
-                was = scores.of_measure(about.measure)
-                now = scores.of_measure(self.measure)
-                if was.name and was.mode != now.mode:
+                old = scores.of_measure(manifest.measure)
+                new = scores.of_measure(self.measure)
+                if old.name and old.mode != new.mode:
                     note = (
-                        f"{_changed('main_metric_mode', was.mode, now.mode)}: the best is chosen "
+                        f"{_changed('main_metric_mode', old.mode, new.mode)}: the best is chosen "
                         "anew, of the checkpoints that were kept"
                     )
                     newest = (newest[0], note)
-        return tuple(self.world.broadcast_object(newest, "checkpoint.other_scores"))
+        step, note = self.world.broadcast_object(newest, "checkpoint.other_scores")
+        return step, note
 
-    def find(self, resume: str) -> Found | None:
+    def find(self, resume: str) -> CheckpointInfo | None:
         """What to resume from, the same on every rank; None to start anew. Changes nothing on disk.
 
         `resume`: auto, never, the path of a checkpoint, or that of a run's folder (its newest sound
         checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, or the checkpoint
         is of another format.
         """
-        found = None
+        path = None
         with self.world.fail_together(f"--resume={resume}"):
             if self.world.is_chief:
                 self.listed.clear()
                 self.listed.update(path.name for path in files.candidates(self.folder))
-                found = None if resume == "never" else self._choose(resume)
-        return self._broadcast(found, "find")
+                if resume != "never":
+                    path = self._choose(resume)
+            info = self._info(path, is_named=path == Path(resume))
+        return self._broadcast(info, "find")
 
-    def score_of(self, found: Found) -> float | None:
-        """Of its evaluation, if it was evaluated as this run does; NaN where that gave no number.
+    def score_of(self, checkpoint: CheckpointInfo) -> float | None:
+        """Its score, if it was evaluated as this run does; NaN where that gave no number.
 
         Every rank must call it.
         """
-        scored = False
+        is_scored = False
         value = None
-        with self.world.fail_together(f"reading the score of {found.path}"):
+        with self.world.fail_together(f"reading the score of {checkpoint.path}"):
             if self.world.is_chief:
-                about = files.read_manifest(found.path)
-                scored = about.evaluated and not about.unlike(self.measure)
-                value = about.score
-        scored, value = self.world.broadcast_object([scored, value], "checkpoint.score_of")
-        if not scored:
+                manifest = files.read_manifest(checkpoint.path)
+                is_scored = manifest.evaluated and not manifest.unlike(self.measure)
+                value = manifest.score
+        is_scored, value = self.world.broadcast_object([is_scored, value], "checkpoint.score_of")
+        if not is_scored:
             return None
         return math.nan if value is None else value
 
-    def sound_before(self, step: int) -> Found | None:
+    def sound_before(self, step: int) -> CheckpointInfo | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
-        found = None
+        path = None
         with self.world.fail_together("looking for a checkpoint to go back to"):
             if self.world.is_chief:
                 path, _ = files.newest_sound(self.folder, step)
-                found = path and self._found(path, asked=True)
-        return self._broadcast(found, "sound_before")
+            info = self._info(path, is_named=True)
+        return self._broadcast(info, "sound_before")
 
-    def _choose(self, resume: str) -> Found | None:
+    def _choose(self, resume: str) -> Path | None:
         path = Path(resume)
         if resume != "auto" and files.is_checkpoint(path):
             files.verify(path)
-            return self._found(path, asked=True)
+            return path
         folder = self.folder if resume == "auto" else path / "checkpoints"
-        newest, passed_over = files.newest_sound(folder)
-        for why in passed_over:
-            say(self.world, f"note: passed over: {why}")
-        away = list(filter(passes, passed_over))
-        if away and not newest:
-            raise NotNow(f"{away[0]}: to begin anew although it is there, give --resume=never")
-        if not newest and resume != "auto":
-            if not Path(resume).exists():
-                raise Damaged("does not exist")
-            raise Damaged(
-                "is no checkpoint (step-XXXXXXXX), and no folder of a run with a sound checkpoint "
-                "in checkpoints/"
-            )
-        return newest and self._found(newest, asked=False)
+        newest, faults = files.newest_sound(folder)
+        for fault in faults:
+            say(self.world, f"note: passed over: {fault}")
+        if newest:
+            return newest
+        for fault in faults:
+            if passes(fault):
+                raise NotNow(f"{fault}: to begin anew although it is there, give --resume=never")
+        if resume == "auto":
+            return None
+        if not path.exists():
+            raise Damaged("does not exist")
+        raise Damaged(
+            "is no checkpoint (step-XXXXXXXX), and no folder of a run with a sound checkpoint "
+            "in checkpoints/"
+        )
 
-    def _found(self, path: Path, asked: bool) -> Found:
-        own = path.parent.resolve() == self.folder.resolve()
-        return Found(path, files.read_manifest(path).place(), asked, own)
+    def _info(self, path: Path | None, is_named: bool) -> CheckpointInfo | None:
+        if not path:
+            return None
+        is_own = path.parent.resolve() == self.folder.resolve()
+        return CheckpointInfo(path, files.read_manifest(path).place(), is_named, is_own)
 
-    def _broadcast(self, found: Found | None, name: str) -> Found | None:
-        fields = found and [str(found.path), found.place, found.asked, found.own]
+    def _broadcast(self, info: CheckpointInfo | None, name: str) -> CheckpointInfo | None:
+        fields = info and info._replace(path=str(info.path))
         fields = self.world.broadcast_object(fields, f"checkpoint.{name}")
         if not fields:
             return None
-        path, place, asked, own = fields
-        return Found(Path(path), Place(*place), asked, own)
+        path, place, is_named, is_own = fields
+        return CheckpointInfo(Path(path), Place(*place), is_named, is_own)
 
-    def restore(self, found: Found, variables: Variables, config: Settings) -> None:
+    def restore(self, checkpoint: CheckpointInfo, variables: Variables, config: Settings) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
         It prints which settings make this another run than the one that saved the checkpoint.
@@ -272,26 +307,31 @@ class Checkpoints:
         changed = []
         batch = None
         every = config.eval_every
-        with self.world.fail_together(f"restoring {found.path}"):
+        with self.world.fail_together(f"restoring {checkpoint.path}"):
             if self.world.is_chief:
-                load(found.path, variables)
-                before = files.read_manifest(found.path)
+                load(checkpoint.path, variables)
+                before = files.read_manifest(checkpoint.path)
                 changed = cards.check(
-                    found.path,
+                    checkpoint.path,
                     before.card,
                     self.card,
                     source=self.train_source,
                     accepted=config.accept_changed_data,
                 )
-                normed = any(name.endswith("/moving_mean") for name in variables)
-                changed += changes(before, config, ranks=self.world.size, normed=normed)
+                has_batch_norm = any(name.endswith("/moving_mean") for name in variables)
+                changed += changes(
+                    before, config, ranks=self.world.size, has_batch_norm=has_batch_norm
+                )
                 changed += rule_changes(before.rules, self.rules)
                 if config.deterministic and before.fingerprint:
                     changed += fingerprints.differences(before.fingerprint, self.fingerprint)
                 batch = before.config.get("global_batch_size")
                 every = before.config.get("eval_every", config.eval_every)
         if changed:
-            say(self.world, f"note: another run than {found.path.name}'s: {'; '.join(changed)}")
+            say(
+                self.world,
+                f"note: another run than {checkpoint.path.name}'s: {'; '.join(changed)}",
+            )
         if config.early_stop_evals and config.eval_every and every != config.eval_every:
             say(
                 self.world,
@@ -303,8 +343,8 @@ class Checkpoints:
             say(
                 self.world,
                 f"note: steps had {batch} samples and have {config.global_batch_size}: the data go "
-                f"on after the {found.place.position:,} samples so far, the learning rate by steps:"
-                f" at step {found.step:,} of {config.num_steps:,}",
+                f"on after the {checkpoint.place.position:,} samples so far, the learning rate by "
+                f"steps: at step {checkpoint.step:,} of {config.num_steps:,}",
             )
 
     def _prune(self, applied: int) -> None:
@@ -312,54 +352,60 @@ class Checkpoints:
 
         `applied`: the newest step that changed weights. The run may go back to before it.
         """
-        paths = [p for p in files.candidates(self.folder) if p.is_dir()]
-        before = [p for p in paths if files.step_of(p) <= applied]
-        read = files.manifests(paths)  # what a failing disk does not show may be the best
-        there = {path: about for path, about in read.items() if about.score is not None}
-        # This run's measure last: its mode decides between scores of the same measure.
-        every_measure = [about.measure for about in there.values()]
-        if any(not about.unlike(self.measure) for about in there.values()):
-            every_measure.append(self.measure)
-        measures = {}
-        for measure in every_measure:
-            measures[json.dumps(files.without_mode(measure), sort_keys=True)] = measure
-        best = [files.best(there, measure) for measure in measures.values()]
-        kept = {*paths[-self.keep :], *before[-1:], *best}
-        for path in paths:
+        paths = [path for path in files.candidates(self.folder) if path.is_dir()]
+        newest_applied = [path for path in paths if files.step_of(path) <= applied][-1:]
+        manifests = files.manifests(paths)
+        kept = {*paths[-self.keep :], *newest_applied, *self._best_of_each_measure(manifests)}
+        # A checkpoint that a failing disk does not show now may be the best, so it stays.
+        for path in manifests:
             try:
-                if path in read and path not in kept:
+                if path not in kept:
                     with whole_files.held(path.parent) as folder:
                         files.delete(folder / path.name)
             except OSError as error:
                 say(self.world, f"note: {path} cannot be deleted: {error.strerror or error}")
 
+    def _best_of_each_measure(self, manifests: Mapping[Path, Manifest]) -> list[Path | None]:
+        scored = {path: found for path, found in manifests.items() if found.score is not None}
+        measures = [manifest.measure for manifest in scored.values()]
+        if any(not manifest.unlike(self.measure) for manifest in scored.values()):
+            measures.append(self.measure)
+        # Of equal measures the last one counts: this run's mode decides between its scores.
+        different = {json.dumps(files.without_mode(m), sort_keys=True): m for m in measures}
+        return [files.best(scored, measure) for measure in different.values()]
 
-def changes(before: Manifest, config: Settings, *, ranks: int, normed: bool) -> list[str]:
-    """What makes this another run than the one that saved `before`, in words.
 
-    `normed`: whether the model has batch norm.
-    """
-    found = []
-    for field in dataclasses.fields(config):  # with a fork's own
+def changes(before: Manifest, config: Settings, *, ranks: int, has_batch_norm: bool) -> list[str]:
+    """What makes this another run than the one that saved `before`, in words."""
+    changed = []
+    for field in dataclasses.fields(config):  # These include a fork's own settings.
         # A setting that is newer than the checkpoint had its default.
         old = before.config.get(field.name, field.default)
         new = getattr(config, field.name)
-        counts = field.name == "eval_every" and config.lr_policy == "plateau"
-        if field.metadata["path"]:  # relative ones are the project's
+        if field.metadata["path"]:  # Relative paths begin at the project's folder.
             differs = project.folder() / str(old) != project.folder() / str(new)
         else:
             differs = old != new
-        if differs and (counts or field.name not in _HARMLESS):
-            found.append(_changed(f"--{field.name}", old, new))
-    if before.ranks != ranks and not config.virtual_ranks:
-        were = f"which were {before.ranks}, are {ranks}"
-        if config.lr_scaling != "none":
-            found.append(f"--lr_scaling={config.lr_scaling} multiplies by the ranks, {were}")
-        if normed and config.bn_sync != "full":
-            found.append(f"--bn_sync={config.bn_sync} normalizes on each of the ranks, {were}")
-        if config.deterministic:
-            found.append(f"--deterministic holds for one number of ranks, {were}")
-    return found
+        sets_rate = field.name == "eval_every" and config.lr_policy == "plateau"
+        if differs and (sets_rate or field.name not in _HARMLESS):
+            changed.append(_changed(f"--{field.name}", old, new))
+    if before.ranks == ranks or config.virtual_ranks:
+        return changed
+    if config.lr_scaling != "none":
+        changed.append(
+            f"--lr_scaling={config.lr_scaling} multiplies by the ranks, which were "
+            f"{before.ranks}, are {ranks}"
+        )
+    if has_batch_norm and config.bn_sync != "full":
+        changed.append(
+            f"--bn_sync={config.bn_sync} normalizes on each of the ranks, which were "
+            f"{before.ranks}, are {ranks}"
+        )
+    if config.deterministic:
+        changed.append(
+            f"--deterministic holds for one number of ranks, which were {before.ranks}, are {ranks}"
+        )
+    return changed
 
 
 def rule_changes(before: Rules, now: Rules) -> list[str]:
@@ -367,18 +413,21 @@ def rule_changes(before: Rules, now: Rules) -> list[str]:
 
     A checkpoint of an older version has none. Of a schedule, steps that both have are compared.
     """
-    found = []
+    changed_parts = []
     for part in before.keys() & now.keys():
-        was = before[part]
-        is_now = now[part]
-        names = [name for name in was if name in is_now]
         if part == "optimizer":
-            names = list(dict.fromkeys([*was, *is_now]))
-        pairs = {name: (was.get(name, "not set"), is_now.get(name, "not set")) for name in names}
-        changed = [_changed(name, *pair) for name, pair in pairs.items() if pair[0] != pair[1]]
+            names = {**before[part], **now[part]}
+        else:
+            names = [name for name in before[part] if name in now[part]]
+        changed = []
+        for name in names:
+            old = before[part].get(name, "not set")
+            new = now[part].get(name, "not set")
+            if old != new:
+                changed.append(_changed(name, old, new))
         if changed:
-            found.append(f"the task's {part}: {join(changed, 3)}")
-    return sorted(found)
+            changed_parts.append(f"the task's {part}: {join(changed, 3)}")
+    return sorted(changed_parts)
 
 
 def load(path: Path, variables: Variables) -> None:
@@ -387,28 +436,34 @@ def load(path: Path, variables: Variables) -> None:
     Raises ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
     """
     state = files.read(path)
-    other = "a checkpoint of this model, another --run_dir or --resume=never"
-    missing = [f"{n!r} is missing" for n in variables if n not in state]
-    missing += [f"{n!r} is not known" for n in state if n not in variables]
-    if missing:
+    faults = [f"{name!r} is missing" for name in variables if name not in state]
+    faults += [f"{name!r} is not known" for name in state if name not in variables]
+    if faults:
         raise ValueError(
             f"holds {len(state)} variables, the model and optimizer have {len(variables)}; "
-            f"{missing[0]}. Was it written by another model or optimizer? Use {other}"
+            f"{faults[0]}. Was it written by another model or optimizer? Use a checkpoint of this "
+            "model, another --run_dir or --resume=never"
         )
     for name, variable in variables.items():
         value = state[name]
         shape = tuple(raw(variable).shape)
         dtype = raw(variable).dtype.name
         if value.shape != shape:
-            where = f"has shape {value.shape} in the checkpoint, {shape} in the model. Use"
-            raise ValueError(f"{name} {where} {other}")
+            raise ValueError(
+                f"{name} has shape {value.shape} in the checkpoint, {shape} in the model. Use a "
+                "checkpoint of this model, another --run_dir or --resume=never"
+            )
         if value.dtype.name != dtype:
-            where = f"is {value.dtype.name} in the checkpoint, {dtype} in the model. Use"
-            raise ValueError(f"{name} {where} the --precision that it was written with, or {other}")
+            raise ValueError(
+                f"{name} is {value.dtype.name} in the checkpoint, {dtype} in the model. Use the "
+                "--precision that it was written with, or a checkpoint of this model, another "
+                "--run_dir or --resume=never"
+            )
     for name, variable in variables.items():
         raw(variable).assign(state[name])
 
 
 def _changed(name: str, old: Any, new: Any) -> str:
-    old, new = (repr(value) if value == "" else value for value in (old, new))
+    old = "''" if old == "" else old
+    new = "''" if new == "" else new
     return f"{name} was {old}, is {new}"

@@ -27,8 +27,9 @@ from hvdkit.data.place import Place
 from hvdkit.logs import printable
 from hvdkit.scores import MainMetric, Score
 
-FORMAT = 4  # 4: the place in the data counts samples, not steps
-STATE, MANIFEST = "state.npz", "manifest.json"
+FORMAT = 4  # Since 4, the place in the data counts samples, not steps.
+STATE = "state.npz"
+MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|(partial\.)?deleted)")
 
@@ -47,7 +48,7 @@ class Manifest:
 
     `step`, `samples` and `passed_over` are a hvdkit.data.place.Place.
     `score` is the task's main metric; None where `evaluated` is False or it was no finite number.
-    `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it is of.
+    `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it measures.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
     `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py),
     `rules` what the task's own optimizer and schedule were made with. What is read is compared with
@@ -75,7 +76,6 @@ class Manifest:
         return Place(self.step, self.samples, self.passed_over)
 
     def as_score(self) -> Score:
-        """The score that it has."""
         loss = math.inf if self.loss is None else self.loss
         return Score(self.score, self.step, loss, since=self.since or self.step)
 
@@ -84,13 +84,16 @@ class Manifest:
 
         Which score is the better, main_metric_mode, says nothing of what a score measures.
         """
-        measure = without_mode(measure)
-        pairs = {name: (self.measure.get(name, now), now) for name, now in measure.items()}
-        return {name: (was, now) for name, (was, now) in pairs.items() if was != now}
+        changed = {}
+        for name, new in without_mode(measure).items():
+            old = self.measure.get(name, new)
+            if old != new:
+                changed[name] = (old, new)
+        return changed
 
 
 def without_mode(measure: Mapping[str, Any]) -> dict[str, Any]:
-    """What scores measure, whichever of them is the better."""
+    """The measure without main_metric_mode."""
     return {name: value for name, value in measure.items() if name != "main_metric_mode"}
 
 
@@ -107,8 +110,10 @@ def verify(path: Path) -> Manifest:
 
     Raises Damaged, OtherFormat: it is not; the message names the file.
     """
-    manifest, file = read_manifest(path), path / STATE
-    if _guarded(file, lambda: whole_files.sha256(file, links=False)) != manifest.sha256:
+    manifest = read_manifest(path)
+    file = path / STATE
+    sha256 = _guarded(file, lambda: whole_files.sha256(file, links=False))
+    if sha256 != manifest.sha256:
         raise Damaged(f"{file} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
 
@@ -123,8 +128,10 @@ def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]
     def load() -> dict[str, np.ndarray]:
         with whole_files.opened(path / STATE) as file, np.load(file, allow_pickle=False) as state:
             check_zip(state.zip, file)
-            found = {n: state[n] for n in state.files if n.startswith(prefixes)}
-        return {n: a.view(getattr(ml_dtypes, dtypes.get(n, ""), a.dtype)) for n, a in found.items()}
+            arrays = {name: state[name] for name in state.files if name.startswith(prefixes)}
+        for name in arrays.keys() & dtypes.keys():
+            arrays[name] = arrays[name].view(getattr(ml_dtypes, dtypes[name]))
+        return arrays
 
     return _guarded(path / STATE, load)
 
@@ -134,9 +141,14 @@ def check_zip(archive: zipfile.ZipFile, file: IO[bytes], more: int = 0) -> None:
 
     Ours are stored, not compressed. zipfile reads no more of a part than it claims.
     """
-    claimed, there = sum(i.file_size for i in archive.infolist()), os.fstat(file.fileno()).st_size
-    if claimed > there + more:
-        raise ValueError(f"its parts claim {claimed:,} bytes, and it has {there:,}")
+    claimed = sum(part.file_size for part in archive.infolist())
+    size = os.fstat(file.fileno()).st_size
+    if claimed > size + more:
+        raise ValueError(f"its parts claim {claimed:,} bytes, and it has {size:,}")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
@@ -146,7 +158,7 @@ def step_of(path: Path) -> int | None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Rather than a run's folder. One that a person renamed is known by its manifest."""
+    """Whether a folder is a checkpoint; one that a person renamed is known by its manifest."""
     return step_of(path) is not None or (path / MANIFEST).exists()
 
 
@@ -154,7 +166,8 @@ def candidates(folder: Path) -> list[Path]:
     """What has a checkpoint's name in `folder`, sound or not, by step."""
     if not folder.is_dir():
         return []
-    return sorted((p for p in folder.iterdir() if step_of(p) is not None), key=step_of)
+    named = [path for path in folder.iterdir() if step_of(path) is not None]
+    return sorted(named, key=step_of)
 
 
 def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
@@ -163,76 +176,82 @@ def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, l
     `before`: only those of earlier steps count. Raises OtherFormat: a newer one than any that is
     sound is of another format: passing it over could mean to begin a long run again.
     """
-    passed_over = []
-    for path in reversed([p for p in candidates(folder) if step_of(p) < before]):
+    faults = []
+    for path in reversed(candidates(folder)):
+        if step_of(path) >= before:
+            continue
         try:
             verify(path)
-            return path, passed_over
+            return path, faults
         except Damaged as error:
-            passed_over.append(str(error))
-    return None, passed_over
+            faults.append(str(error))
+    return None, faults
 
 
 def manifests(paths: Iterable[Path]) -> dict[Path, Manifest]:
-    """Those that can be read, in the same order."""
-    found = {}
+    """The manifests that can be read, in the same order."""
+    readable = {}
     for path in paths:
         with contextlib.suppress(Damaged, OtherFormat):
-            found[path] = read_manifest(path)
-    return found
+            readable[path] = read_manifest(path)
+    return readable
 
 
 def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
-    """The manifests of those that have a score, in the same order."""
-    return {path: about for path, about in manifests(paths).items() if about.score is not None}
+    """The manifests of checkpoints that have a score, in the same order."""
+    readable = manifests(paths)
+    return {path: found for path, found in readable.items() if found.score is not None}
 
 
 def card_of(path: Path) -> dict[str, Any]:
     """The data card of a checkpoint, or of the newest in a run's folder that has one; else {}."""
-    paths = [path] if is_checkpoint(path) else reversed(candidates(path / "checkpoints"))
-    for found in paths:
+    checkpoints = [path] if is_checkpoint(path) else candidates(path / "checkpoints")
+    for checkpoint in reversed(checkpoints):
         with contextlib.suppress(Damaged, OtherFormat):
-            return read_manifest(found).card
+            return read_manifest(checkpoint).card
     return {}
 
 
-def best(there: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
+def best(scored: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
     """The checkpoint with the best score of this measure, if any.
 
-    `there`: what `scored` returns for checkpoints by step.
+    `scored`: what the function `scored` returns for checkpoints by step.
     """
     metric = scores.of_measure(measure)
-    alike = {path: about for path, about in there.items() if not about.unlike(measure)}
-    ranks = {path: metric.rank(about.as_score()) for path, about in alike.items()}
+    ranks = {}
+    for path, manifest in scored.items():
+        if not manifest.unlike(measure):
+            ranks[path] = metric.rank(manifest.as_score())
     return max(ranks, key=ranks.__getitem__, default=None)
 
 
-def newest_measure(there: Mapping[Path, Manifest]) -> dict[str, Any]:
-    """What the newest score measures; `there` as for `best`."""
-    return [about.measure for about in there.values()][-1] if there else {}
+def newest_measure(scored: Mapping[Path, Manifest]) -> dict[str, Any]:
+    """What the newest score measures; `scored` is as for `best`."""
+    return list(scored.values())[-1].measure if scored else {}
 
 
-def best_now(there: Mapping[Path, Manifest], metric: MainMetric) -> tuple[Path | None, str]:
-    """The best by the newest score's measure, and a note where the task is of another mind since.
+def best_now(scored: Mapping[Path, Manifest], metric: MainMetric) -> tuple[Path | None, str]:
+    """The best by the newest score's measure, and a note where the task's metric has changed since.
 
     `metric`: the task's main metric now. Its mode decides. Raises ValueError: the scores are of
     another metric, so that the best by this one is not known.
     """
-    if not there:
+    if not scored:
         return None, ""
-    measure = newest_measure(there)
-    then, note = scores.of_measure(measure), ""
-    if then.name and then.name != metric.name:
+    measure = newest_measure(scored)
+    old = scores.of_measure(measure)
+    note = ""
+    if old.name and old.name != metric.name:
         raise ValueError(
-            f"the scores of the checkpoints are {then.name}, and the task's main_metric is now "
+            f"the scores of the checkpoints are {old.name}, and the task's main_metric is now "
             f"{metric.name}, so which one is the best is not known: name last or a step"
         )
-    if then.name and then.mode != metric.mode:
+    if old.name and old.mode != metric.mode:
         note = (
-            f"note: main_metric_mode was {then.mode} and is now {metric.mode}: the best is chosen "
-            f"anew, of the {len(there)} checkpoints with a score that were kept"
+            f"note: main_metric_mode was {old.mode} and is now {metric.mode}: the best is chosen "
+            f"anew, of the {len(scored)} checkpoints with a score that were kept"
         )
-    return best(there, {**measure, "main_metric_mode": metric.mode}), note
+    return best(scored, {**measure, "main_metric_mode": metric.mode}), note
 
 
 def delete(path: Path) -> None:
@@ -257,16 +276,17 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
     try:
         if folder.is_symlink():
             raise Damaged(f"{folder} is a link, which is not followed")
+        if not folder.exists():
+            raise Damaged(f"{folder} is no checkpoint: it does not exist")
         if not folder.is_dir():
-            missing = "is no folder" if folder.exists() else "does not exist"
-            raise Damaged(f"{folder} is no checkpoint: it {missing}")
+            raise Damaged(f"{folder} is no checkpoint: it is no folder")
         return read()
     except OSError as error:
         raise Damaged(f"{file} cannot be read: {error.strerror or error}") from None
     except (Damaged, OtherFormat):
         raise
-    # Whatever zipfile, json and NumPy raise at bytes that they did not write: BadZipFile, KeyError,
-    # RecursionError, a MemoryError from a header that claims terabytes, ...
+    # At bytes that they did not write, zipfile, json and NumPy raise BadZipFile, KeyError,
+    # RecursionError, a MemoryError from a header that claims terabytes, and others.
     except Exception as error:
         raise Damaged(f"{file} is damaged: {type(error).__name__}: {printable(error)}") from None
 
@@ -274,13 +294,15 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
 def _parse(path: Path) -> Manifest:
     file = path / MANIFEST
     record = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
-    checksum, number = record.pop("checksum", None), record.pop("format", None)
-    if checksum != checksum_of(record, number):
+    checksum = record.pop("checksum", None)
+    format_number = record.pop("format", None)
+    if checksum != checksum_of(record, format_number):
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
-    if number != FORMAT:
+    if format_number != FORMAT:
         raise OtherFormat(
-            f"{path} is of checkpoint format {number}, and this version reads {FORMAT}: resume "
-            "with the version that wrote it, or start anew: another --run_dir or --resume=never"
+            f"{path} is of checkpoint format {format_number}, and this version reads {FORMAT}: "
+            "resume with the version that wrote it, or start anew: another --run_dir or "
+            "--resume=never"
         )
     manifest = Manifest(**record)
     for field in dataclasses.fields(manifest):
@@ -296,13 +318,19 @@ def _parse(path: Path) -> Manifest:
 
 def _is_card(card: Mapping[str, Any]) -> bool:
     """Whether what is read of a data card has the types that it needs; old ones have none."""
-    train, names = card.get("train", {"fingerprint": "", "samples": 0}), card.get("class_names", [])
-    sound = isinstance(train, dict) and isinstance(train.get("fingerprint"), str)
-    sound = sound and isinstance(train.get("samples"), int) and isinstance(names, list)
-    return sound and all(isinstance(name, str) for name in names)
+    train = card.get("train", {"fingerprint": "", "samples": 0})
+    class_names = card.get("class_names", [])
+    return (
+        isinstance(train, dict)
+        and isinstance(train.get("fingerprint"), str)
+        and isinstance(train.get("samples"), int)
+        and isinstance(class_names, list)
+        and all(isinstance(name, str) for name in class_names)
+    )
 
 
-def checksum_of(record: Mapping[str, Any], number: Any) -> str:
+def checksum_of(record: Mapping[str, Any], format_number: Any) -> str:
     """SHA-256 of the content in one spelling, so that it can be written with line breaks."""
-    text = json.dumps({"format": number, **record}, sort_keys=True, separators=(",", ":"))
+    content = {"format": format_number, **record}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

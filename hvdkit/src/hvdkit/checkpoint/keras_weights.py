@@ -24,9 +24,9 @@ import numpy as np
 from hvdkit.checkpoint import files
 from hvdkit.train.state import to_snake_case
 
-_WEIGHTS = "model.weights.h5"  # the part of a .keras file that holds them
-_SMALLEST = 1_100  # bytes in one that is stored: gzip reaches 1,032
-_DEEPEST = 100  # groups in groups
+_WEIGHTS = "model.weights.h5"  # This part of a .keras file holds the weights.
+_MOST_PACKED = 1_100  # One stored byte unpacks to at most so many: gzip reaches 1,032.
+_DEEPEST = 100  # Groups may lie in each other so deep.
 _FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
 # Parts of a saved model that are no weights of it, by the attribute that leads to them.
 _NO_WEIGHTS = ("optimizer", "seed_generator", "metrics", "_metrics")
@@ -56,9 +56,9 @@ def read(path: Path) -> dict[str, np.ndarray]:
             return {name: array_of(entry.values) for name, entry in entries(file).items()}
     except KeyError:
         raise ValueError(f"{path} cannot be read: it holds no {_WEIGHTS}") from None
-    except Exception as error:  # zipfile and h5py raise many kinds at a damaged file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{path} cannot be read: {reason}") from None
+    except Exception as error:  # A damaged file makes zipfile and h5py raise many kinds.
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(f"{path} cannot be read: {lines[0]}") from None
 
 
 def entries(file: h5py.File) -> dict[str, Entry]:
@@ -68,32 +68,33 @@ def entries(file: h5py.File) -> dict[str, Entry]:
     name that a person gave stays. Functional and sequential models do not appear in names. Of
     variables that share a name the second gets " #2".
     """
-    found: list[tuple[str, Entry]] = []
+    pairs: list[tuple[str, Entry]] = []
 
     def visit(group: h5py.Group, prefix: str, counts: Counter[str]) -> None:
         for part, child in _children(group):
             name = _layer_name(child)
-            if not name or _without_number(part) in _PLAIN_MODELS:  # a list, or a plain model
+            # Lists and plain models do not appear in names.
+            if not name or _without_number(part) in _PLAIN_MODELS:
                 visit(child, prefix, counts)
                 continue
-            inner = f"{prefix}{_renumbered(name, part, counts)}/"
+            layer_prefix = f"{prefix}{_renumbered(name, part, counts)}/"
             for number in _numbers(child["vars"]):
                 entry = Entry(name, number, child["vars"][str(number)])
-                found.append((f"{inner}{number}", entry))
-            visit(child, inner, Counter())
+                pairs.append((f"{layer_prefix}{number}", entry))
+            visit(child, layer_prefix, Counter())
 
     visit(file, "", Counter())
-    return unique(found)
+    return unique(pairs)
 
 
 def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """By name; of things that share one, the second gets " #2"."""
+    """Values by name; where several share a name, the second gets " #2"."""
     seen: Counter[str] = Counter()
-    found = {}
+    values = {}
     for name, value in pairs:
         seen[name] += 1
-        found[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
-    return found
+        values[name if seen[name] == 1 else f"{name} #{seen[name]}"] = value
+    return values
 
 
 def _numbers(variables: h5py.Group) -> list[int]:
@@ -104,7 +105,7 @@ def _numbers(variables: h5py.Group) -> list[int]:
             raise ValueError(f"{variables.name}/{name} is not named by its place in the layer")
         if not _is_of_numbers(values):
             raise ValueError(f"{variables.name}/{name} is no array of numbers")
-    return sorted(map(int, variables))
+    return list(range(len(variables)))
 
 
 def _is_of_numbers(values: h5py.Group | h5py.Dataset) -> bool:
@@ -117,20 +118,19 @@ def _is_of_numbers(values: h5py.Group | h5py.Dataset) -> bool:
 
 def _children(group: h5py.Group) -> list[tuple[str, h5py.Group]]:
     """Layers and lists of layers, in the order in which Keras numbered their names."""
-    parts = [
-        (part, child)
-        for part, child in group.items()
-        if part != "vars"
-        and isinstance(child, h5py.Group)
-        and _without_number(part) not in _NO_WEIGHTS
-    ]
+    children = []
+    for part, child in group.items():
+        holds_weights = part != "vars" and _without_number(part) not in _NO_WEIGHTS
+        if holds_weights and isinstance(child, h5py.Group):
+            children.append((part, child))
 
     def order(item: tuple[str, h5py.Group]) -> tuple[str, int]:
-        name = _layer_name(item[1]) or item[0]
+        part, child = item
+        name = _layer_name(child) or part
         number = re.search(r"_(\d+)$", name)
         return _without_number(name), int(number[1]) if number else 0
 
-    return sorted(parts, key=order)
+    return sorted(children, key=order)
 
 
 def _layer_name(group: h5py.Group) -> str:
@@ -144,15 +144,16 @@ def _without_number(name: str) -> str:
 
 def _renumbered(name: str, part: str, counts: Counter[str]) -> str:
     base = _without_number(name)
-    kind = re.sub("^(forward|backward)_", "", base)  # keras.layers.Bidirectional's copies
-    if kind not in _CLASSES and kind != _without_number(part):
+    # keras.layers.Bidirectional names its two copies of a layer so.
+    class_name = re.sub("^(forward|backward)_", "", base)
+    if class_name not in _CLASSES and class_name != _without_number(part):
         return name
     counts[base] += 1
     return base if counts[base] == 1 else f"{base}_{counts[base] - 1}"
 
 
 def array_of(values: h5py.Dataset) -> np.ndarray:
-    """Its values; HDF5 has no bfloat16, so Keras notes that type in an attribute."""
+    """The values as an array; HDF5 has no bfloat16, so Keras notes that type in an attribute."""
     array = np.asarray(values)
     return array.view(ml_dtypes.bfloat16) if values.attrs.get("dtype") == "bfloat16" else array
 
@@ -164,10 +165,10 @@ def written(model: keras.Model) -> Iterator[h5py.File]:
     Keras writes a LoRA layer's kernel merged. When it reads one, it makes both factors zeros, of
     which training never comes away: they keep their values.
     """
-    factors = [v for v in model.variables if v.name.startswith("lora_")]
-    before = [v.numpy() for v in factors]
+    factors = [variable for variable in model.variables if variable.name.startswith("lora_")]
+    before = [variable.numpy() for variable in factors]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "own.weights.h5"
+        path = Path(folder) / "model.weights.h5"
         model.save_weights(path)
         with h5py.File(path, "r+") as file:
             yield file
@@ -196,14 +197,15 @@ def check_values(path: Path | IO[bytes]) -> None:
                 return f"{name} is a link, which is not allowed"
             if name.count("/") > _DEEPEST:
                 return f"{name[:100]}... lies more than {_DEEPEST} groups deep"
-            there = file.get(name)
-            if _address(there) in seen:
+            item = file.get(name)
+            if _address(item) in seen:
                 return f"{name} is another name of what is in the file once"
-            seen.add(_address(there))
-            return _fault_of_values(name, there) if isinstance(there, h5py.Dataset) else None
+            seen.add(_address(item))
+            return _fault_of_values(name, item) if isinstance(item, h5py.Dataset) else None
 
-        if found := file.visititems_links(fault):  # an exception in there would be lost
-            raise ValueError(found)
+        # It stops at the first fault, and would lose an exception.
+        if first_fault := file.visititems_links(fault):
+            raise ValueError(first_fault)
 
 
 def _address(item: h5py.Group | h5py.Dataset | h5py.Datatype) -> int:
@@ -215,7 +217,7 @@ def _fault_of_values(name: str, values: h5py.Dataset) -> str | None:
     if values.external or values.is_virtual:
         return f"{name} is in another file, which is not allowed"
     stored = values.id.get_storage_size()
-    if values.nbytes > _SMALLEST * stored:
+    if values.nbytes > _MOST_PACKED * stored:
         return f"{name} claims {values.nbytes:,} bytes, of which {stored:,} are stored"
     if not values.chunks:
         return None
@@ -227,7 +229,7 @@ def _fault_of_values(name: str, values: h5py.Dataset) -> str | None:
     filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
     if len(set(filters)) < len(filters) or not _FILTERS.issuperset(filters):
         return f"{name} is packed otherwise than once by gzip (filters of HDF5: {filters})"
-    # A chunk unpacks to what its bytes say, not to its size.
+    # HDF5 unpacks as much as a chunk's stored bytes say, whatever the chunk's size.
     largest = 2 * chunk * values.dtype.itemsize + 2**16
 
     def fault_of_chunk(stored: h5py.h5d.StoreInfo) -> str | None:

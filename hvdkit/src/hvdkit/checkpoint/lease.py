@@ -16,9 +16,9 @@ from typing import IO
 from hvdkit import whole_files
 from hvdkit.stop import NotNow
 
-_BEAT = 2.0  # seconds between two signs of life
-_FENCING = 30.0  # seconds that the old start of a job has to end
-_held: dict[Path, IO[str] | None] = {}  # until the process ends
+_BEAT = 2.0  # A run renews its lease every so many seconds.
+_FENCING = 30.0  # The old start of a job has so many seconds to end.
+_held: dict[Path, IO[str] | None] = {}  # These locks are kept until the process ends.
 _lost: dict[Path, str] = {}
 
 
@@ -34,65 +34,86 @@ def take(run_dir: Path) -> None:
     start = secrets.token_hex(8)
     if not run_dir.is_dir() or folder in _held:
         return
-    own = {
+    record = {
         "job": os.environ.get("LAUNCH_JOB", start),
         "by": os.environ.get("LAUNCH_BY", ""),
         "start": start,
         "host": os.uname().nodename,
     }
     end = time.monotonic() + _FENCING
-    while not (lock := _lock(folder)):
-        there = _read(folder)
-        older = there.get("job") == own["job"] and str(there.get("by")) <= own["by"]
-        if not older or time.monotonic() > end:
-            whose = "a later start of this job" if there.get("job") == own["job"] else "another run"
-            raise NotNow(
-                f"{folder} is in use by {whose}, on {there.get('host', 'some host')}: wait for "
-                "its end or choose another --run_dir"
-            )
-        if there != own:
-            whole_files.write_json(folder / ".lease", own)
-        time.sleep(0.5)
-    whole_files.write_json(folder / ".lease", own)
-    _held[folder] = lock[0]
+    while True:
+        try:
+            lock = _lock(folder)
+            break
+        except BlockingIOError:
+            _ask_to_end(folder, record, is_late=time.monotonic() > end)
+            time.sleep(0.5)
+    whole_files.write_json(folder / ".lease", record)
+    _held[folder] = lock
     threading.Thread(target=_keep, args=(folder, start), name="lease", daemon=True).start()
+
+
+def _ask_to_end(folder: Path, record: dict[str, str], is_late: bool) -> None:
+    """Writes this start's record, at which an older start of this job ends.
+
+    Raises NotNow: another run is in the folder, a later start, or one that has not ended.
+    """
+    holder = _read(folder)
+    is_same_job = holder.get("job") == record["job"]
+    is_older = is_same_job and str(holder.get("by")) <= record["by"]
+    if not is_older or is_late:
+        owner = "a later start of this job" if is_same_job else "another run"
+        raise NotNow(
+            f"{folder} is in use by {owner}, on {holder.get('host', 'some host')}: wait for "
+            "its end or choose another --run_dir"
+        )
+    if holder != record:
+        whole_files.write_json(folder / ".lease", record)
 
 
 def lost(run_dir: Path) -> str:
     """Who has taken over the folder that this process trains in, as a sentence; "" for nobody."""
-    return _lost.get(run_dir.resolve(), "") if _lost else ""  # asked in each step
+    if not _lost:  # Each step asks, so this is quick.
+        return ""
+    return _lost.get(run_dir.resolve(), "")
 
 
-def _lock(folder: Path) -> tuple[IO[str] | None] | None:
-    """None while another process has it."""
+def _lock(folder: Path) -> IO[str] | None:
+    """The folder's lock; None on a disk without locks.
+
+    Raises BlockingIOError: another process has the lock, or without locks renews the lease.
+    """
     try:
-        return (whole_files.lock(folder / ".lock"),)
-    except BlockingIOError:
-        return None
+        return whole_files.lock(folder / ".lock")
     except whole_files.NoLocks:
         times = set()
         for _ in range(4):
             with contextlib.suppress(FileNotFoundError):
                 times.add((folder / ".lease").stat().st_mtime_ns)
             time.sleep(_BEAT)
-        return None if len(times) > 1 else (None,)
+        if len(times) > 1:
+            raise BlockingIOError from None
+        return None
 
 
 def _read(folder: Path) -> dict[str, str]:
     try:
         text = whole_files.read(folder / ".lease", whole_files.JSON_BYTES)
-        found = whole_files.from_json(text, folder)
+        record = whole_files.from_json(text, folder)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _keep(folder: Path, start: str) -> None:
-    while (there := _read(folder)).get("start", start) == start:
+    """Renews the lease until another start has written itself there."""
+    holder = _read(folder)
+    while holder.get("start", start) == start:
         with contextlib.suppress(OSError):
             os.utime(folder / ".lease", follow_symlinks=False)
         time.sleep(_BEAT)
+        holder = _read(folder)
     _lost[folder] = (
-        f"a later start of this job, on {there.get('host')}, has taken over {folder}: this one "
+        f"a later start of this job, on {holder.get('host')}, has taken over {folder}: this one "
         "ends, unsaved"
     )

@@ -5,6 +5,7 @@ A LoRA layer computes with kernel + scale * (first factor @ second factor); Hu e
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,11 +15,11 @@ import numpy as np
 from hvdkit.ranks.world import raw
 from hvdkit.train.state import Variable, lora_factors
 
-_NUMERALS = "fV"  # kinds of types that can be merged: NumPy's floats, and bfloat16
+_FLOAT_KINDS = "fV"  # Kernels of these types can be merged: NumPy's floats, and bfloat16.
 
 
 class Names(NamedTuple):
-    """Of a LoRA layer's weights, in a checkpoint or a model."""
+    """The names of a LoRA layer's weights, in a checkpoint or a model."""
 
     kernel: str
     first: str
@@ -27,8 +28,8 @@ class Names(NamedTuple):
 
 def names_of(first: str) -> Names:
     """`first`: the name of the first factor, as dense/lora_kernel_a, perhaps with a number."""
-    before, kernel, number = re.fullmatch(r"(.*?)lora_(\w+)_a((?: #\d+)?)", first).groups()
-    return Names(f"{before}{kernel}{number}", first, f"{before}lora_{kernel}_b{number}")
+    layer, kernel, number = re.fullmatch(r"(.*?)lora_(\w+)_a((?: #\d+)?)", first).groups()
+    return Names(f"{layer}{kernel}{number}", first, f"{layer}lora_{kernel}_b{number}")
 
 
 def scales_of(model: keras.Model, named: Mapping[str, Variable]) -> dict[str, float]:
@@ -39,48 +40,54 @@ def scales_of(model: keras.Model, named: Mapping[str, Variable]) -> dict[str, fl
 
 
 def merged(
-    there: Mapping[str, np.ndarray],
+    arrays: Mapping[str, np.ndarray],
     scales: Mapping[str, float],
-    own: Mapping[str, float],
+    model_scales: Mapping[str, float],
     *,
     shapes: Mapping[str, tuple],
 ) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint, its factors multiplied into kernels where the model has others.
 
-    `scales`, `own`: of the checkpoint and of the model; `shapes`: of the model's variables. What
-    cannot be merged (a quantized kernel, layers that share a name) stays as it is.
+    `scales`: those of the checkpoint; `shapes`: of the model's variables. What cannot be merged (a
+    quantized kernel, layers that share a name) stays as it is.
     """
-    found = dict(there)
+    result = dict(arrays)
     for first, scale in scales.items():
         names = names_of(first)
-        parts = (first, names.second)
-        fits = all(name in there and shapes.get(name) == there[name].shape for name in parts)
-        if fits and own.get(first) == scale:
+        factors = (first, names.second)
+        fits = all(name in arrays and shapes.get(name) == arrays[name].shape for name in factors)
+        if fits and model_scales.get(first) == scale:
             continue
-        is_known = all(name in there for name in names) and not _shared(names, there)
-        if not is_known or there[names.kernel].dtype.kind not in _NUMERALS:
+        is_known = all(name in arrays for name in names) and not _is_shared(names, arrays)
+        if not is_known or arrays[names.kernel].dtype.kind not in _FLOAT_KINDS:
             continue
-        a, b = (found.pop(name).astype(np.float64) for name in parts)
-        kernel = there[names.kernel]
-        found[names.kernel] = (kernel.astype(np.float64) + scale * (a @ b)).astype(kernel.dtype)
-    return found
+        a = result.pop(first).astype(np.float64)
+        b = result.pop(names.second).astype(np.float64)
+        kernel = arrays[names.kernel]
+        result[names.kernel] = (kernel.astype(np.float64) + scale * (a @ b)).astype(kernel.dtype)
+    return result
 
 
 def new_factors(
-    variables: Mapping[str, Variable], own: Mapping[str, float], there: Mapping[str, np.ndarray]
+    variables: Mapping[str, Variable],
+    model_scales: Mapping[str, float],
+    arrays: Mapping[str, np.ndarray],
 ) -> list[str]:
     """The model's factors that a checkpoint lacks and that change nothing: one of them is 0."""
-    found = []
-    for first in own:
-        _, _, second = names_of(first)
-        is_new = first not in there and second not in there
+    new = []
+    for first in model_scales:
+        second = names_of(first).second
+        is_new = first not in arrays and second not in arrays
         if is_new and not all(np.any(variables[name].numpy()) for name in (first, second)):
-            found += [first, second]
-    return found
+            new += [first, second]
+    return new
 
 
-def _shared(names: Names, there: Mapping[str, np.ndarray]) -> bool:
+def _is_shared(names: Names, arrays: Mapping[str, np.ndarray]) -> bool:
     """Whether other layers have the kernel's name, not all of them with factors."""
-    kernel, first, _ = (re.sub(r" #\d+$", "", name) for name in names)
-    counts = [sum(re.sub(r" #\d+$", "", n) == name for n in there) for name in (kernel, first)]
-    return counts[0] != counts[1]
+    counts = Counter(_without_number(name) for name in arrays)
+    return counts[_without_number(names.kernel)] != counts[_without_number(names.first)]
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r" #\d+$", "", name)

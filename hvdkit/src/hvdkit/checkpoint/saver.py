@@ -19,9 +19,9 @@ from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, NOT_NOW, Stop, passes
 
-MOST_FAILED = 3  # saves in a row, or tries of the last one: then the run ends
-_BETWEEN_TRIES = 1.0  # seconds between tries of the last save
-_AFTER_FAILURE = 5.0  # seconds to wait for a save when the run ends by an error
+MOST_FAILED = 3  # After so many failed saves in a row, or tries of the last one, the run ends.
+_BETWEEN_TRIES = 1.0  # The last save is tried again after so many seconds.
+_AFTER_FAILURE = 5.0  # A run that ends by an error waits so many seconds for its save.
 
 
 class Saver:
@@ -35,11 +35,12 @@ class Saver:
         self._checkpoints = checkpoints
         self._world = checkpoints.world
         self._pool = futures.ThreadPoolExecutor(1, "saver")
-        self._pool.submit(int)  # starts its thread: later there may be too many processes
+        self._pool.submit(int)  # This starts its thread: later there may be too many processes.
         self._writing: futures.Future | None = None
-        self._step: int | None = None  # of the newest save
-        self._score: Score | None = None  # the newest
-        self._skipped = 0  # of the newest save: see Copy
+        # Step and `skipped` (see Copy) are those of the newest save, the score is the newest one.
+        self._step: int | None = None
+        self._skipped = 0
+        self._score: Score | None = None
         self.failed = 0
         self.error = None
 
@@ -78,13 +79,13 @@ class Saver:
         self.wait()
         self._score = score
         if not self._world.is_chief or (score.step == self._step and self.error):
-            return  # a note was printed already; it gets its score if a later try writes it
+            return  # A note was printed already; it gets its score if a later try writes it.
         try:
             self._checkpoints.add_score(score, self._skipped)
         except (OSError, ValueError) as error:
             say(
                 self._world,
-                f"note: the score of step {score.step} was not written: {self._why(error)}",
+                f"note: the score of step {score.step} was not written: {self._reason(error)}",
             )
 
     def last(self, place: Place, variables: Variables, config: Settings) -> None:
@@ -132,23 +133,24 @@ class Saver:
             raise error
 
     def _write(self, copy: Copy) -> None:
-        # Made anew, it would hide from the next start that the run's disk is away.
-        if not (folder := self._checkpoints.folder).is_dir():
-            away = f"{os.strerror(errno.ENODEV)}: is its disk mounted?"
-            raise OSError(errno.ENODEV, away, str(folder))
+        # A folder made anew would hide from the next start that the run's disk is away.
+        folder = self._checkpoints.folder
+        if not folder.is_dir():
+            reason = f"{os.strerror(errno.ENODEV)}: is its disk mounted?"
+            raise OSError(errno.ENODEV, reason, str(folder))
         self._checkpoints.write(copy)
 
     def _fail(self, error: Exception) -> None:
         self.failed += 1
         folder = self._checkpoints.folder
-        there = ", ".join(path.name for path in files.candidates(folder)) or "none"
+        kept = ", ".join(path.name for path in files.candidates(folder)) or "none"
         self.error = (
-            f"{self._why(error)}. Kept in {folder}: {there}. Free some space, or use another "
+            f"{self._reason(error)}. Kept in {folder}: {kept}. Free some space, or use another "
             "--run_dir"
         )
         say(self._world, f"note: the checkpoint of step {self._step} was not written: {self.error}")
 
-    def _why(self, error: Exception) -> str:
+    def _reason(self, error: Exception) -> str:
         if isinstance(error, OSError):
             return f"{error.strerror or error} ({error.filename or self._checkpoints.folder})"
         return str(error) or type(error).__name__

@@ -27,11 +27,13 @@ def start(
     path = Path(config.init_from)
     if not files.is_checkpoint(path) and path.suffix != ".keras":
         path = _best(path, metric)
-    left = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
-    what = "averages of the weights" if config.init_ema else "weights"
-    logs.say(f"starting from the {what} of {path}")
-    if left:
-        logs.say(f"note: not in it, or of another shape, so left as made: {_listed(left)}")
+    faults = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
+    if config.init_ema:
+        logs.say(f"starting from the averages of the weights of {path}")
+    else:
+        logs.say(f"starting from the weights of {path}")
+    if faults:
+        logs.say(f"note: not in it, or of another shape, so left as made: {_listed(faults)}")
     _start_task(task_state, path, config.init_skip_mismatched)
 
 
@@ -42,16 +44,22 @@ def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
     and what is not used. Raises ValueError, unless `skip`: a value does not fit, or a lookup table
     is another one.
     """
-    there = {} if path.suffix == ".keras" else files.read(path, ("task/", "table/"))
-    tables = {name: int(there.pop(name)) for name in list(there) if name.startswith("table/")}
-    here = {int(v) for name, v in task_state.variables.items() if name.startswith("table/")}
-    others = [name for name, digest in tables.items() if digest not in here]
-    state = {n: v for n, v in task_state.of_task.items() if not _is_of_new_run(n, task_state)}
-    there = {n: value for n, value in there.items() if not _is_of_new_run(n, task_state)}
+    arrays = {} if path.suffix == ".keras" else files.read(path, ("task/", "table/"))
+    tables = {name: digest for name, digest in arrays.items() if name.startswith("table/")}
+    arrays = {
+        name: value
+        for name, value in arrays.items()
+        if name not in tables and not _is_of_new_run(name, task_state)
+    }
+    known_tables = [int(v) for name, v in task_state.variables.items() if name.startswith("table/")]
+    other_tables = [name for name, digest in tables.items() if int(digest) not in known_tables]
+    state = {
+        name: v for name, v in task_state.of_task.items() if not _is_of_new_run(name, task_state)
+    }
     needed = {name: (tuple(v.shape), raw(v).dtype.name) for name, v in state.items()}
-    faults = _faults(there, needed)
-    unfit = {name: why for name, why in faults.items() if name in there}
-    unfit |= dict.fromkeys(others, "a vocabulary or boundaries that the model has not")
+    faults = _faults(arrays, needed)
+    unfit = {name: fault for name, fault in faults.items() if name in arrays}
+    unfit |= dict.fromkeys(other_tables, "a vocabulary or boundaries that the model has not")
     if unfit and not skip:
         raise ValueError(
             f"--init_from={path}: of its state does not fit: {_listed(unfit)}. "
@@ -59,8 +67,8 @@ def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
         )
     taken = [name for name in state if name not in faults]
     for name in taken:
-        raw(state[name]).assign(there[name].astype(raw(state[name]).dtype.as_numpy_dtype))
-    unused = [name for name in [*there, *others] if name not in needed]
+        raw(state[name]).assign(arrays[name].astype(raw(state[name]).dtype.as_numpy_dtype))
+    unused = [name for name in [*arrays, *other_tables] if name not in needed]
     if taken:
         logs.say(f"of what the task holds, too: {join(taken, 4)}")
     if faults:
@@ -73,7 +81,7 @@ def _is_of_new_run(name: str, task_state: TaskState) -> bool:
     """Whether a new run begins with its own, as with random numbers and optimizers' slots."""
     if name.rpartition("/")[2].startswith("seed_generator"):
         return True
-    return any(name == own or name.startswith(f"{own}/") for own in task_state.of_new_run)
+    return any(name == part or name.startswith(f"{part}/") for part in task_state.of_new_run)
 
 
 def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
@@ -99,49 +107,50 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
                 "--init_ema"
             )
         return _load_keras_file(model, path, skip)
-    there, scales = _read(path, averages)
+    arrays, scales = _read(path, averages)
     named = keras_weights.unique(zip(names_of_model(model), model.variables))
-    weights = {id(v) for v in model.weights}
-    variables = {name: v for name, v in named.items() if id(v) in weights}
-    own = lora.scales_of(model, named)
-    there = lora.merged(there, scales, own, shapes={n: tuple(v.shape) for n, v in named.items()})
-    for name in lora.new_factors(variables, own, there):
+    shapes = {name: tuple(variable.shape) for name, variable in named.items()}
+    weights = {id(variable) for variable in model.weights}
+    variables = {name: variable for name, variable in named.items() if id(variable) in weights}
+    model_scales = lora.scales_of(model, named)
+    arrays = lora.merged(arrays, scales, model_scales, shapes=shapes)
+    for name in lora.new_factors(variables, model_scales, arrays):
         del variables[name]
-    needed = {name: (tuple(v.shape), v.dtype) for name, v in variables.items()}
-    faults = _faults(there, needed)
+    needed = {name: (shapes[name], variable.dtype) for name, variable in variables.items()}
+    faults = _faults(arrays, needed)
     _check_faults(path, faults, count=len(needed), skip=skip)
-    _check_unused(path, [name for name in there if name not in named], skip)
+    _check_unused(path, [name for name in arrays if name not in named], skip)
     pixels = preprocessing.find(model)
     for name, variable in variables.items():
         if name not in faults:
-            raw(variable).assign(there[name].astype(raw(variable).dtype.as_numpy_dtype))
+            raw(variable).assign(arrays[name].astype(raw(variable).dtype.as_numpy_dtype))
         elif pixels and variable is pixels.mode:
             _refuse_unknown_pictures(path, name)
     return faults
 
 
 def _load_keras_file(model: keras.Model, path: Path, skip: bool) -> dict[str, str]:
-    """As `load`."""
+    """What `load` does for a .keras file."""
     pixels = preprocessing.find(model)
     layers = {layer.name: layer for layer in model._flatten_layers()}
     try:
-        there = keras_weights.read(path)
+        arrays = keras_weights.read(path)
     except ValueError as error:
         raise ValueError(f"--init_from={error}") from None
     with keras_weights.written(model) as file:
-        here = keras_weights.entries(file)
+        entries = keras_weights.entries(file)
         needed = {}
-        for name, entry in here.items():
+        for name, entry in entries.items():
             values = keras_weights.array_of(entry.values)
             needed[name] = (values.shape, values.dtype.name)
-        faults = _faults(there, needed)
-        labels = {name: _label(name, entry, layers) for name, entry in here.items()}
+        faults = _faults(arrays, needed)
+        labels = {name: _label(name, entry, layers) for name, entry in entries.items()}
         labelled = {labels[name]: fault for name, fault in faults.items()}
         _check_faults(path, labelled, count=len(needed), skip=skip)
-        _check_unused(path, [name for name in there if name not in here], skip)
-        for name, entry in here.items():
+        _check_unused(path, [name for name in arrays if name not in entries], skip)
+        for name, entry in entries.items():
             if name not in faults:
-                keras_weights.assign(entry.values, there[name])
+                keras_weights.assign(entry.values, arrays[name])
             elif pixels and entry.layer == pixels.name:
                 _refuse_unknown_pictures(path, labels[name])
     return labelled
@@ -159,34 +168,35 @@ def _label(name: str, entry: keras_weights.Entry, layers: Mapping[str, keras.lay
 
 
 def _faults(
-    there: Mapping[str, np.ndarray], needed: Mapping[str, tuple[tuple, str]]
+    arrays: Mapping[str, np.ndarray], needed: Mapping[str, tuple[tuple, str]]
 ) -> dict[str, str]:
     """Why a variable cannot be set, by its name. `needed`: shape and type by name."""
     faults = {}
     for name, (shape, dtype) in needed.items():
-        if name not in there:
+        array = arrays.get(name)
+        if array is None:
             faults[name] = "missing there"
-        elif there[name].shape != shape:
-            faults[name] = f"{list(there[name].shape)} there, {list(shape)} here"
-        elif there[name].dtype.kind in "iu" and "int" not in dtype:
-            faults[name] = f"{there[name].dtype} there, of a quantized model, {dtype} here"
-        elif there[name].dtype.kind in "fV" and np.isnan(there[name]).any():
+        elif array.shape != shape:
+            faults[name] = f"{list(array.shape)} there, {list(shape)} here"
+        elif array.dtype.kind in "iu" and "int" not in dtype:
+            faults[name] = f"{array.dtype} there, of a quantized model, {dtype} here"
+        elif array.dtype.kind in "fV" and np.isnan(array).any():
             faults[name] = "NaN there"
     return faults
 
 
 def _check_faults(path: Path, faults: dict[str, str], *, count: int, skip: bool) -> None:
     """Raises ValueError where none of the model's `count` variables fit, or some do not."""
-    nothing_fits = len(faults) == count
-    if not nothing_fits and (skip or not faults):
-        return
-    way_out = "--init_skip_mismatched leaves such variables as they are made"
-    if nothing_fits:
-        way_out = "it is of another model altogether"
-    raise ValueError(
-        f"--init_from={path}: {len(faults)} of the model's {count} variables do not fit: "
-        f"{_listed(faults)}. {way_out}"
-    )
+    if len(faults) == count:
+        raise ValueError(
+            f"--init_from={path}: {count} of the model's {count} variables do not fit: "
+            f"{_listed(faults)}. it is of another model altogether"
+        )
+    if faults and not skip:
+        raise ValueError(
+            f"--init_from={path}: {len(faults)} of the model's {count} variables do not fit: "
+            f"{_listed(faults)}. --init_skip_mismatched leaves such variables as they are made"
+        )
 
 
 def _check_unused(path: Path, names: list[str], skip: bool) -> None:
@@ -210,11 +220,11 @@ def _refuse_unknown_pictures(path: Path, name: str) -> None:
 
 def load_task_state(task_state: TaskState, path: Path) -> None:
     """Sets what the task holds to a checkpoint's values. Raises ValueError where there is none."""
-    there = files.read(path, ("task/", "table/", "lora/"))
+    arrays = files.read(path, ("task/", "table/", "lora/"))
     for name, variable in task_state.variables.items():
-        if name not in there or there[name].shape != tuple(variable.shape):
+        if name not in arrays or arrays[name].shape != tuple(variable.shape):
             raise ValueError(f"{path} holds no {name} of shape {list(variable.shape)}")
-        raw(variable).assign(there[name])
+        raw(variable).assign(arrays[name])
     task_state.finalize()
 
 
@@ -224,14 +234,14 @@ def has_averages(path: Path) -> bool:
 
 
 def _averages(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """By the names of their weights, model/0003/dense/kernel; names are those of train/state.py."""
-    found = {}
+    """Averages by the names of their weights, model/0003/dense/kernel (see train/state.py)."""
+    averages = {}
     for name, value in state.items():
         if name.startswith("ema/"):
             _, number, place = name.split("/", 2)
             if state[f"ema_updates/{number}"]:
-                found[f"model/{place}"] = value
-    return found
+                averages[f"model/{place}"] = value
+    return averages
 
 
 def _read(path: Path, averages: bool) -> tuple[dict[str, np.ndarray], dict[str, float]]:
@@ -240,25 +250,26 @@ def _read(path: Path, averages: bool) -> tuple[dict[str, np.ndarray], dict[str, 
     files.verify(folder)
     state = files.read(folder, ("model/", "ema/", "ema_updates/", "lora/"))
     if averages:
-        found = _averages(state)
-        if not found:
+        averaged = _averages(state)
+        if not averaged:
             raise ValueError(
                 f"--init_from={path}: {folder.name} holds no average of its weights. Leave out "
                 "--init_ema, or name a run that was trained with --ema_decay"
             )
-        state |= found
+        state |= averaged
     scales = {name: float(value) for name, value in _without_places(state, "lora").items()}
     return _without_places(state, "model"), scales
 
 
 def _without_places(state: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """conv2d/kernel for model/0012/conv2d/kernel: the place is of no use in another model."""
-    found = []
+    placed = []
     for name, value in state.items():
         if match := re.fullmatch(rf"{kind}/(\d+)/(.+)", name):
-            found.append((int(match[1]), match[2], value))
-    found.sort(key=lambda one: one[0])
-    return keras_weights.unique((name, value) for _, name, value in found)
+            place = int(match[1])
+            placed.append((place, match[2], value))
+    placed.sort(key=lambda item: item[0])
+    return keras_weights.unique((name, value) for _, name, value in placed)
 
 
 def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
@@ -267,11 +278,11 @@ def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
     `metric`: where the scores are of it, its mode decides, else their own.
     """
     folder = run_dir / "checkpoints"
-    there = files.scored(files.candidates(folder))
-    measure = files.newest_measure(there)
+    scored = files.scored(files.candidates(folder))
+    measure = files.newest_measure(scored)
     if metric and measure.get("main_metric") == metric.name:
         measure = {**measure, "main_metric_mode": metric.mode}
-    best = files.best(there, measure) or files.newest_sound(folder)[0]
+    best = files.best(scored, measure) or files.newest_sound(folder)[0]
     if not best:
         if not run_dir.exists():
             raise ValueError(f"--init_from={run_dir} does not exist")
@@ -283,7 +294,7 @@ def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
 
 
 def _listed(faults: dict[str, str]) -> str:
-    return join([f"{name} ({why})" for name, why in faults.items()], most=4)
+    return join([f"{name} ({fault})" for name, fault in faults.items()], most=4)
 
 
 def load_backbone(model: keras.Model, config: Settings) -> None:
@@ -297,27 +308,32 @@ def load_backbone(model: keras.Model, config: Settings) -> None:
     """
     path = Path(config.backbone_weights)
     mode = config.backbone_preprocessing
-    here = f"--backbone_weights={path}"
     pixels = preprocessing.find(model)
     last = getattr(model, "backbone", "")
     if not (pixels and last):
         raise ValueError(
-            f"{here}: {model.name} has no backbone that such a file fits: begin the model with "
-            "hvdkit.train.preprocessing.Preprocess and name its last layer, model.backbone = 'NAME'"
+            f"--backbone_weights={path}: {model.name} has no backbone that such a file fits: begin "
+            "the model with hvdkit.train.preprocessing.Preprocess and name its last layer, "
+            "model.backbone = 'NAME'"
         )
     if path.suffix != ".h5" or path.name.endswith(".weights.h5") or not path.is_file():
-        raise ValueError(f"{here} is no .h5 file of keras.applications (others: --init_from)")
+        raise ValueError(
+            f"--backbone_weights={path} is no .h5 file of keras.applications (others: --init_from)"
+        )
     try:
         backbone = keras.Model(pixels.output, model.get_layer(last).output)
         keras_weights.check_values(path)
         backbone.load_weights(path)
-    except Exception as error:  # of any kind
+    except Exception as error:  # Keras and h5py raise many kinds.
         raise ValueError(
-            f"{here} does not fit {model.name} up to {last}: {logs.one_line(error)}"
+            f"--backbone_weights={path} does not fit {model.name} up to {last}: "
+            f"{logs.one_line(error)}"
         ) from None
     for layer in backbone.layers:
         if not all(np.isfinite(values).all() for values in layer.get_weights()):
-            raise ValueError(f"{here}: {layer.name} holds values that are not finite")
+            raise ValueError(
+                f"--backbone_weights={path}: {layer.name} holds values that are not finite"
+            )
     pixels.mode.assign(preprocessing.MODES.index(mode))
     logs.say(
         f"starting from the backbone in {path}, up to {last}, trained on "

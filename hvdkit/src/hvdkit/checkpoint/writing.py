@@ -28,25 +28,28 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
 
     (A run that begins sets later checkpoints aside, so only a save that is tried again meets one.)
 
-    `about`: `config`, `ranks`, `tensorflow` and `fingerprint` of its Manifest. Raises OSError,
+    `about`: all other fields of its Manifest, but for `sha256` and `dtypes`. Raises OSError,
     ValueError: it cannot be written; nothing is left of it and nothing else changed.
     """
+    dtypes = {}
+    for array_name, array in arrays.items():
+        if not _is_numpys(array.dtype):
+            dtypes[array_name] = array.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"step-{step:08d}"
-    with whole_files.held(folder) as there:
-        partial = there / f".{name}.partial"
-        final = there / name
+    name = files.name_of(step)
+    with whole_files.held(folder) as held_folder:
+        partial = held_folder / f".{name}.partial"
+        final = held_folder / name
         try:
             files.delete(partial)
             partial.mkdir()
             with whole_files.held(partial) as inside:
                 sha256 = _write_arrays(inside / files.STATE, arrays)
-                dtypes = {n: a.dtype.name for n, a in arrays.items() if not _is_numpys(a.dtype)}
                 _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
             if final.exists() and not final.is_dir():
                 raise ValueError(f"{name} is in the way: it is no folder")
             whole_files.put(partial, final)
-            whole_files.flush(there)
+            whole_files.flush(held_folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -63,8 +66,8 @@ def set_score(path: Path, score: Score, measure: Mapping[str, Any]) -> None:
         evaluated=True,
         measure=dict(measure),
     )
-    with whole_files.held(path) as there:
-        _write_manifest(there, manifest)
+    with whole_files.held(path) as held_path:
+        _write_manifest(held_path, manifest)
 
 
 def check_types(variables: Mapping[str, Any]) -> None:
@@ -74,7 +77,7 @@ def check_types(variables: Mapping[str, Any]) -> None:
         if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
             raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
         shape = raw(variable).shape
-        if not shape.is_fully_defined():  # a step that is undone would broadcast to the old one
+        if not shape.is_fully_defined():  # Undoing a step would broadcast its value to the old one.
             raise ValueError(
                 f"{name} has the shape {shape}: variables keep their shape in a run; make it of "
                 "its full size, and another that says how much of it is in use"
@@ -82,20 +85,19 @@ def check_types(variables: Mapping[str, Any]) -> None:
 
 
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
-    """Writes the arrays, NumPy's or not, and flushes them to disk; the file's SHA-256."""
-    known = {n: a if _is_numpys(a.dtype) else a.view(f"V{a.itemsize}") for n, a in arrays.items()}
-    with open(path, "xb") as file:  # nothing that is there, nor a link
-        hashed = _Hashed(file)
-        np.savez(hashed, **known)
+    """Writes the arrays, of NumPy's types or not, and flushes them; returns the file's SHA-256."""
+    with open(path, "xb") as file:  # It refuses what is there already, also a link.
+        hashed = _HashedFile(file)
+        np.savez(hashed, **{name: _storable(array) for name, array in arrays.items()})
         file.flush()
         os.fsync(file.fileno())
     return hashed.digest.hexdigest()
 
 
-class _Hashed(io.RawIOBase):
+class _HashedFile(io.RawIOBase):
     """A file that is hashed as it is written, from its first byte to its last.
 
-    So it says that it cannot go back; a zip archive then has its checksums behind the data.
+    It has no `seek`, so that zipfile writes each part's checksum behind its data.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -107,14 +109,21 @@ class _Hashed(io.RawIOBase):
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)
-        heartbeat.beat()  # a disk that is slow is not one that hangs
+        heartbeat.beat()  # A slow disk is none that hangs.
         return self._file.write(data)
 
 
 def _write_manifest(folder: Path, manifest: files.Manifest) -> None:
-    record = whole_files.without_nan(dataclasses.asdict(manifest))  # as it is read again
-    about = {"format": files.FORMAT, **record, "checksum": files.checksum_of(record, files.FORMAT)}
-    whole_files.write_json(folder / files.MANIFEST, about)
+    # The checksum is of the content as it is read again.
+    record = whole_files.without_nan(dataclasses.asdict(manifest))
+    checksum = files.checksum_of(record, files.FORMAT)
+    content = {"format": files.FORMAT, **record, "checksum": checksum}
+    whole_files.write_json(folder / files.MANIFEST, content)
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    """The array, as bare bytes where NumPy does not know its type."""
+    return array if _is_numpys(array.dtype) else array.view(f"V{array.itemsize}")
 
 
 def _is_numpys(dtype: np.dtype) -> bool:

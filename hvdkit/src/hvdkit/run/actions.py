@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from hvdkit import scores
-from hvdkit.checkpoint.checkpoints import Found
+from hvdkit.checkpoint.checkpoints import CheckpointInfo
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
@@ -312,7 +312,7 @@ class Evaluate:
         return scores.none_is_best(name) if self.figures else ""
 
 
-def evaluates_first(run: RunContext, found: Found) -> bool:
+def evaluates_first(run: RunContext, found: CheckpointInfo) -> bool:
     """Whether a resumed run begins with an evaluation: one that is missing, or an ended run's."""
     config = run.config
     best = run.checkpoints.best()
@@ -320,4 +320,4 @@ def evaluates_first(run: RunContext, found: Found) -> bool:
         return False
     if found.step == config.num_steps or run.checkpoints.score_of(found) is None:
         return True
-    return found.own and stopped_improving(config, found.step, best.since if best else 0)
+    return found.is_own and stopped_improving(config, found.step, best.since if best else 0)

@@ -8,7 +8,7 @@ import keras
 
 from hvdkit import scores
 from hvdkit.checkpoint import files, lease, run_folder, warm_start
-from hvdkit.checkpoint.checkpoints import Checkpoints, Found, measure
+from hvdkit.checkpoint.checkpoints import CheckpointInfo, Checkpoints, measure
 from hvdkit.checkpoint.writing import check_types
 from hvdkit.data import card as cards
 from hvdkit.data import classes, shared_listing
@@ -56,7 +56,7 @@ class RunContext:
 
 def find_start(
     config: Settings, world: World, back: GoBack | None = None
-) -> tuple[Found | None, set[str]]:
+) -> tuple[CheckpointInfo | None, set[str]]:
     """The checkpoint that a run begins with, the same on all ranks, or None; locks the folder.
 
     Also the names of the checkpoints that there were, on rank 0. `back`: the run goes back to an
@@ -327,7 +327,7 @@ class Start(NamedTuple):
 
     place: Place
     source: Literal["new", "own", "other"]
-    found: Found | None = None
+    found: CheckpointInfo | None = None
 
     @property
     def step(self) -> int:
@@ -338,7 +338,7 @@ class Start(NamedTuple):
         return self.found.path if self.found else None
 
 
-def begin(context: RunContext, found: Found | None) -> Start:
+def begin(context: RunContext, found: CheckpointInfo | None) -> Start:
     """Gives all variables on every rank the values of the run's start.
 
     `found`: what `find_start` found. Raises Stop: on all ranks, when this checkpoint, or what
@@ -364,5 +364,5 @@ def begin(context: RunContext, found: Found | None) -> Start:
         value = context.checkpoints.score_of(found) if found else None
         if value is not None:  # after the checkpoint was written
             judge_plateau(context, value=value, step=found.step)
-    source = "new" if not found else "own" if found.own else "other"
+    source = "new" if not found else "own" if found.is_own else "other"
     return Start(found.place if found else BEGINNING, source, found)
