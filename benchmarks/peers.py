@@ -198,9 +198,9 @@ def watch_feed(tick, *, same_batch: bool = False) -> None:
     again, which stays on the device: no input."""
     import tensorflow as tf
 
-    from hvdkit.run import loop
+    from hvdkit.run import parts
 
-    class Feed(loop.TrainingFeed):
+    class Feed(parts.TrainingFeed):
         batch = None
 
         def next(self):
@@ -211,7 +211,7 @@ def watch_feed(tick, *, same_batch: bool = False) -> None:
                 self.batch = tf.nest.map_structure(tf.identity, super().next())
             return self.batch
 
-    loop.TrainingFeed = Feed
+    parts.TrainingFeed = Feed
 
 
 def _rank_and_size() -> list[int]:

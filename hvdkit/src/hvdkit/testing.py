@@ -159,7 +159,7 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     def work(world, stop_signal: StopSignal) -> None:
         run = Run(settings, world, stop_signal=stop_signal)
         step = run.make_step(train.make_step)
-        batch = run.feed.next()
+        batch = run.parts.feed.next()
         print(json.dumps([float(step(batch)["loss"]) for _ in range(steps)]), flush=True)
 
     sys.exit(with_ranks(settings, work))

@@ -51,10 +51,8 @@ def begin(
     Returns a line that says what was set aside, or "". Raises OSError: a file cannot be written,
     another run is in the folder, or its disk came only now; ValueError for a speed beside a run.
     """
+    _check_links(run_dir)
     folder = run_dir / "checkpoints"
-    for inner in (folder, run_dir / _BOARD):
-        if inner.is_symlink():
-            raise ValueError(f"{inner} is a link, which is not followed: make --run_dir one")
     folder.mkdir(parents=True, exist_ok=True)
     if checkpoint is None and listed is not None:
         _check_none_came(folder, listed)
@@ -64,31 +62,45 @@ def begin(
             f"--benchmark would replace the records of the run in {run_dir}: choose another "
             "--run_dir"
         )
-
-    resumes_own = checkpoint is not None and checkpoint.is_own
-    note = ""
     with whole_files.held(folder) as held:
-        ahead = checkpoint_files.candidates(held)
-        if resumes_own:
-            ahead = [path for path in ahead if checkpoint_files.step_of(path) > checkpoint.step]
-            if ahead:
-                note = set_aside(run_dir, ahead, _RECORDS if checkpoint.is_named else ())
-                _remove(run_dir, _RESULTS if checkpoint.is_named else ())
-        elif ahead or _has_records(run_dir):
-            note = set_aside(run_dir, ahead, _RECORDS)
-            _remove(run_dir, _RECORDS)
+        note = _set_others_aside(run_dir, held, checkpoint)
         checkpoint_files.tidy(held)
-
-    if resumes_own:
+    if checkpoint is not None and checkpoint.is_own:
         for name in (*_LOGS, *_STARTS):
             _drop_lines(run_dir / name, checkpoint.step, evaluates_first)
     else:
         _remove(run_dir, _STARTS)
-    left_by_kills = [path.name for path in run_dir.glob(".*.partial")]
-    _remove(run_dir, ("summary.json", "benchmark.json", *left_by_kills))
+    left = [path.name for path in run_dir.glob(".*.partial")]  # Kills leave such files.
+    _remove(run_dir, ("summary.json", "benchmark.json", *left))
     with whole_files.written(run_dir / runs.CONFIG) as partial:
         settings_lib.write(config, partial)
     return note
+
+
+def _set_others_aside(run_dir: Path, folder: Path, checkpoint: CheckpointInfo | None) -> str:
+    """Sets aside what is ahead of the run's start; returns a line about it.
+
+    `folder`: the path by which the checkpoints are reached.
+    """
+    ahead = checkpoint_files.candidates(folder)
+    if checkpoint is None or not checkpoint.is_own:
+        if not ahead and not _has_records(run_dir):
+            return ""
+        note = set_aside(run_dir, ahead, _RECORDS)
+        _remove(run_dir, _RECORDS)
+        return note
+    ahead = [path for path in ahead if checkpoint_files.step_of(path) > checkpoint.step]
+    if not ahead:
+        return ""
+    note = set_aside(run_dir, ahead, _RECORDS if checkpoint.is_named else ())
+    _remove(run_dir, _RESULTS if checkpoint.is_named else ())
+    return note
+
+
+def _check_links(run_dir: Path) -> None:
+    for folder in (run_dir / "checkpoints", run_dir / _BOARD):
+        if folder.is_symlink():
+            raise ValueError(f"{folder} is a link, which is not followed: make --run_dir one")
 
 
 def _has_records(run_dir: Path) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from hvdkit import scores
 from hvdkit.checkpoint.checkpoints import CheckpointInfo
@@ -20,14 +20,12 @@ from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
 from hvdkit.run.context import RunContext, judge_plateau
 from hvdkit.run.health import Ending
+from hvdkit.run.parts import RunParts
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
 from hvdkit.train import batch_norm, task_checks
 from hvdkit.train.step import Result
-
-if TYPE_CHECKING:
-    from hvdkit.run.loop import Run
 
 
 class Action(Protocol):
@@ -44,7 +42,7 @@ class Sync:
     settles = False
 
     def __init__(self, run: RunContext, sync: Callable[[], None]) -> None:
-        # Every step: then a sync at an unplanned step (a stop signal) changes no bit.
+        # A sync at an unplanned step (a stop signal) changes no bit where every step has one.
         self._every = 1 if run.config.deterministic else run.config.bn_sync_every
         self._sync = sync
 
@@ -60,12 +58,12 @@ class Log:
 
     settles = True
 
-    def __init__(self, run: Run) -> None:
-        self._run = run.context
-        self._telemetry = run.telemetry
-        self._feed = run.feed
-        self._pace = run.health.pace
-        self._waited = 0.0  # of the feed's seconds, those that were logged
+    def __init__(self, parts: RunParts) -> None:
+        self._run = parts.context
+        self._telemetry = parts.telemetry
+        self._feed = parts.feed
+        self._pace = parts.health.pace
+        self._waited = 0.0  # So many of the feed's seconds were logged.
 
     def due(self, step: int) -> bool:
         return step % self._run.config.log_every == 0
@@ -78,19 +76,17 @@ class Log:
         if config.precision == "float16":
             figures["loss_scale"] = float(state.loss_scale.value)
             figures["skipped"] = int(state.skipped)
-        if "keras_loss" in result:  # what the model adds to the task's loss
+        if "keras_loss" in result:  # The model adds this to the task's loss.
             figures["keras_loss"] = float(result["keras_loss"])
         losses = health.losses(self._run.world, config.virtual_ranks, result)
-        logged = self._waited
+        waited = self._feed.waited - self._waited
         self._waited = self._feed.waited
-        times, note = self._pace.interval(self._waited - logged)
-        self._telemetry.step(
-            step, figures, losses=losses, waited=self._waited - logged, times=times
-        )
+        times, note = self._pace.interval(waited)
+        self._telemetry.step(step, figures, losses=losses, waited=waited, times=times)
         if note:
             say(self._run.world, note)
         if config.log_gradients:
-            paths = [v.path for v in state.model.trainable_variables]
+            paths = [variable.path for variable in state.model.trainable_variables]
             self._telemetry.gradients(step, paths, result["layers"].numpy())
 
 
@@ -103,22 +99,24 @@ class CheckDrift:
     settles = False
 
     def __init__(self, run: RunContext) -> None:
-        # Each rank has moving statistics of its own until they are synced.
-        alike = run.config.bn_sync == "full" or run.config.virtual_ranks
-        apart = set() if alike else batch_norm.moving_ids(run.model)
-        named = run.state.variables.items()
         self._world = run.world
-        self._named = {n: v for n, v in named if id(raw(v)) not in apart}
+        self._variables = dict(run.state.variables)
+        if run.config.bn_sync != "full" and not run.config.virtual_ranks:
+            # Each rank has moving statistics of its own until they are synced.
+            moving_ids = batch_norm.moving_ids(run.model)
+            for name, variable in run.state.variables.items():
+                if id(raw(variable)) in moving_ids:
+                    del self._variables[name]
 
     def due(self, step: int) -> bool:
         return step % DRIFT_EVERY == 0
 
     def __call__(self, step: int, result: Result) -> None:
-        agreement.check_same_state(self._world, self._named, step)
+        agreement.check_same_state(self._world, self._variables, step)
 
 
 class CheckNumbers:
-    """Tells, once for each, of a layer's number that was changed after the step was traced."""
+    """Prints a note, once for each number of a layer that was changed after the step was traced."""
 
     settles = False
 
@@ -136,7 +134,7 @@ class CheckNumbers:
             traced = self._traced.get(place, value)
             if value == traced:
                 continue
-            del self._traced[place]  # it is told once
+            del self._traced[place]  # A second change gives no second note.
             say(
                 self._world,
                 f"note: {place} is {value:g} since, and steps compute with {traced:g}: their graph "
@@ -144,16 +142,16 @@ class CheckNumbers:
             )
 
     def _numbers(self) -> dict[str, float]:
-        """Not of whole numbers: layers may count their calls."""
-        found = {}
+        """Floats by layer and name, without whole numbers: layers may count their calls."""
+        numbers = {}
         for layer in self._layers:
             for name, value in vars(layer).items():
                 if type(value) is float and not name.startswith("_") and not math.isnan(value):
-                    found[f"{layer.path or layer.name}.{name}"] = value
-        return found
+                    numbers[f"{layer.path or layer.name}.{name}"] = value
+        return numbers
 
 
-class Own:
+class TaskAction:
     """An action of the task: an error in it ends all ranks with one sentence."""
 
     def __init__(self, world: World, action: Action) -> None:
@@ -173,8 +171,10 @@ class Own:
                     f"{self._name} returned {ending!r}: it must return None, or an Ending "
                     "(hvdkit/run/health.py) where the run must end"
                 )
-        everyone = self._world.gather_alike(ending, f"{self._name}.{step}")
-        return next((Ending(*theirs) for theirs in everyone if theirs), None)
+        for fields in self._world.gather_alike(ending, f"{self._name}.{step}"):
+            if fields:
+                return Ending(*fields)
+        return None
 
 
 def evaluation_due(config: Settings, step: int) -> bool:
@@ -187,14 +187,14 @@ class Save:
 
     settles = True
 
-    def __init__(self, run: Run) -> None:
-        self._run = run.context
-        self._saver = run.saver
-        self._sync = run.sync
-        self._telemetry = run.telemetry
-        self._place = run.sampler.place
+    def __init__(self, parts: RunParts) -> None:
+        self._run = parts.context
+        self._saver = parts.saver
+        self._sync = parts.sync
+        self._telemetry = parts.telemetry
+        self._place = parts.sampler.place
         # A checkpoint of another folder is not in this one yet.
-        self._saved_at = run.start.step if run.start.source == "own" else None
+        self._saved_at = parts.start.step if parts.start.source == "own" else None
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
@@ -206,10 +206,14 @@ class Save:
         run = self._run
         with self._telemetry.not_training():
             self._sync()
-            # Rank 0's is saved: the others' would be lost. Weights are compared at the end.
-            untrained = set(map(id, run.state.untrained))
-            named = {n: v for n, v in run.state.variables.items() if id(raw(v)) in untrained}
-            agreement.check_same_state(run.world, named, step)
+            # Rank 0's state is saved, and that of others would be lost, so they must be the same.
+            # Weights are compared at the end of the run.
+            untrained_ids = {id(variable) for variable in run.state.untrained}
+            untrained = {}
+            for name, variable in run.state.variables.items():
+                if id(raw(variable)) in untrained_ids:
+                    untrained[name] = variable
+            agreement.check_same_state(run.world, untrained, step)
             self._saver.save(self._place(step), run.state.variables, run.config)
         self._saved_at = step
 
@@ -228,21 +232,22 @@ class Evaluate:
 
     settles = True
 
-    def __init__(self, run: Run) -> None:
-        self._run = run.context
-        self._saver = run.saver
-        self._evaluator = run.evaluator
-        self._stop_signal = run.health.stop_signal
-        self._sync = run.sync
-        self._telemetry = run.telemetry
-        other_step, other_measure = run.context.checkpoints.other_scores()
-        if other_measure:
-            say(run.world, f"note: {other_measure}")
-        # From where on this folder has scores of this measure.
-        self._scored_since = other_step if run.start.source == "own" else run.start.step
-        self._metric = scores.of_task(run.task)
-        self.best = run.context.checkpoints.best()  # of the run so far
-        self.figures: dict[str, float] = {}  # of the newest evaluation
+    def __init__(self, parts: RunParts) -> None:
+        self._run = parts.context
+        self._saver = parts.saver
+        self._evaluator = parts.evaluator
+        self._stop_signal = parts.health.stop_signal
+        self._sync = parts.sync
+        self._telemetry = parts.telemetry
+        other_step, note = parts.context.checkpoints.other_scores()
+        if note:
+            say(parts.world, f"note: {note}")
+        # From this step on the folder has scores of this measure.
+        self._scored_since = other_step if parts.start.source == "own" else parts.start.step
+        self._metric = scores.of_task(parts.context.task)
+        # The best score is that of the run so far, the figures are those of the newest evaluation.
+        self.best = parts.context.checkpoints.best()
+        self.figures: dict[str, float] = {}
 
     def due(self, step: int) -> bool:
         return evaluation_due(self._run.config, step)
@@ -252,34 +257,43 @@ class Evaluate:
         with self._telemetry.not_training():
             self._sync()
             with run.state.averaged_weights():
-                found = self._evaluator.run(lambda: self._stop_signal.asked)
-            if found is None:  # rerun, it evaluates this checkpoint first
+                evaluation = self._evaluator.run(lambda: self._stop_signal.asked)
+            if evaluation is None:  # A rerun evaluates this checkpoint first.
                 return Ending(PREEMPTED, "preempted", "stop signal received", save=True)
-            self.figures = found.figures
-            main = self._metric.name
-            # The score last: what lacks it is evaluated, and logged, again.
+            self.figures = evaluation.figures
             self._telemetry.evaluation(
-                step, self.figures, main_metric=main, pictures=found.pictures
+                step,
+                self.figures,
+                main_metric=self._metric.name,
+                pictures=evaluation.pictures,
             )
-            if (counts := found.confusion()) is not None:
+            counts = evaluation.confusion()
+            if counts is not None:
                 names = metrics.class_names(len(counts), run.val_source, run.train_source)
                 self._telemetry.confusion(names, counts)
+            # The score is written last: a step that lacks it is evaluated, and logged, again.
             score = self._compared(step)
             self._saver.add_score(score)
-        best = self.best
-        config = run.config
-        if step < config.num_steps:  # a run that goes on later judges it then
-            judge_plateau(run, value=score.value, step=step)
-        best_step = max(best.since if best else 0, self._scored_since)
-        if step >= config.num_steps or not stopped_improving(config, step, best_step):
+        if step >= run.config.num_steps:  # A run that goes on later judges this score then.
             return None
-        above = "below" if self._metric.mode == "min" else "above"
-        above = f"{above} {best.value:.4f}, of step {best.since}," if best else "that is a number"
-        return Ending(
-            DONE,
-            "early stop",
-            f"stopped early: no {main} {above} in {config.early_stop_evals} evaluations",
-            save=True,
+        judge_plateau(run, value=score.value, step=step)
+        best_step = self._scored_since
+        if self.best:
+            best_step = max(self.best.since, best_step)
+        if stopped_improving(run.config, step, best_step):
+            return Ending(DONE, "early stop", self._no_better_score(), save=True)
+        return None
+
+    def _no_better_score(self) -> str:
+        best = self.best
+        name = self._metric.name
+        evaluations = self._run.config.early_stop_evals
+        if not best:
+            return f"stopped early: no {name} that is a number in {evaluations} evaluations"
+        better = "below" if self._metric.mode == "min" else "above"
+        return (
+            f"stopped early: no {name} {better} {best.value:.4f}, of step {best.since}, in "
+            f"{evaluations} evaluations"
         )
 
     def _compared(self, step: int) -> Score:
@@ -290,34 +304,34 @@ class Evaluate:
         since = best.since if best and value == best.value else step
         score = Score(value, step, loss, since)
         is_better = best is None or self._metric.rank(score) > self._metric.rank(best)
-        if math.isfinite(value) and is_better:  # as the checkpoints': infinity is never the best
+        # Infinity is never the best, as among checkpoints.
+        if math.isfinite(value) and is_better:
             self.best = score
         return score
 
     def best_figures(self) -> dict[str, str | float]:
         """For the run's summary."""
-        found = {"main_metric": self._metric.name, "main_metric_mode": self._metric.mode}
+        figures = {"main_metric": self._metric.name, "main_metric_mode": self._metric.mode}
         if self.best:
-            found |= {"best_score": self.best.value, "best_step": self.best.step}
+            figures |= {"best_score": self.best.value, "best_step": self.best.step}
         elif self.figures:
-            found["no_best"] = self.describe_best()
-        return found
+            figures["no_best"] = self.describe_best()
+        return figures
 
     def describe_best(self) -> str:
-        """Its score and step, or why there is none; empty where there was no evaluation."""
-        best = self.best
-        name = self._metric.name
-        if best:
-            return f"best {name}: {best.value:.4f}, of step {best.step}"
-        return scores.none_is_best(name) if self.figures else ""
+        """The best score and its step, or why there is none; "" where there was no evaluation."""
+        if self.best:
+            return f"best {self._metric.name}: {self.best.value:.4f}, of step {self.best.step}"
+        return scores.none_is_best(self._metric.name) if self.figures else ""
 
 
-def evaluates_first(run: RunContext, found: CheckpointInfo) -> bool:
+def evaluates_first(run: RunContext, checkpoint: CheckpointInfo) -> bool:
     """Whether a resumed run begins with an evaluation: one that is missing, or an ended run's."""
     config = run.config
     best = run.checkpoints.best()
-    if config.benchmark or not evaluation_due(config, found.step):
+    if config.benchmark or not evaluation_due(config, checkpoint.step):
         return False
-    if found.step == config.num_steps or run.checkpoints.score_of(found) is None:
+    if checkpoint.step == config.num_steps or run.checkpoints.score_of(checkpoint) is None:
         return True
-    return found.is_own and stopped_improving(config, found.step, best.since if best else 0)
+    best_step = best.since if best else 0
+    return checkpoint.is_own and stopped_improving(config, checkpoint.step, best_step)

@@ -6,10 +6,12 @@ The figures are printed as a table and written to RUN_DIR/benchmark.json.
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -20,51 +22,53 @@ from hvdkit.observe import speed
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw, say
 from hvdkit.run.context import RunContext
+from hvdkit.run.parts import RunParts
 from hvdkit.train import graph_checks, reduction, task_checks
 from hvdkit.train.step import Result
 
-if TYPE_CHECKING:
-    from hvdkit.run.loop import Run
-
-_REDUCTIONS = 10  # that are timed by themselves
+_REDUCTIONS = 10  # So many sums of gradients are timed by themselves.
 
 
 class Benchmark:
     """Reads clocks at the ends of windows, and reports after the last one."""
 
-    settles = True  # one wait for the device a window, so that it holds whole steps
+    settles = True  # It waits for the device once a window, so that windows hold whole steps.
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, parts: RunParts) -> None:
         """Every rank must call it; raises Stop, on all, where the model cannot be called."""
-        self._loop = run
-        self._run = run.context
-        first_step = run.start.step
-        num_steps = run.settings.num_steps
+        self._parts = parts
+        self._run = parts.context
+        first_step = parts.start.step
+        num_steps = parts.config.num_steps
         self._ends = speed.window_ends(first_step, num_steps)
         # Seconds so far; of them waited for data; and in steps' calls, or waited for such a step.
         self._clocks: list[tuple[float, float, float]] = []
         if not self._ends:
             say(
-                run.world,
+                parts.world,
                 f"note: --benchmark measures no speed in {num_steps - first_step} step(s): "
                 f"{speed.WINDOWS} windows need --num_steps={speed.FEWEST + first_step} or more",
             )
             return
         self._warm_up = self._ends[0] - first_step
-        what = "counting the model's operations"
-        with run.world.fail_together(what), task_checks.user_code_errors("the model"):
-            self._flops = count_operations(run.context, run.feed.spec) if run.world.is_chief else {}
+        self._flops = {}
+        with (
+            parts.world.fail_together("counting the model's operations"),
+            task_checks.user_code_errors("the model"),
+        ):
+            if parts.world.is_chief:
+                self._flops = count_operations(parts.context, parts.feed.spec)
 
     def due(self, step: int) -> bool:
         return step in self._ends
 
     def __call__(self, step: int, result: Result) -> None:
-        in_step = self._loop.seconds_in_steps + self._loop.health.waited
-        self._clocks.append((time.perf_counter(), self._loop.feed.waited, in_step))
+        in_step = self._parts.seconds_in_steps + self._parts.health.waited
+        self._clocks.append((time.perf_counter(), self._parts.feed.waited, in_step))
         if step != self._ends[-1]:
             return
         world = self._run.world
-        everyone = world.gather_objects(self._own(), "benchmark.figures")
+        everyone = world.gather_objects(self._of_this_rank(), "benchmark.figures")
         if world.is_chief:
             record = self._record(everyone)
         path = Path(self._run.config.run_dir) / "benchmark.json"
@@ -73,35 +77,41 @@ class Benchmark:
                 whole_files.write_json(path, record)
                 say(world, f"{speed.table(record)}\nwritten: {path}")
 
-    def _own(self) -> dict[str, Any]:
+    def _of_this_rank(self) -> dict[str, Any]:
         """This rank's figures. Every rank must call it: gradients are summed in it."""
         on_host, on_gpu = peak_bytes()
+        device = "CPU"
         gpus = tf.config.get_visible_devices("GPU")
-        about = tf.config.experimental.get_device_details(gpus[0]) if gpus else {}
-        _, per_step, *_ = tf.nest.flatten(self._loop.feed.spec)[0].shape
-        samples = per_step * self._run.config.accumulation_steps * self._ends.step
+        if gpus:
+            details = tf.config.experimental.get_device_details(gpus[0])
+            device = details.get("device_name", "GPU")
+        samples_a_micro_batch = tf.nest.flatten(self._parts.feed.spec)[0].shape[1]
+        samples_a_step = samples_a_micro_batch * self._run.config.accumulation_steps
         clocks = np.array(self._clocks)
         whole, waited, in_step = (clocks[-1] - clocks[0]).tolist()
         return {
             "host": world_lib.hostname(),
-            "device": about.get("device_name", "GPU") if gpus else "CPU",
-            "samples_per_second": (samples / np.diff(clocks[:, 0])).tolist(),
+            "device": device,
+            "samples_per_second": (
+                samples_a_step * self._ends.step / np.diff(clocks[:, 0])
+            ).tolist(),
             "seconds_a_step": whole / speed.WINDOWS / self._ends.step,
             "input": waited / whole,
             "bookkeeping": (whole - waited - in_step) / whole,
             "host_peak_bytes": on_host,
             "gpu_peak_bytes": on_gpu or None,
-            "seconds_of_reduction": reduction_alone(self._run, self._loop.traced_step),
+            "seconds_of_reduction": reduction_alone(self._run, self._parts.traced_step),
         }
 
     def _record(self, everyone: list[dict[str, Any]]) -> dict[str, Any]:
         config = self._run.config
         size = self._run.world.size
-        rates = np.sum([own["samples_per_second"] for own in everyone], axis=0)
-        seconds = float(np.mean([own["seconds_a_step"] for own in everyone]))
-        alone = [own["seconds_of_reduction"] for own in everyone]
-        reduced = None if None in alone else float(np.mean(alone))
-        shares = {n: float(np.mean([o[n] for o in everyone])) for n in ("input", "bookkeeping")}
+        rates = np.sum([figures["samples_per_second"] for figures in everyone], axis=0)
+        seconds = _mean(everyone, "seconds_a_step")
+        reduction_seconds = reduction_share = None
+        if everyone[0]["seconds_of_reduction"] is not None:
+            reduction_seconds = _mean(everyone, "seconds_of_reduction")
+            reduction_share = reduction_seconds / seconds
         trained = self._run.model.trainable_variables
         return {
             "task": config.task,
@@ -117,8 +127,12 @@ class Benchmark:
             "samples_per_second": speed.spread(rates),
             "samples_per_second_a_rank": speed.spread(rates / size),
             "seconds_a_step": seconds,
-            "shares_of_a_step": shares | {"reduction_alone": reduced and reduced / seconds},
-            "seconds_of_reduction_alone": reduced,
+            "shares_of_a_step": {
+                "input": _mean(everyone, "input"),
+                "bookkeeping": _mean(everyone, "bookkeeping"),
+                "reduction_alone": reduction_share,
+            },
+            "seconds_of_reduction_alone": reduction_seconds,
             "model_flops": self._flops | self._utilization(float(np.mean(rates)) / size, everyone),
             "by_rank": everyone,
         }
@@ -128,18 +142,21 @@ class Benchmark:
         peak of the device, which is the same on all ranks."""
         if "training_a_sample" not in self._flops:
             return {}
-        done = rate * self._flops["training_a_sample"]
-        devices = {own["device"] for own in everyone}
-        known = speed.peak(*devices, self._run.config.precision) if len(devices) == 1 else None
-        if known is None:
-            return {"a_second_a_rank": done}
-        most, kind = known
-        return {
-            "a_second_a_rank": done,
-            "peak_a_second": most,
-            "peak_of": kind,
-            "utilization": done / most,
-        }
+        figures = {"a_second_a_rank": rate * self._flops["training_a_sample"]}
+        devices = {figures_of_rank["device"] for figures_of_rank in everyone}
+        if len(devices) > 1:
+            return figures
+        peak = speed.peak(devices.pop(), self._run.config.precision)
+        if peak:
+            most, dtype = peak
+            figures["peak_a_second"] = most
+            figures["peak_of"] = dtype
+            figures["utilization"] = figures["a_second_a_rank"] / most
+        return figures
+
+
+def _mean(everyone: Sequence[Mapping[str, Any]], name: str) -> float:
+    return float(np.mean([figures[name] for figures in everyone]))
 
 
 def reduction_alone(run: RunContext, train_step: Any) -> float | None:
@@ -155,19 +172,23 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     if run.world.size == 1 or (gathers and config.compression != "bf16"):
         return None
     virtual = [op for op in graph.get_operations() if op.name.startswith("virtual.gradients")]
-    likes = [op.inputs[0] for op in virtual] or [raw(v) for v in model.trainable_variables]
-    zeros = [tf.zeros(like.shape, like.dtype) for like in likes]
+    if virtual:
+        summed = [operation.inputs[0] for operation in virtual]
+    else:
+        summed = [raw(variable) for variable in model.trainable_variables]
+    zeros = [tf.zeros(tensor.shape, tensor.dtype) for tensor in summed]
 
     @tf.function(autograph=False)
     def once() -> tf.Tensor:
         if virtual:
-            where = reduction.device(config)
+            device = reduction.device(config)
             sums = []
-            for op, like in zip(virtual, zeros):
-                sums.append(hvd.allreduce(like, op=hvd.Sum, name=op.name, device_dense=where))
+            for operation, zero in zip(virtual, zeros):
+                total = hvd.allreduce(zero, op=hvd.Sum, name=operation.name, device_dense=device)
+                sums.append(total)
         else:
             sums = reduction.rank_sums(zeros, config, model.trainable_variables)
-        # One number of each: reading their sum waits for all of them.
+        # Reading the sum of one number of each waits for all of them.
         return tf.add_n([tf.cast(tf.reshape(part, [-1])[0], tf.float64) for part in sums])
 
     times = []
@@ -181,8 +202,9 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
 def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
     """Operations a sample; or why they are not counted."""
     config = run.config
-    micro = config.global_batch_size // config.accumulation_steps
-    samples = -(-micro // (config.virtual_ranks or run.world.size))  # the model is called with
+    # The model is called with so many samples at a time.
+    micro_batch = config.global_batch_size // config.accumulation_steps
+    samples = math.ceil(micro_batch / (config.virtual_ranks or run.world.size))
     inputs = tf.nest.map_structure(
         lambda part: tf.TensorSpec([samples, *part.shape[2:]], part.dtype), spec["inputs"]
     )
@@ -197,8 +219,10 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
 
 def peak_bytes() -> tuple[int, int]:
     """Bytes of memory that this process held at most, and of its GPU's (0: it has none)."""
-    # getrusage's also counts its parent's.
-    [line] = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
-    gpu = bool(tf.config.get_visible_devices("GPU"))
-    peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if gpu else 0
-    return int(line.split()[1]) * 1024, peak
+    # resource.getrusage would also count the memory of the process's parent.
+    status = Path("/proc/self/status").read_text()
+    kibibytes = int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    on_gpu = 0
+    if tf.config.get_visible_devices("GPU"):
+        on_gpu = tf.config.experimental.get_memory_info("GPU:0")["peak"]
+    return 1024 * kibibytes, on_gpu

@@ -51,7 +51,7 @@ class RunContext:
     optimizer: keras.optimizers.Optimizer
     state: State
     checkpoints: Checkpoints
-    fingerprint: dict[str, str]  # see hvdkit/ranks/fingerprint.py
+    fingerprint: dict[str, str]  # hvdkit/ranks/fingerprint.py says what it holds.
 
 
 def find_start(
@@ -67,23 +67,27 @@ def find_start(
         if world.is_chief:
             lease.take(Path(config.run_dir))
     checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)
-    found = checkpoints.find(back.path if back else config.resume)
-    if found and back:
-        place = found.place.left_out(back.last - found.step, config.global_batch_size)
-        found = found._replace(place=place)
-    return found, checkpoints.listed
+    checkpoint = checkpoints.find(back.path if back else config.resume)
+    if checkpoint and back:
+        skipped_steps = back.last - checkpoint.step
+        place = checkpoint.place.left_out(skipped_steps, config.global_batch_size)
+        checkpoint = checkpoint._replace(place=place)
+    return checkpoint, checkpoints.listed
 
 
 def make_task(config: Settings, world: World) -> tasks.Task:
     """The task, with its data prepared; every rank must call it. Raises Stop, on all ranks."""
     world_lib.set_numbers(config)
-    what = "preparing the data"
-    with world.fail_together(what, by_host=True), task_checks.user_code_errors(what):
+    with (
+        world.fail_together("preparing the data", by_host=True),
+        task_checks.user_code_errors("preparing the data"),
+    ):
         if run_folder.data_away(config):
             raise NotNow(f"the data of the run in {config.run_dir} are away: {config.data_dir}")
         task = tasks.load_task(config)
-        if (own := tasks.optional(task, "prepare")) and world.local_rank == 0:
-            own()
+        prepare_data = tasks.optional(task, "prepare")
+        if prepare_data and world.local_rank == 0:
+            prepare_data()
     return task
 
 
@@ -100,47 +104,77 @@ def prepare(
     Weights are those of a new run with this seed, and may differ between ranks until `begin`.
 
     `task`: what `make_task` made. `checkpoint`: the data must have its classes. `place`: where a
-    run that trains begins in its data.
-
-    Raises Stop: on all ranks, when a part cannot be made, or their data or devices differ.
+    run that trains begins in its data. Raises Stop: on all ranks, when a part cannot be made, or
+    their data or devices differ.
     """
     fingerprint = agreement.fingerprint(world, config)
     with classes.known(_classes(world, checkpoint)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
-        if place is not None:
-            shards_of(train_source, config.shuffle_shards)  # or it is refused, before the model
+        if place is not None:  # Data without shards are refused before the model is built.
+            shards_of(train_source, config.shuffle_shards)
         config = tasks.counted(task, config, len(train_source), place=place or BEGINNING)
         _check_not_past(config, place or BEGINNING, checkpoint)
     with world.fail_together("building the model"):
-        with task_checks.user_code_errors("build_model"):
-            model = task.build_model()
-        train_reader = task_checks.reader(task, train_source, training=True)
-        bad = config.most_bad_samples(len(train_source))
-        example = task_checks.read_example(train_reader, training=True, bad=bad)
-        task_checks.build_variables(model, example)
-        for note in _check_model(model, example["inputs"], config.precision):
-            say(world, f"note: {note}")
-        model = _for_ranks(model, config)
+        model, train_reader = _build_model(world, task, config, train_source=train_source)
         with task_checks.user_code_errors("optimizer"):
             rule = optimizers.build(config, model, tasks.optional(task, "optimizer"))
-        own_rules = {"optimizer": _described(rule, model)}
-        if place is not None:  # of a run that trains
-            own_rules["schedule"] = schedule.points(task, config)
-    agreement.check_optimizer(world, own_rules["optimizer"])
+        rules = {"optimizer": _described(rule, model)}
+        if place is not None:
+            rules["schedule"] = schedule.points(task, config)
+    agreement.check_optimizer(world, rules["optimizer"])
     state = State(model, rule, config.precision, task=task)
     with world.fail_together("opening the data"):
         check_types(state.variables)
-        measured = measure(config, scores.of_task(task), val_source.fingerprint())
-        with task_checks.user_code_errors("augmentation"):
-            how = tasks.optional(task, "augmentation")
-            card = cards.made(config, train_source, val_source, augmentation=how() if how else {})
-    folder = Path(config.run_dir) / "checkpoints"
-    about = {"fingerprint": fingerprint, "measure": measured, "card": card, "rules": own_rules}
-    checkpoints = Checkpoints(folder, config.keep, world, **about, train_source=train_source)
-    data = (train_source, val_source, train_reader)
-    parts = (model, rule.optimizer, state, checkpoints, fingerprint)
-    return RunContext(config, world, task, *data, *parts)
+        score_measure = measure(config, scores.of_task(task), val_source.fingerprint())
+        card = _data_card(task, config, train_source, val_source)
+    checkpoints = Checkpoints(
+        Path(config.run_dir) / "checkpoints",
+        config.keep,
+        world,
+        fingerprint=fingerprint,
+        measure=score_measure,
+        card=card,
+        rules=rules,
+        train_source=train_source,
+    )
+    return RunContext(
+        config=config,
+        world=world,
+        task=task,
+        train_source=train_source,
+        val_source=val_source,
+        train_reader=train_reader,
+        model=model,
+        optimizer=rule.optimizer,
+        state=state,
+        checkpoints=checkpoints,
+        fingerprint=fingerprint,
+    )
+
+
+def _build_model(
+    world: World, task: tasks.Task, config: Settings, *, train_source: Source
+) -> tuple[keras.Model, Reader]:
+    """The task's model, built and tried with a training sample, and the reader of such samples."""
+    with task_checks.user_code_errors("build_model"):
+        model = task.build_model()
+    train_reader = task_checks.reader(task, train_source, training=True)
+    bad = config.most_bad_samples(len(train_source))
+    example = task_checks.read_example(train_reader, training=True, bad=bad)
+    task_checks.build_variables(model, example)
+    for note in _check_model(model, example["inputs"], config.precision):
+        say(world, f"note: {note}")
+    return _for_ranks(model, config), train_reader
+
+
+def _data_card(
+    task: tasks.Task, config: Settings, train_source: Source, val_source: Source
+) -> dict[str, Any]:
+    with task_checks.user_code_errors("augmentation"):
+        describe_augmentation = tasks.optional(task, "augmentation")
+        augmentation = describe_augmentation() if describe_augmentation else {}
+        return cards.made(config, train_source, val_source, augmentation=augmentation)
 
 
 def judge_plateau(context: RunContext, *, value: float, step: int) -> None:
@@ -148,29 +182,29 @@ def judge_plateau(context: RunContext, *, value: float, step: int) -> None:
     if schedule.by_plateau(context.task, context.config):
         value = context.world.broadcast_object(value, f"plateau.{step}")
         metric = scores.of_task(context.task)
-        plateau = context.state.plateau
-        told = plateau.judge(context.config, metric, value=value, step=step)
-        if told:
-            say(context.world, told)
+        note = context.state.plateau.judge(context.config, metric, value=value, step=step)
+        if note:
+            say(context.world, note)
 
 
 def begin_optimizer(context: RunContext) -> None:
     """Gives an optimizer that began with copies of the weights those that were read."""
     if not optimizers.begins_with_weights(context.optimizer):
         return
-    own = tasks.optional(context.task, "optimizer")
-    again = optimizers.build(context.config, context.model, own).optimizer
-    for variable, value in zip(context.optimizer.variables, again.variables, strict=True):
-        raw(variable).assign(raw(value))
+    make = tasks.optional(context.task, "optimizer")
+    new_optimizer = optimizers.build(context.config, context.model, make).optimizer
+    pairs = zip(context.optimizer.variables, new_optimizer.variables, strict=True)
+    for variable, new_variable in pairs:
+        raw(variable).assign(raw(new_variable))
 
 
 def _for_ranks(model: keras.Model, config: Settings) -> keras.Model:
     """The model with layers that normalize and draw as the settings say."""
     if config.bn_sync == "full":
         model = batch_norm.synchronize(model)
-    elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself
+    elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself.
         batch_norm.fuse(model)
-    if not config.virtual_ranks:  # else the step seeds them by virtual rank
+    if not config.virtual_ranks:  # With virtual ranks, the step seeds layers by virtual rank.
         dropout.draw_by_rank(model)
     return model
 
@@ -179,20 +213,20 @@ def _described(rule: optimizers.UpdateRule, model: keras.Model) -> dict[str, str
     """What a task's optimizer was made with, by name."""
     if not rule.described:
         return {"optimizer": "that of --optimizer"}
-    names = dict(zip(map(id, model.variables), names_of_model(model)))
+    ids = [id(variable) for variable in model.variables]
+    names = dict(zip(ids, names_of_model(model)))
     return rule.described | optimizers.of_weights(rule, names)
 
 
 def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
     """Notes on a built model; ValueError where it does not compute in the run's type."""
-    found = compute_types.check_types(model, precision)
-    found += masks.notes_on_lost_masks(model, inputs)
+    texts = compute_types.check_types(model, precision) + masks.notes_on_lost_masks(model, inputs)
     if preprocessing.leaves_unscaled(model, inputs):
-        found.append(
+        texts.append(
             f"{model.name} takes pictures of 0 to 255 and no layer of it scales them: begin it "
             "with hvdkit.train.preprocessing.scaled, which makes [-1, 1] of them"
         )
-    return found
+    return texts
 
 
 def _check_not_past(config: Settings, place: Place, checkpoint: Path | None) -> None:
@@ -221,33 +255,36 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     Raises Stop: on all ranks, when the data cannot be opened, or differ.
     """
     sources = None
-    found = {}
-    listing = shared_listing.kept(found) if world.is_chief else shared_listing.awaited()
+    listings = {}
+    listing = shared_listing.kept(listings) if world.is_chief else shared_listing.awaited()
     with world.fail_together("opening the data"), task_checks.user_code_errors("sources"), listing:
         train, val = sources = task.sources()
-    found = world.broadcast_object(found, "listings")
-    looking = world.fail_together("opening the data", by_host=True)
-    with looking, task_checks.user_code_errors("sources"):
-        if sources is None:  # it needs a list of rank 0
-            with shared_listing.given(found, look=world.local_rank == 0):
+    listings = world.broadcast_object(listings, "listings")
+    with (
+        world.fail_together("opening the data", by_host=True),
+        task_checks.user_code_errors("sources"),
+    ):
+        if sources is None:  # The sources need a list of rank 0.
+            with shared_listing.given(listings, look=world.local_rank == 0):
                 train, val = task.sources()
         train = classes.numbered(train, "the training split")
         val = classes.numbered(val, "the validation split", classes.of(train))
-        both = train.fingerprint(), val.fingerprint()
-        if not all(isinstance(found, str) for found in both):
+        both = (train.fingerprint(), val.fingerprint())
+        if not all(isinstance(fingerprint, str) for fingerprint in both):
             raise ValueError(f"a source's fingerprint() must return text, not {both!r:.200}")
-        prints = "".join(both)
-    world.check_same(prints, "the data files")
+        fingerprints = "".join(both)
+    world.check_same(fingerprints, "the data files")
     return train, val
 
 
 def describe(run: RunContext, place: Place) -> str:
     """What is trained, on how many samples and at which rate; `place`: where the run begins."""
     config = run.config
-    own = tasks.optional(run.task, "optimizer")
     end = place.after(config.num_steps - place.step, config.global_batch_size)
     epochs = end.samples / len(run.train_source)
-    rule = f"the task's {type(run.optimizer).__name__}" if own else config.optimizer
+    rule = config.optimizer
+    if tasks.optional(run.task, "optimizer"):
+        rule = f"the task's {type(run.optimizer).__name__}"
     return (
         f"{config.task}/{run.model.name}: {run.model.count_params():,} parameters, "
         f"{len(run.train_source):,} + {len(run.val_source):,} samples; {config.num_steps} steps of "
@@ -258,49 +295,68 @@ def describe(run: RunContext, place: Place) -> str:
 
 def notes(run: RunContext) -> list[str]:
     """Surprising settings, a sentence each."""
+    return run.config.notes() + _notes_on_data(run) + _notes_on_model(run)
+
+
+def _notes_on_data(run: RunContext) -> list[str]:
     config = run.config
-    found = run.config.notes()
-    if run.model.compiled:
-        found.append("the optimizer and the loss that the model was compiled with are not used")
+    texts = []
+    in_both = 0
     # Equal splits have a note of their own.
-    looks = run.world.is_chief and config.train_split != config.val_split
-    if looks and (twice := trained_on_too(run.train_source, run.val_source)):
-        found.append(
-            f"{twice:,} of the {len(run.val_source):,} validation pictures are trained on too "
+    if run.world.is_chief and config.train_split != config.val_split:
+        in_both = trained_on_too(run.train_source, run.val_source)
+    if in_both:
+        texts.append(
+            f"{in_both:,} of the {len(run.val_source):,} validation pictures are trained on too "
             f"(--train_split={config.train_split}, --val_split={config.val_split})"
         )
     if config.shuffle_shards and not getattr(run.train_source, "is_shuffled", False):
-        found.append(
+        texts.append(
             f"--shuffle_shards={config.shuffle_shards}: samples lie in the order of their files; "
             "where that is the order of classes, pack with --shuffle=1, or batches lack classes"
         )
-    found += [x for n in ("train", "val") if (x := cards.lacking(n, getattr(run, f"{n}_source")))]
-    others = optimizers.not_decayed(run.model.trainable_variables) if config.weight_decay else []
-    if others:
-        found.append(f"--weight_decay leaves {join(others)} alone: it decays kernels")
-    normed = [x for x in run.model._flatten_layers() if type(x).__name__ == "SpectralNormalization"]
-    if normed and config.accumulation_steps > 1:
-        found.append(
-            f"{normed[0].name} normalizes its weights once a micro-batch: with "
-            f"--accumulation_steps={config.accumulation_steps} it is another run than without"
+    for split, source in (("train", run.train_source), ("val", run.val_source)):
+        if lacking := cards.lacking(split, source):
+            texts.append(lacking)
+    return texts
+
+
+def _notes_on_model(run: RunContext) -> list[str]:
+    config = run.config
+    model = run.model
+    texts = []
+    if model.compiled:
+        texts.append("the optimizer and the loss that the model was compiled with are not used")
+    not_decayed = optimizers.not_decayed(model.trainable_variables)
+    if config.weight_decay and not_decayed:
+        texts.append(f"--weight_decay leaves {join(not_decayed)} alone: it decays kernels")
+    if config.accumulation_steps > 1:
+        for layer in model._flatten_layers():
+            if type(layer).__name__ == "SpectralNormalization":
+                texts.append(
+                    f"{layer.name} normalizes its weights once a micro-batch: with "
+                    f"--accumulation_steps={config.accumulation_steps} it is another run than "
+                    "without"
+                )
+                break
+    if quantized := compute_types.quantized(model):
+        texts.append(
+            f"{join(quantized)} are quantized, and their kernels are not trained: call "
+            "enable_lora on them, or quantize the model once it is trained"
         )
-    if still := compute_types.quantized(run.model):
-        found.append(
-            f"{join(still)} are quantized, and their kernels are not trained: call enable_lora on "
-            "them, or quantize the model once it is trained"
-        )
-    by_rank = run.world.size > 1 and not config.virtual_ranks
-    if by_rank and batch_norm.normalizing(run.model):
-        found.append(
+    if run.world.size == 1 or config.virtual_ranks:
+        return texts
+    if batch_norm.normalizing(model):
+        texts.append(
             "batch norms normalize with each rank's own batch, so weights depend on the number of "
             "ranks; with --bn_sync=full they do not"
         )
-    if by_rank and (random := dropout.drawing_layers(run.model)):
-        found.append(
-            f"random numbers of {join(random)} are drawn by rank: weights depend on the number of "
-            "ranks (with hvdkit.train.dropout.SampleDropout they do not)"
+    if random_layers := dropout.drawing_layers(model):
+        texts.append(
+            f"random numbers of {join(random_layers)} are drawn by rank: weights depend on the "
+            "number of ranks (with hvdkit.train.dropout.SampleDropout they do not)"
         )
-    return found
+    return texts
 
 
 def bring_to_all(world: World, state: State) -> None:
@@ -311,7 +367,7 @@ def bring_to_all(world: World, state: State) -> None:
 
 
 def train_reader(run: RunContext) -> Reader:
-    """Of training; made anew where it may hold constants of layers from before `begin`."""
+    """The training reader, made anew where it may hold constants of layers from before `begin`."""
     if not any(hasattr(layer, "finalize_state") for layer in run.state.task_state.layers):
         return run.train_reader
     with run.world.fail_together("reading the training data"):
@@ -327,7 +383,7 @@ class Start(NamedTuple):
 
     place: Place
     source: Literal["new", "own", "other"]
-    found: CheckpointInfo | None = None
+    checkpoint: CheckpointInfo | None = None
 
     @property
     def step(self) -> int:
@@ -335,20 +391,20 @@ class Start(NamedTuple):
 
     @property
     def path(self) -> Path | None:
-        return self.found.path if self.found else None
+        return self.checkpoint.path if self.checkpoint else None
 
 
-def begin(context: RunContext, found: CheckpointInfo | None) -> Start:
+def begin(context: RunContext, checkpoint: CheckpointInfo | None) -> Start:
     """Gives all variables on every rank the values of the run's start.
 
-    `found`: what `find_start` found. Raises Stop: on all ranks, when this checkpoint, or what
-    --init_from or --backbone_weights names, cannot be read or does not fit the model.
+    `checkpoint`: what `find_start` found. Raises Stop: on all ranks, when it, or what --init_from
+    or --backbone_weights names, cannot be read or does not fit the model.
     """
     config = context.config
     world = context.world
     state = context.state
-    if found:
-        context.checkpoints.restore(found, state.variables, config)
+    if checkpoint:
+        context.checkpoints.restore(checkpoint, state.variables, config)
     elif config.init_from or config.backbone_weights:
         metric = scores.of_task(context.task)
         with world.fail_together("reading the first weights"):
@@ -361,8 +417,9 @@ def begin(context: RunContext, found: CheckpointInfo | None) -> Start:
     bring_to_all(world, state)
     if schedule.by_plateau(context.task, config):
         state.plateau.measures(context.checkpoints.measure)
-        value = context.checkpoints.score_of(found) if found else None
-        if value is not None:  # after the checkpoint was written
-            judge_plateau(context, value=value, step=found.step)
-    source = "new" if not found else "own" if found.is_own else "other"
-    return Start(found.place if found else BEGINNING, source, found)
+        value = context.checkpoints.score_of(checkpoint) if checkpoint else None
+        if value is not None:  # The score came after the checkpoint was written.
+            judge_plateau(context, value=value, step=checkpoint.step)
+    if not checkpoint:
+        return Start(BEGINNING, "new")
+    return Start(checkpoint.place, "own" if checkpoint.is_own else "other", checkpoint)

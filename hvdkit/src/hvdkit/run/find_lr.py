@@ -21,13 +21,13 @@ from hvdkit.run.health import Ending
 from hvdkit.stop import DONE
 from hvdkit.train.step import Result
 
-_WINDOW = math.log(32.0)  # over which the loss is smoothed: a factor of the rate
-_CLEAR = 4.0  # standard errors that a fall must have
-_ABOVE = 2.0  # times the steepest rate, at most, that is suggested
-_BLOWN_UP = 4.0  # times the least: then it ends
-_RECENT = 5  # losses whose median is judged
-_FEWEST = 10  # steps
-_ROWS = 16  # of the table
+_WINDOW = math.log(32.0)  # The loss is smoothed over rates that differ by this factor.
+_CLEAR = 4.0  # A fall must have so many standard errors.
+_ABOVE = 2.0  # At most so many times the steepest rate is suggested.
+_BLOWN_UP = 4.0  # A loss of so many times the least one ends the search.
+_RECENT = 5  # The median of so many losses is judged.
+_FEWEST_STEPS = 10
+_ROWS = 16  # The table has at most so many.
 
 
 class FindLr:
@@ -39,7 +39,7 @@ class FindLr:
         """`page`: the HTML file that is written."""
         self._run = run
         self._page = page
-        self._rates: list[float] = []  # of --base_lr
+        self._rates: list[float] = []  # They are values of --base_lr.
         self._losses: list[float] = []
         self._least = math.inf
 
@@ -53,35 +53,23 @@ class FindLr:
         self._losses.append(float(result["loss"]))
         recent = float(np.median(self._losses[-_RECENT:]))
         self._least = min(self._least, recent)
-        # From the least; one below 0 has no multiple to compare with.
         least = self._least
-        first = abs(self._losses[0])
-        most = _BLOWN_UP * least if least > 0 else least + _BLOWN_UP * max(-least, first)
+        if least > 0:
+            most = _BLOWN_UP * least
+        else:  # A loss below 0 has no multiple to compare with.
+            most = least + _BLOWN_UP * max(-least, abs(self._losses[0]))
         blown_up = not math.isfinite(recent) or recent > most
-        if not (step >= config.num_steps or (blown_up and step >= _FEWEST)):
+        if step < config.num_steps and not (blown_up and step >= _FEWEST_STEPS):
             return None
-        found = suggested(self._rates, self._losses)
+        suggestion = suggested(self._rates, self._losses)
         with self._run.world.fail_together(f"writing {self._page}"):
             if self._run.world.is_chief:
-                self._write(found)
-        steps = len(self._losses)
-        if steps < _FEWEST:
-            message = f"--num_steps={steps} is too few: give {_FEWEST} or more, better 100"
-        elif found is None:
-            message = (
-                f"in {steps} steps the loss did not fall clearly at any rate: give a larger batch "
-                "or more --num_steps; if that does not help, is the model's loss right?"
-            )
-        else:
-            rate, low, high = found
-            message = (
-                f"try --base_lr={rate:.1e}: the loss falls steeply there, at least half as steeply "
-                f"as anywhere from {low:.1e} to {high:.1e}"
-            )
-        return Ending(DONE, "find_lr", f"{message}; page: {self._page}", save=False)
+                self._write(suggestion)
+        sentence = _sentence(suggestion, steps=len(self._losses))
+        return Ending(DONE, "find_lr", f"{sentence}; page: {self._page}", save=False)
 
-    def _write(self, found: tuple[float, float, float] | None) -> None:
-        from hvdkit.observe import pages  # here: plots take half a second to load
+    def _write(self, suggestion: tuple[float, float, float] | None) -> None:
+        from hvdkit.observe import pages  # Plots take half a second to load, so it stands here.
 
         world = self._run.world
         rows = np.linspace(0, len(self._losses) - 1, _ROWS).round()
@@ -89,34 +77,55 @@ class FindLr:
         for place in dict.fromkeys(rows.astype(int).tolist()):
             say(world, f"{self._rates[place]:>10.2e}  {self._losses[place]:>10.4g}")
         lines = {"loss": (self._rates, self._losses)}
-        if all(map(math.isfinite, self._losses)):
+        if np.isfinite(self._losses).all():
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)
-        title = "Loss over learning rate" + (f", suggested: {found[0]:.1e}" if found else "")
-        marks = list(found or [])
+        title = "Loss over learning rate"
+        if suggestion:
+            title += f", suggested: {suggestion[0]:.1e}"
+        marks = list(suggestion or [])
         plot = pages.curves(title, lines, xlabel="base_lr", log_x=True, marks=marks)
         pages.write(self._page, "Learning rate", [pages.cards([plot])], by="find_lr")
 
 
+def _sentence(suggestion: tuple[float, float, float] | None, steps: int) -> str:
+    if steps < _FEWEST_STEPS:
+        return f"--num_steps={steps} is too few: give {_FEWEST_STEPS} or more, better 100"
+    if not suggestion:
+        return (
+            f"in {steps} steps the loss did not fall clearly at any rate: give a larger batch "
+            "or more --num_steps; if that does not help, is the model's loss right?"
+        )
+    rate, low, high = suggestion
+    return (
+        f"try --base_lr={rate:.1e}: the loss falls steeply there, at least half as steeply "
+        f"as anywhere from {low:.1e} to {high:.1e}"
+    )
+
+
 class Slopes(NamedTuple):
-    """Of the loss over the rate's natural logarithm, by local straight lines; each [points]."""
+    """Slopes of the loss over the rate's natural logarithm, by local lines; arrays [points].
+
+    `error`: the standard error of the slope.
+    """
 
     smooth: np.ndarray
     slope: np.ndarray
-    error: np.ndarray  # standard error of the slope
+    error: np.ndarray
 
 
 def slopes(rates: Sequence[float], losses: Sequence[float]) -> Slopes:
     """Lines through the points of a window of `_WINDOW` around each, near ones weigh more."""
     x = np.log(rates)
     y = np.array(losses, np.float64)
-    # From neighbours, which differ by noise alone; 0.6745: of a normal distribution's median.
+    # Neighbours differ by noise alone. The median of a standard normal's size is 0.6745.
     noise = np.median(np.abs(np.diff(y))) / 0.6745 / np.sqrt(2)
-    far = np.abs(x[:, None] - x) / (_WINDOW / 2)
-    weights = np.where(far < 1, (1 - far**3) ** 3, 0.0)  # tricube (Cleveland 1979)
+    distance = np.abs(x[:, None] - x) / (_WINDOW / 2)
+    # These are tricube weights (Cleveland 1979).
+    weights = np.where(distance < 1, (1 - distance**3) ** 3, 0.0)
     weights /= weights.sum(1, keepdims=True)
-    off = x - (weights @ x)[:, None]
-    spread = (weights * off**2).sum(1)
-    lever = weights * off / np.maximum(spread, 1e-12)[:, None]
+    offset = x - (weights @ x)[:, None]
+    spread = (weights * offset**2).sum(1)
+    lever = weights * offset / np.maximum(spread, 1e-12)[:, None]
     slope = lever @ y
     error = noise * np.sqrt((lever**2).sum(1))
     return Slopes(weights @ y + slope * (x - weights @ x), slope, error)
@@ -129,12 +138,12 @@ def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, f
     """
     finite = [math.isfinite(loss) for loss in losses]
     end = len(losses) if all(finite) else finite.index(False)
-    if end < _FEWEST:
+    if end < _FEWEST_STEPS:
         return None
-    found = slopes(rates[:end], losses[:end])
-    fall = found.slope[: int(np.argmin(found.smooth)) + 1]
+    curve = slopes(rates[:end], losses[:end])
+    fall = curve.slope[: int(np.argmin(curve.smooth)) + 1]
     place = int(np.argmin(fall))
-    if fall[place] > -_CLEAR * found.error[place]:
+    if fall[place] > -_CLEAR * curve.error[place]:
         return None
     gentle = np.flatnonzero(fall > fall[place] / 2)
     low = max(gentle[gentle < place], default=-1) + 1

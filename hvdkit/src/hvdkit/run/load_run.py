@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from hvdkit import logs, scores
 from hvdkit import settings as settings_lib
-from hvdkit.checkpoint import checkpoints, files, warm_start
+from hvdkit.checkpoint import checkpoints as checkpoints_lib
+from hvdkit.checkpoint import files, warm_start
 from hvdkit.data import open as open_lib
 from hvdkit.data.readers import pictures
 from hvdkit.logs import refuse
@@ -33,25 +34,38 @@ from hvdkit.train.state import TaskState
 from hvdkit.train.task import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
-Work = Callable[..., None]  # of settings, world, stop signal; arguments: what `parser` found
-# What only a new run begins with.
-_NEW = ("--init_from=", "--noinit_ema", "--noinit_skip_mismatched")
-_NEW += ("--backbone_weights=", "--backbone_preprocessing=")
+Work = Callable[..., None]  # It takes settings, world, stop signal; arguments: of `parser`.
+
+# These flags take back what only a new run begins with.
+_NOT_NEW = (
+    "--init_from=",
+    "--noinit_ema",
+    "--noinit_skip_mismatched",
+    "--backbone_weights=",
+    "--backbone_preprocessing=",
+)
 
 
 def parser(about: str) -> argparse.ArgumentParser:
-    """What all commands on a trained run take; `about` is the module's docstring."""
-    made = logs.parser(about)
-    made.add_argument("--run_dir", type=path_argument, required=True, help="the run's folder")
-    which = "best (by its score), last, a step, or the path of a checkpoint"
-    made.add_argument("--checkpoint", default="best", help=which)
-    why = "use the averaged weights, if the run has them (--ema_decay), as its scores do"
-    made.add_argument("--ema", action=argparse.BooleanOptionalAction, default=True, help=why)
-    return made
+    """The parser of a command on a trained run; `about` is the docstring of its module."""
+    parser = logs.parser(about)
+    parser.add_argument("--run_dir", type=path_argument, required=True, help="the run's folder")
+    parser.add_argument(
+        "--checkpoint",
+        default="best",
+        help="best (by its score), last, a step, or the path of a checkpoint",
+    )
+    parser.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="use the averaged weights, if the run has them (--ema_decay), as its scores do",
+    )
+    return parser
 
 
 def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
-    """As `settings_of`; what is wrong with them ends all ranks with code 2."""
+    """The same as `settings_of`, but what is wrong with them ends all ranks with code 2."""
     try:
         return settings_of(run_dir, flags)
     except ValueError as error:
@@ -59,17 +73,24 @@ def settings(run_dir: Path, flags: Sequence[str]) -> Settings:
 
 
 def settings_of(run_dir: Path, flags: Sequence[str] = ()) -> Settings:
-    """The run's settings, then `flags`. Raises ValueError: it is no run's folder, or a flag."""
-    file = run_dir / runs.CONFIG
-    flagfile = typed.written(file.absolute(), is_path=True)
-    folder = typed.written(run_dir.absolute(), is_path=True)
-    own = [f"--flagfile={flagfile}", f"--run_dir={folder}", "--resume=auto"]
+    """The run's settings, changed by `flags`.
+
+    Raises ValueError: it is no run's folder, or a flag is wrong.
+    """
+    file = run_dir.absolute() / runs.CONFIG
     if not run_dir.exists():
         raise ValueError(f"--run_dir={run_dir} does not exist")
     if not file.is_file() or file.is_symlink():
         raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
-    words, past = ["", *own, *_NEW, *flags], file.absolute()
-    return settings_lib.load(words, settings_lib.of_project(), past)
+    words = [
+        "",
+        f"--flagfile={typed.written(file, is_path=True)}",
+        f"--run_dir={typed.written(run_dir.absolute(), is_path=True)}",
+        "--resume=auto",
+        *_NOT_NEW,
+        *flags,
+    ]
+    return settings_lib.load(words, settings_lib.of_project(), file)
 
 
 def on_ranks(config: Settings, arguments: argparse.Namespace, work: Work) -> int:
@@ -80,7 +101,7 @@ def on_ranks(config: Settings, arguments: argparse.Namespace, work: Work) -> int
 
     def on_each(world: World, stop_signal: StopSignal) -> None:
         stop_signal.words = "stopping"
-        stop_signal.saved = True  # there is nothing to save
+        stop_signal.saved = True  # There is nothing to save.
         agreement.check_settings(
             world, config, {"checkpoint": arguments.checkpoint, "ema": arguments.ema}
         )
@@ -116,27 +137,27 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
 
     Raises Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
     """
-    found = ""
+    name = ""
     task = make_task(config, world)
     with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
-            found = str(chosen(Path(config.run_dir) / "checkpoints", which, task))
-    path = Path(world.broadcast_object(found, "trained.restored"))
+            name = str(chosen(Path(config.run_dir) / "checkpoints", which, task))
+    path = Path(world.broadcast_object(name, "trained.restored"))
     with open_lib.one_split():
         run = prepare(task, config, world, checkpoint=path)
     with world.fail_together(f"--checkpoint={which}"):
         if world.is_chief:
-            checkpoints.load(path, run.state.variables)
+            checkpoints_lib.load(path, run.state.variables)
     bring_to_all(world, run.state)
     return run, path
 
 
 class Trained(NamedTuple):
-    """A task and its model with the weights of a checkpoint, on this rank."""
+    """A task and its model with the weights of the checkpoint at `path`, on this rank."""
 
     task: Task
     model: keras.Model
-    path: Path  # of the checkpoint
+    path: Path
     inputs: Inputs
 
 
@@ -160,11 +181,12 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
         model = task.build_model()
     inputs = inputs_lib.of_model(task, model, config.image_size)
     warm_start.load(model, path, skip=False, averages=ema and warm_start.has_averages(path))
+    # The task may hold its optimizer, whose variables are the run's in the checkpoint.
+    optimizer_variables = []
     with task_checks.user_code_errors("optimizer"):
-        own = tasks.optional(task, "optimizer")
-        # The task may hold it; in the checkpoint it is the run's.
-        others = optimizers.build(config, model, own).optimizer.variables if own else []
-    warm_start.load_task_state(TaskState(task, model, others), path)
+        if make := tasks.optional(task, "optimizer"):
+            optimizer_variables = optimizers.build(config, model, make).optimizer.variables
+    warm_start.load_task_state(TaskState(task, model, optimizer_variables), path)
     return Trained(task, model, path, inputs)
 
 
@@ -173,15 +195,15 @@ def decoder(run: Trained, config: Settings, example: Any) -> Decode:
 
     Raises ValueError: they mean nothing that is known.
     """
-    found = task_checks.outputs(run.task, run.model, example)
+    model_outputs = task_checks.outputs(run.task, run.model, example)
     of_pictures = tasks.optional(run.task, "picture_inputs") is not None
-    decode = outputs.decoder(run.task, found, of_pictures=of_pictures)
+    decode = outputs.decoder(run.task, model_outputs, of_pictures=of_pictures)
     tasks.check_read(run.task, config, tasks.EVALUATION[:-1])
     return decode
 
 
 def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model, Path, Decode]:
-    """As `trained`, of a task with pictures, and what outputs mean."""
+    """A trained model of a task with pictures, its checkpoint, and what its outputs mean."""
     run = trained(config, which, ema, for_pictures=True)
     with task_checks.user_code_errors("picture_inputs"):
         size = config.image_size
@@ -195,8 +217,10 @@ def load(run_dir: str | Path, checkpoint: str, ema: bool) -> keras.Model:
     folder = Path(typed.path(run_dir) if isinstance(run_dir, str) else run_dir).absolute()
     fork = project.above(folder) or project.above(Path.cwd())
     if not fork:
-        where = "neither it nor the working folder lies in a fork that only you or root can change"
-        raise ValueError(f"{run_dir}: {where}, with train.py and tasks/: change to yours")
+        raise ValueError(
+            f"{run_dir}: neither it nor the working folder lies in a fork that only you or root "
+            "can change, with train.py and tasks/: change to yours"
+        )
     project.use(fork)
     project.importable()
     with world_lib.kept_numbers():
@@ -209,25 +233,30 @@ def chosen(folder: Path, which: str, task: Task) -> Path:
     Raises ValueError: there is no such checkpoint, it is damaged, or the task's main metric is no
     more that of the scores.
     """
-    there = files.candidates(folder)
-    names = f"{folder} holds {', '.join(path.name for path in there) or 'no checkpoint'}"
+    checkpoints = files.candidates(folder)
+    names = ", ".join(path.name for path in checkpoints) or "no checkpoint"
     if which == "best":
-        scored = files.scored(there)
-        path, note = files.best_now(scored, scores.of_task(task)) if scored else (None, "")
+        scored = files.scored(checkpoints)
+        if not scored:
+            raise ValueError(
+                f"{folder} holds {names}, none with a score: give --checkpoint=last or a step"
+            )
+        path, note = files.best_now(scored, scores.of_task(task))
         if note and launch_rank() == 0:
             logs.say(note)
-        if path is None:
-            raise ValueError(f"{names}, none with a score: give --checkpoint=last or a step")
     elif which == "last":
-        path, damaged = files.newest_sound(folder)
-        if path is None:
-            raise ValueError(f"{names}, none of them sound{': '.join(['', *damaged[:1]])}")
-        for why in damaged if launch_rank() == 0 else ():
-            logs.say(f"note: passed over: {why}")
+        path, faults = files.newest_sound(folder)
+        if faults and not path:
+            raise ValueError(f"{folder} holds {names}, none of them sound: {faults[0]}")
+        if not path:
+            raise ValueError(f"{folder} holds {names}, none of them sound")
+        if launch_rank() == 0:
+            for fault in faults:
+                logs.say(f"note: passed over: {fault}")
     elif which.isdecimal():
-        path = folder / f"step-{int(which):08d}"
+        path = folder / files.name_of(int(which))
         if not path.exists():
-            raise ValueError(f"{names}, but none of step {which}")
+            raise ValueError(f"{folder} holds {names}, but none of step {which}")
     else:
         path = Path(typed.path(which))
     files.verify(path)

@@ -14,12 +14,9 @@ import tensorflow as tf
 
 from hvdkit import logs, scores
 from hvdkit.checkpoint import run_folder
-from hvdkit.checkpoint.saver import Saver
 from hvdkit.data import card, remote
-from hvdkit.data.pipeline import EvaluationFeed, TrainingFeed, reason_of
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.place import BEGINNING
-from hvdkit.data.sampler import Sampler, shards_of
-from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
@@ -27,13 +24,15 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
+from hvdkit.run import parts as parts_lib
 from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
-from hvdkit.run.context import begin, describe, find_start, make_task, notes, prepare, train_reader
-from hvdkit.run.health import Ending, Health
+from hvdkit.run.context import begin, describe, find_start, make_task, notes, prepare
+from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, GoBack, Stop
-from hvdkit.train import batch_norm, reduction, task, task_checks
-from hvdkit.train.step import Result, Step
+from hvdkit.train import reduction
+from hvdkit.train import task as tasks
+from hvdkit.train.step import Result
 from hvdkit.train.tracing import direct_call
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
@@ -49,46 +48,48 @@ class Run:
       task, model, optimizer, state: as the task and the settings make them.
       weights: the model's trainable variables, what a step's gradients are taken of.
       reduction: what hvd.DistributedGradientTape takes besides `op`.
+      context, parts: all that the run is made of.
     """
 
     def __init__(
         self, given: Settings, world: World, *, stop_signal: StopSignal, back: GoBack | None = None
     ) -> None:
         """Data, model, weights of the start. Raises Stop, on all ranks, where it is refused."""
-        self.given = given
         self.world = world
+        self._given = given
         agreement.check_code(world)
-        self.where = world_lib.describe(world)
-        say(world, self.where)
+        self._ranks_line = world_lib.describe(world)
+        say(world, self._ranks_line)
         with world.fail_together("reading the settings"):
-            self.settings = given.for_ranks(world.size)
-        found, self._listed = find_start(self.settings, world, back)
-        place = found.place if found else BEGINNING
-        path = found.path if found else None
-        made = make_task(self.settings, world)
-        self.context = context = prepare(made, self.settings, world, checkpoint=path, place=place)
+            config = given.for_ranks(world.size)
+        checkpoint, self._listed = find_start(config, world, back)
+        path = checkpoint.path if checkpoint else None
+        place = checkpoint.place if checkpoint else BEGINNING
+        task = make_task(config, world)
+        context = prepare(task, config, world, checkpoint=path, place=place)
+        self._model_line = describe(context, place)
+        say(world, self._model_line)
+        for note in notes(context):
+            say(world, f"note: {note}")
+
+        self.context = context
         self.task = context.task
         self.model = context.model
         self.optimizer = context.optimizer
         self.state = context.state
-        self.what = describe(context, place)
-        say(world, self.what)
-        for note in notes(context):
-            say(world, f"note: {note}")
-        self.settings = task.settings_of(self.task, context.config)  # as train.py reads them
-        self.start = begin(context, found)
-        self._make_feeds()
-        self._make_parts()
-        self.mode = modes.of(self.settings)
-        self.keeps_weights = self.mode == "train"  # its last checkpoint, and where to go back to
-        self.saver = Saver(context.checkpoints)
-        self.health = Health(self, stop_signal)
-        self.traced_step: Callable[..., Result] | None = None  # the graph, of (batch, votes)
-        self._step = self.start.step
+        # What train.py reads of these settings counts as read by the task.
+        self.settings = tasks.settings_of(task, context.config)
+        self.parts = parts_lib.build(context, begin(context, checkpoint), stop_signal)
+        self.weights = self.parts.step.weights
+        self.reduction = self.parts.step.reduction
+
+        # A run of another mode keeps no last checkpoint, and goes back to none.
+        self._keeps_weights = modes.of(config) == "train"
+        self._step = self.parts.start.step
         self._ending: Ending | None = None
-        self._waits_for_result, self._stepped = False, 0  # steps called since the newest batch
-        self.actions: list[Action] = []  # once the run's folder is open
-        self.seconds_in_steps = 0.0
+        self._waits_for_result = False
+        self._step_calls = 0  # The step was called so often since the newest batch.
+        self._actions: list[Action] = []  # They are made once the run's folder is open.
         self.open_parts = contextlib.ExitStack()
 
     @property
@@ -101,69 +102,19 @@ class Run:
             )
         return self._step
 
-    def _make_feeds(self) -> None:
-        """This rank's share of the data, and the evaluation."""
-        context = self.context
-        settings = self.settings
-        world = self.world
-        with world.fail_together("sharing out the data"):
-            self.sampler = Sampler(
-                num_samples=len(context.train_source),
-                global_batch_size=settings.global_batch_size,
-                micro_batches=settings.accumulation_steps,
-                seed=settings.seed,
-                rank=world.rank,
-                size=world.size,
-                virtual_ranks=settings.virtual_ranks,
-                start=self.start.place,
-                shards=shards_of(context.train_source, settings.shuffle_shards),
-            )
-            self.sync = batch_norm.make_sync(
-                self.model,
-                settings.bn_sync,
-                weight=self.sampler.weight,
-                virtual_ranks=settings.virtual_ranks,
-            )
-        workers = settings.data_workers or world.threads
-        self.feed = TrainingFeed(
-            self.sampler,
-            train_reader(context),
-            device=world_lib.gpu(),
-            first_step=self.start.step,
-            num_steps=settings.num_steps,
-            workers=workers,
-            replaces=settings.most_bad_samples(len(context.train_source)) > 0,
-        )
-        with world.fail_together("reading the validation data"):
-            self.val_feed = EvaluationFeed(
-                task_checks.reader(self.task, context.val_source, training=False),
-                settings.eval_batch_size,
-                rank=world.rank,
-                size=world.size,
-                workers=workers,
-            )
-        self.evaluator = Evaluator(context, self.val_feed)
-
-    def _make_parts(self) -> None:
-        """Those of a step."""
-        config = self.context.config
-        self.parts = Step(config, self.world, self.task, state=self.state, spec=self.feed.spec)
-        self.weights = self.parts.weights
-        self.reduction = self.parts.reduction
-
     # ---- the step ---------------------------------------------------------------------------
 
     def loss(self, batch: Any, losses: Any = None) -> tf.Tensor:
         """This rank's part of the loss of a batch, to take gradients of: see `Step.loss`."""
-        return self.parts.loss(batch, losses)
+        return self.parts.step.loss(batch, losses)
 
     def losses(self, batch: Any, losses: Any = None) -> dict[str, tf.Tensor]:
         """Each term of the loss by itself, for gradients of their own: see `Step.losses`."""
-        return self.parts.losses(batch, losses)
+        return self.parts.step.losses(batch, losses)
 
     def update(self, gradients: list) -> Result:
         """Applies gradients that are summed over ranks: see `Step.update`."""
-        return self.parts.update(gradients)
+        return self.parts.step.update(gradients)
 
     def function(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
         """One graph of a step, traced at once with the batch's signature, checked on all ranks.
@@ -172,23 +123,24 @@ class Run:
 
         Raises Stop: on all ranks, where the settings need the engine's step (`make_step`).
         """
-        if why := self.parts.special:
-            raise Stop(WRONG_USE, f"{why} needs run.make_step in train.py")
+        if reason := self.parts.step.special:
+            raise Stop(WRONG_USE, f"{reason} needs run.make_step in train.py")
         return self._trace(function)
 
     def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
-        self.traced_step = self.parts.trace(function)
-        called = direct_call(self.traced_step, self.feed.spec)
+        parts = self.parts
+        parts.traced_step = parts.step.trace(function)
+        call_graph = direct_call(parts.traced_step, parts.feed.spec)
 
-        @tf.autograph.experimental.do_not_convert  # which would hide the sentence
+        @tf.autograph.experimental.do_not_convert  # AutoGraph would hide the sentence of the Stop.
         def step(batch: Any) -> Result:
-            if tf.inside_function():  # this step's votes would be those of every step
+            if tf.inside_function():  # A graph would take this step's votes for those of each step.
                 raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
-            self._stepped += 1
+            self._step_calls += 1
             try:
-                return called(batch, self.health.votes())
+                return call_graph(batch, parts.health.votes())
             except tf.errors.OpError as error:
-                if "Horovod" in str(error):  # another rank ended: see ranks/peers.py
+                if "Horovod" in str(error):  # Another rank ended: see ranks/peers.py.
                     raise
                 logs.complain(
                     f"the step failed on rank {self.world.rank}, at step {self._step}: "
@@ -204,13 +156,14 @@ class Run:
         Raises Stop: on all ranks, when `make` is not the template's step and the settings (virtual
         ranks, packed gradients, bfloat16 on the wire) would leave it out.
         """
-        own = self.parts.own_step()
-        self.parts.of_template = reduction.is_template(make)
-        if own is None:
+        step_parts = self.parts.step
+        engine_step = step_parts.own_step()
+        step_parts.of_template = reduction.is_template(make)
+        if engine_step is None:
             return make(self)
         with self.world.fail_together("making the step"):
-            reduction.check_make_step(make, self.parts.special)
-        return self._trace(own)
+            reduction.check_make_step(make, step_parts.special)
+        return self._trace(engine_step)
 
     # ---- the loop ---------------------------------------------------------------------------
 
@@ -220,21 +173,22 @@ class Run:
         The run's folder is opened at the first `next`: until then nothing on disk has changed. A
         stop signal, a fault or an early stop ends it sooner.
         """
-        if self.traced_step is None:
+        parts = self.parts
+        if parts.traced_step is None:
             raise Stop(WRONG_USE, "train.py: make the step, by run.make_step, before run.batches()")
-        if self.actions:
+        if self._actions:
             raise Stop(WRONG_USE, "train.py: run.batches() yields the whole run: call it once")
         self._open_folder()
-        for step in range(self.start.step + 1, self.settings.num_steps + 1):
+        for step in range(parts.start.step + 1, parts.config.num_steps + 1):
             if self._ending:
                 return
             self._step = step
             heartbeat.enter_step()
-            batch = self.feed.next()
+            batch = parts.feed.next()
             heartbeat.pause_step()
             self._waits_for_result = True
-            self._stepped = 0
-            self._called = time.perf_counter()
+            self._step_calls = 0
+            self._step_began = time.perf_counter()
             yield batch
             if self._waits_for_result:
                 raise Stop(WRONG_USE, _ONE_EACH)
@@ -243,87 +197,108 @@ class Run:
         """Judges the step, then logs, saves and evaluates as is due; every rank must call it."""
         if not self._waits_for_result:
             raise Stop(WRONG_USE, _ONE_EACH)
-        if self._stepped != 1:
+        if self._step_calls != 1:
             raise Stop(WRONG_USE, _ONE_STEP)
         self._waits_for_result = False
-        self.seconds_in_steps += time.perf_counter() - self._called
-        due = [action for action in self.actions if action.due(self.step)]
-        at_once = any(action.settles for action in due)  # an action looks at the weights
-        ending = self.health.after_step(result, at_once=at_once)
+        self.parts.seconds_in_steps += time.perf_counter() - self._step_began
+        due = [action for action in self._actions if action.due(self.step)]
+        at_once = any(action.settles for action in due)  # Such an action looks at the weights.
+        ending = self.parts.health.after_step(result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
             # After a stop this step is logged and saved like any other; a rerun evaluates.
             for action in due:
-                if not (ending and action is self.evaluate):
+                if not (ending and action is self._evaluate):
                     ending = action(self.step, result) or ending
         self._ending = ending
 
     def _open_folder(self) -> None:
         """Nothing refuses the run any more: its folder becomes this run's."""
         context = self.context
-        settings = self.settings
-        world = self.world
-        start = self.start
-        modes.before_folder(self)
-        others = modes.actions_of_task(context)
-        make_up = start.found is not None and evaluates_first(context, start.found)
-        with world.fail_together("opening the run folder"):
-            if world.is_chief:
-                folder = Path(settings.run_dir)
-                note = run_folder.begin(
-                    folder,
-                    start.found,
-                    settings,
-                    evaluates_first=make_up,
-                    listed=self._listed,
-                )
-                if note:
-                    say(world, note)
-                card.keep_names(folder, context.checkpoints.card, context.train_source)
-            self.telemetry = Telemetry(settings, world, self.sampler)
-            metric = scores.of_task(self.task)
-            about = {
-                "what": self.what,
-                "where": self.where,
-                "score": metric.name,
-                "score_mode": metric.mode,
-            }
-            first = settings.init_from or settings.backbone_weights
-            begun_from = {"new": first, "own": "", "other": str(start.path)}[start.source]
-            if begun_from:
-                about["from"] = begun_from
-            self.telemetry.started(start.step, about)
-        self.health.bad_samples.begin()
-        if start.found:
-            say(world, f"resuming from {start.path} at step {start.step}")
-        self.save = Save(self)
-        self.evaluate = Evaluate(self)
-        self.actions = modes.actions(self, others)
-        # However it ends: nothing reads ahead any more, what is being written is written.
-        for part in (self.feed, self.saver, self.telemetry):
+        parts = self.parts
+        start = parts.start
+        benchmark = modes.before_folder(parts, self._given)
+        task_actions = modes.actions_of_task(context)
+        # An interruption may have left out the evaluation of the checkpoint.
+        evaluates = start.checkpoint is not None and evaluates_first(context, start.checkpoint)
+        with self.world.fail_together("opening the run folder"):
+            if self.world.is_chief:
+                self._begin_folder(evaluates)
+            parts.telemetry = Telemetry(parts.config, self.world, parts.sampler)
+            parts.telemetry.started(start.step, self._described())
+        parts.health.bad_samples.begin()
+        if start.checkpoint:
+            say(self.world, f"resuming from {start.path} at step {start.step}")
+
+        self._save = Save(parts)
+        self._evaluate = Evaluate(parts)
+        self._actions = modes.actions(
+            parts,
+            task_actions,
+            save=self._save,
+            evaluate=self._evaluate,
+            benchmark=benchmark,
+        )
+        # However the run ends, nothing reads ahead any more, and what is being written is written.
+        for part in (parts.feed, parts.saver, parts.telemetry):
             self.open_parts.enter_context(part)
-        source = self.context.train_source
-        if getattr(source, "is_remote", False) and world.local_rank == 0:
-            ahead = remote.fetched_ahead(source, lambda: self.sampler.coming_shards(self.step))
+        source = context.train_source
+        if getattr(source, "is_remote", False) and self.world.local_rank == 0:
+            ahead = remote.fetched_ahead(source, lambda: parts.sampler.coming_shards(self.step))
             self.open_parts.enter_context(ahead)
-        if make_up:  # an evaluation that an interruption left out
-            self.save(start.step)  # a checkpoint of another run's folder is not in this one yet
-            self._ending = self.evaluate(start.step)
+        if evaluates:
+            self._save(start.step)  # A checkpoint of another folder is not in this one yet.
+            self._ending = self._evaluate(start.step)
+
+    def _begin_folder(self, evaluates: bool) -> None:
+        folder = Path(self.context.config.run_dir)
+        note = run_folder.begin(
+            folder,
+            self.parts.start.checkpoint,
+            self.context.config,
+            evaluates_first=evaluates,
+            listed=self._listed,
+        )
+        if note:
+            say(self.world, note)
+        card.keep_names(folder, self.context.checkpoints.card, self.context.train_source)
+
+    def _described(self) -> dict[str, str]:
+        """What the run's record says of this start."""
+        metric = scores.of_task(self.task)
+        description = {
+            "what": self._model_line,
+            "where": self._ranks_line,
+            "score": metric.name,
+            "score_mode": metric.mode,
+        }
+        config = self.context.config
+        first_weights = config.init_from or config.backbone_weights
+        if self.parts.start.source == "other":
+            description["from"] = str(self.parts.start.path)
+        elif self.parts.start.source == "new" and first_weights:
+            description["from"] = first_weights
+        return description
 
     def finish(self) -> None:
         """The last checkpoint, the records, the exit code; raises Stop or GoBack, on all ranks."""
-        if not self.actions or self._waits_for_result:
+        if not self._actions or self._waits_for_result:
             raise Stop(WRONG_USE, _ONE_EACH)
+        num_steps = self.context.config.num_steps
         with self.open_parts:
-            ending = self._ending or self.health.verdict()
-            if ending is None and self.step < self.settings.num_steps:
-                message = f"train.py ended the run at step {self.step} of {self.settings.num_steps}"
-                ending = Ending(DONE, "ended by train.py", message, save=True)
-            if (ending is None or ending.save) and self.keeps_weights:
-                self.save.last(int(self.state.step))
-                self.health.stop_signal.saved = True
-        if ending and ending.bad_since and self.keeps_weights:
+            ending = self._ending or self.parts.health.verdict()
+            if ending is None and self.step < num_steps:
+                ending = Ending(
+                    DONE,
+                    "ended by train.py",
+                    f"train.py ended the run at step {self.step} of {num_steps}",
+                    save=True,
+                )
+            if (ending is None or ending.save) and self._keeps_weights:
+                self._save.last(int(self.state.step))
+                self.parts.health.stop_signal.saved = True
+        if ending and ending.bad_since and self._keeps_weights:
             self._go_back(ending)
-        self.sync()
+        self.parts.sync()
         self._summarize(ending)
         if ending and ending.code != DONE:
             raise Stop(ending.code, ending.message + self._prospects(ending))
@@ -336,61 +311,68 @@ class Run:
         The batches between are left out, as in Chowdhery et al. 2022 (PaLM, arXiv:2204.02311,
         section 5.1): from the same weights they would lead to the same steps.
         """
-        found = self.context.checkpoints.sound_before(ending.bad_since)
-        if found and not self.start.place.passed_over:
+        checkpoint = self.context.checkpoints.sound_before(ending.bad_since)
+        if checkpoint and not self.parts.start.place.passed_over:
             step = int(self.state.step)
-            first = found.step + 1
             say(
                 self.world,
-                f"note: {ending.message}. Going back to step {found.step}; the batches of "
-                f"steps {first} to {step} are left out. A run goes back only once",
+                f"note: {ending.message}. Going back to step {checkpoint.step}; the batches of "
+                f"steps {checkpoint.step + 1} to {step} are left out. A run goes back only once",
             )
-            raise GoBack(str(found.path), step)
+            raise GoBack(str(checkpoint.path), step)
 
     def _summarize(self, ending: Ending | None) -> None:
         """The run's last records, after proof that all ranks hold the same weights.
 
         Raises Stop: on all ranks, when the weights differ.
         """
-        world = self.world
         state = self.state
-        sha = world_lib.weights_sha256(self.model.variables)
-        world.check_same(sha, "the final weights")
-        reason = "benchmark" if self.settings.benchmark else "done"
-        self.telemetry.summary(
+        telemetry = self.parts.telemetry
+        sha256 = world_lib.weights_sha256(self.model.variables)
+        self.world.check_same(sha256, "the final weights")
+        if ending:
+            reason, code = ending.reason, ending.code
+        else:
+            reason = "benchmark" if self.context.config.benchmark else "done"
+            code = DONE
+        telemetry.summary(
             {
                 "step": int(state.step),
-                "exit_reason": ending.reason if ending else reason,
-                "exit_code": ending.code if ending else DONE,
+                "exit_reason": reason,
+                "exit_code": code,
                 "skipped_steps": int(state.skipped),
-                "samples_passed_over": self.start.place.passed_over,
-                "samples_per_second": self.telemetry.median_speed(),
-                **{f"eval_{name}": value for name, value in self.evaluate.figures.items()},
-                **self.evaluate.best_figures(),
-                "weights_sha256": sha,
-                "ranks": world.size,
+                "samples_passed_over": self.parts.start.place.passed_over,
+                "samples_per_second": telemetry.median_speed(),
+                **{f"eval_{name}": value for name, value in self._evaluate.figures.items()},
+                **self._evaluate.best_figures(),
+                "weights_sha256": sha256,
+                "ranks": self.world.size,
                 "fingerprint": self.context.fingerprint,
             }
         )
-        if self.keeps_weights and world.is_chief:
-            if told := self.evaluate.describe_best():
-                say(world, told)
-            _report(Path(self.settings.run_dir))
+        if self._keeps_weights and self.world.is_chief:
+            if sentence := self._evaluate.describe_best():
+                logs.say(sentence)
+            _report(Path(self.context.config.run_dir))
 
     def _prospects(self, ending: Ending) -> str:
-        before = ""
-        if ending.bad_since and (count := self.start.place.passed_over):
-            before = f" It went back once, and left out {count:,} samples."
-        if ending.code != PREEMPTED or not self.keeps_weights:
-            return before
-        how = "rerun" if self.settings.resume == "auto" else "rerun with --resume=auto"
-        return f"{before}: saved at step {int(self.state.step)}; {how} to resume"
+        """What the message of an ending adds, for a person who wants to go on."""
+        prospects = ""
+        passed_over = self.parts.start.place.passed_over
+        if ending.bad_since and passed_over:
+            prospects += f" It went back once, and left out {passed_over:,} samples."
+        if ending.code == PREEMPTED and self._keeps_weights:
+            prospects += f": saved at step {int(self.state.step)}; rerun"
+            if self.context.config.resume != "auto":
+                prospects += " with --resume=auto"
+            prospects += " to resume"
+        return prospects
 
 
 def _report(run_dir: Path) -> None:
     try:
-        from hvdkit.observe import report  # here: it takes half a second to load
+        from hvdkit.observe import report  # The import takes half a second, so it stands here.
 
         logs.say(f"report: {report.write(run_dir)}")
-    except Exception as error:  # a run without its report is still a good one
+    except Exception as error:  # A run without its report is still a good one.
         logs.say(f"note: no report: {type(error).__name__}: {error}")

@@ -30,19 +30,19 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
     absl's app.run, which hands on what the flags' parser returns: the settings.
     """
 
-    def whole(settings: Settings) -> int:
+    def train_on_ranks(settings: Settings) -> int:
         return with_ranks(settings, _training(settings, train))
 
     streams.never_wait()
     try:
         parser = functools.partial(settings_lib.from_command_line, kind=kind)
-        app.run(whole, list(argv), flags_parser=parser)
+        app.run(train_on_ranks, list(argv), flags_parser=parser)
     except SystemExit as end:
         return end.code or DONE
 
 
 def main_with(train: Callable[[Run], None], settings: Settings) -> int:
-    """As `main`, in a process that goes on, as a notebook's: signals are as before."""
+    """Trains in a process that goes on, as a notebook's: its signals are then as before."""
     project.importable()
     stop_signal = StopSignal(launch_rank(), in_notebook=True)
     try:
@@ -60,8 +60,8 @@ def _training(settings: Settings, train: Callable[[Run], None]) -> Work:
 
 def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal) -> None:
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
-    beside = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
-    agreement.check_settings(world, settings, beside)
+    fork_flags = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
+    agreement.check_settings(world, settings, fork_flags)
     back = None
     with modes.folder(settings, world) as changed, world_lib.kept_numbers():
         while True:
@@ -70,8 +70,8 @@ def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: St
                 with run.open_parts:
                     train(run)
                     return run.finish()
-            except GoBack as found:
-                back = found.with_traceback(None)  # by which the model so far would be kept
+            except GoBack as error:
+                back = error.with_traceback(None)  # The traceback would keep the old model alive.
                 # Layer names must match those of the resumed run: SampleDropout draws by them.
                 keras.utils.clear_session()
 

@@ -10,8 +10,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import keras
 import numpy as np
@@ -20,94 +19,125 @@ import tensorflow as tf
 from hvdkit.data import classes
 from hvdkit.logs import join, one_line
 from hvdkit.ranks.world import say, weights_sha256
+from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
+from hvdkit.run.parts import RunParts
 from hvdkit.stop import PREEMPTED
 from hvdkit.train import groups, objective, outputs, schedule
 from hvdkit.train.step import Result
 
-if TYPE_CHECKING:
-    from hvdkit.run.loop import Run
-
-_SAMPLES, _SECONDS = 64, 1.0  # that are looked at, and for how long at most
-_LARGE_INPUTS = 30.0  # their mean size: initializers of weights are made for about 1
+# At most so many samples are looked at, and for so many seconds.
+_SAMPLES = 64
+_SECONDS = 1.0
+_LARGE_INPUTS = 30.0  # Initializers of weights are made for inputs of a mean size of about 1.
 _LARGE_GRADIENT = 1e3
-_GUESSES = 3.0  # times the loss of a guess, plus 1, that a first loss may be
-_MOVED_AFTER = 20  # steps, each weight should have changed
-_JUDGED_AFTER = 100  # steps behind the warm-up, the loss should have fallen
-_FALL = 0.01  # of the scale of the loss
-_BY_HEART, _BY_HEART_SECONDS = 50, 30.0  # steps on one batch
-_LEARNED, _LEFT = 0.3, 0.5  # of the scale: what should fall then, and what may be left
-_APART = 1e5  # times the median: the gradient of a kernel has exploded or vanished
-_RATE = "try --find_lr, or a --base_lr ten times"
+_GUESSES = 3.0  # A first loss may be so many times the loss of a guess, plus 1.
+_MOVED_AFTER = 20  # After so many steps each weight should have changed.
+_JUDGED_AFTER = 100  # So many steps behind the warm-up the loss should have fallen.
+_FALL = 0.01  # This share of the loss's scale is a fall.
+# So many steps are made on one batch, or as many as fit into these seconds.
+_BY_HEART = 50
+_BY_HEART_SECONDS = 30.0
+# Shares of the loss's scale: what should fall then, and what may be left.
+_LEARNED = 0.3
+_LEFT = 0.5
+_APART = 1e5  # A gradient of so many times the median has exploded; the inverse has vanished.
+_TRY_RATE = "try --find_lr, or a --base_lr ten times"
 
 
-def notes(run: Run) -> list[str]:
+def notes(parts: RunParts) -> list[str]:
     """What can be seen before the first step; without collectives."""
-    logits = _logits(run)
-    names = classes.of(run.context.train_source)
-    found = [
-        f"the last layer gives {narrow}, in which near logits are equal: give it "
-        "dtype=hvdkit.train.preprocessing.wide()"
-        for narrow in sorted({*map(outputs.narrow, logits)} - {""})
-    ]
-    width = max((each.shape[-1] or 0 for each in logits), default=0)
+    logits = _logits(parts)
+    names = classes.of(parts.context.train_source)
+    texts = []
+    narrow_types = {outputs.narrow(tensor) for tensor in logits} - {""}
+    for narrow_type in sorted(narrow_types):
+        texts.append(
+            f"the last layer gives {narrow_type}, in which near logits are equal: give it "
+            "dtype=hvdkit.train.preprocessing.wide()"
+        )
+    width = max((tensor.shape[-1] or 0 for tensor in logits), default=0)
     if names and width > len(names):
-        found.append(f"the last layer has {width} units and the data have {len(names)} classes")
-    alike = Counter(one_line(name.casefold()) for name in names)
-    if twice := [name for name in names if alike[one_line(name.casefold())] > 1]:
-        found.append(f"classes {join(twice)} differ by case or blanks alone: are they one class?")
-    return found + _of_samples(run, logits)
+        texts.append(f"the last layer has {width} units and the data have {len(names)} classes")
+    spellings = [one_line(name.casefold()) for name in names]
+    counts = Counter(spellings)
+    alike = [name for name, spelling in zip(names, spellings) if counts[spelling] > 1]
+    if alike:
+        texts.append(f"classes {join(alike)} differ by case or blanks alone: are they one class?")
+    return texts + _of_samples(parts, logits)
 
 
-def _logits(run: Run) -> list[tf.Tensor]:
+def _logits(parts: RunParts) -> list[tf.Tensor]:
     """Symbolic logits [..., classes] of the softmax losses in the evaluation's graph."""
-    return outputs.softmax_logits(run.evaluator.graph)
+    return outputs.softmax_logits(parts.evaluator.graph)
 
 
-def _of_samples(run: Run, logits: Sequence[tf.Tensor]) -> list[str]:
-    """Notes on the inputs and targets of samples from all over the training data."""
-    places = np.random.default_rng(0).permutation(min(len(run.context.train_source), 2**24))
-    sizes = 0.0
-    count = 0
-    same = True
-    first = None
-    highest = -1
+def _some_samples(parts: RunParts) -> Iterator[dict]:
+    """Samples from all over the training data, up to the first that cannot be read.
+
+    That one is reported when a step needs it.
+    """
+    places = np.random.default_rng(0).permutation(min(len(parts.context.train_source), 2**24))
     end = math.inf
-    width = (logits[0].shape[-1] or run.settings.num_classes) if len(logits) == 1 else 0
-    with contextlib.suppress(ValueError):  # one that cannot be read is told when it is its turn
+    with contextlib.suppress(ValueError):
         for place in places[:_SAMPLES].tolist():
-            sample = run.feed.sample(place)
-            floats = [x for x in tf.nest.flatten(sample["inputs"]) if x.dtype.is_floating]
-            sizes += max((float(tf.reduce_mean(tf.abs(x))) for x in floats), default=0.0)
-            targets = tf.nest.flatten(sample["targets"])
-            highest = max([highest, *(_highest_label(target, width) for target in targets)])
-            first = first or targets
-            same = same and all(map(np.array_equal, first, targets))
-            count = count + 1
+            sample = parts.feed.sample(place)
+            if end == math.inf:  # The first call took longer, as it made what reads.
+                end = time.monotonic() + _SECONDS
+            yield sample
             if time.monotonic() > end:
                 break
-            if count == 1:  # which makes what reads
-                end = time.monotonic() + _SECONDS
-    found = []
-    size = sizes / max(count, 1)
-    if size > _LARGE_INPUTS and _weighs_inputs(run.model):
-        found.append(
+
+
+def _of_samples(parts: RunParts, logits: Sequence[tf.Tensor]) -> list[str]:
+    """Notes on the inputs and targets of samples from all over the training data."""
+    width = 0
+    if len(logits) == 1:
+        width = logits[0].shape[-1] or parts.config.num_classes
+    count = 0
+    total_size = 0.0
+    highest = -1
+    first_targets = None
+    are_same = True
+    for sample in _some_samples(parts):
+        count += 1
+        total_size += _size_of_inputs(sample)
+        targets = tf.nest.flatten(sample["targets"])
+        for target in targets:
+            highest = max(highest, _highest_label(target, width))
+        first_targets = first_targets or targets
+        pairs = zip(first_targets, targets)
+        are_same = are_same and all(np.array_equal(first, other) for first, other in pairs)
+
+    texts = []
+    size = total_size / max(count, 1)
+    if size > _LARGE_INPUTS and _weighs_inputs(parts.context.model):
+        texts.append(
             f"inputs are {size:.3g} in size on average and no layer scales them: begin the model "
             "with keras.layers.Normalization or Rescaling, or scale them in the task"
         )
     # By chance alone, classes that are as frequent as others would be missed once in a thousand.
     if 1 <= highest < width - 1 and ((highest + 1) / width) ** count < 1e-3:
-        found.append(
+        texts.append(
             f"the model tells {width} classes apart, and the highest label of {count} samples from "
             f"all over the data is {highest}: give --num_classes={highest + 1}, unless the others "
             "are rare"
         )
-    if logits and count > _SAMPLES // 4 and same and first:
-        found.append(
+    if logits and count > _SAMPLES // 4 and are_same and first_targets:
+        texts.append(
             f"{count} samples from all over the data have the same targets: are labels read as "
             "they should be, or are other classes that rare?"
         )
-    return found
+    return texts
+
+
+def _size_of_inputs(sample: dict) -> float:
+    """The mean size of the largest of a sample's inputs that are floats."""
+    sizes = [0.0]
+    for tensor in tf.nest.flatten(sample["inputs"]):
+        if tensor.dtype.is_floating:
+            sizes.append(float(tf.reduce_mean(tf.abs(tensor))))
+    return max(sizes)
 
 
 def _highest_label(target: tf.Tensor, width: int) -> int:
@@ -116,19 +146,23 @@ def _highest_label(target: tf.Tensor, width: int) -> int:
     if not target.dtype.is_integer or is_one_hot:
         return -1
     labels = target.numpy()
-    labels = labels[labels < width]  # higher ones are ignored
+    labels = labels[labels < width]  # Higher labels are ignored.
     return int(labels.max()) if labels.size else -1
 
 
 def _weighs_inputs(model: keras.Model) -> bool:
     """Whether a layer with a kernel takes an input as it is, as far as the model's graph shows."""
-    model = getattr(model, "_functional", model)  # of a Sequential
-    if not hasattr(model, "_inputs_struct"):  # subclassed
+    model = getattr(model, "_functional", model)  # A Sequential holds its graph there.
+    if not hasattr(model, "_inputs_struct"):  # A subclassed model has no graph.
         return False
-    inputs = {*map(id, model.inputs)}
-    nodes = [(op, node) for op in model.operations for node in op._inbound_nodes]
-    first = [op for op, node in nodes if inputs & {id(x) for x in node.input_tensors}]
-    return any(hasattr(op, "kernel") for op in first)
+    input_ids = {id(tensor) for tensor in model.inputs}
+    for operation in model.operations:
+        if not hasattr(operation, "kernel"):
+            continue
+        for node in operation._inbound_nodes:
+            if any(id(tensor) in input_ids for tensor in node.input_tensors):
+                return True
+    return False
 
 
 class FirstSteps:
@@ -136,77 +170,87 @@ class FirstSteps:
 
     settles = False
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
         self._losses = []
         self._rates = []
-        self._last = run.settings.warmup_steps + _JUDGED_AFTER
-        self._before = _digests(run) if self.due(1) else {}
+        self._last = parts.config.warmup_steps + _JUDGED_AFTER
+        self._digests = _digests(parts.context) if self.due(1) else {}
 
     def due(self, step: int) -> bool:
-        return self._run.start.source == "new" and step <= self._last
+        return self._parts.start.source == "new" and step <= self._last
 
     def __call__(self, step: int, result: Result) -> None:
-        run = self._run
-        found = []
+        parts = self._parts
+        run = parts.context
+        texts = []
         self._losses.append(result["loss"])
         self._rates.append(result["lr"])
         if step == 1:
-            found = _first_step(run, float(result["loss"]), float(result["grad_norm"]))
-        if step == _MOVED_AFTER + run.settings.warmup_steps and any(map(float, self._rates)):
-            found = _still(run, self._before, step)
-        warm = step == self._last and not run.parts.own_losses
-        if warm and float(result["lr"]) > _highest(run)[0] / 10:
-            found = trend([float(loss) for loss in self._losses], _scale(run))
-        for note in found:
-            say(run.world, f"note: {note}")
+            texts = _first_step(parts, float(result["loss"]), float(result["grad_norm"]))
+        should_have_moved = step == _MOVED_AFTER + run.config.warmup_steps
+        if should_have_moved and any(float(rate) for rate in self._rates):
+            texts = _unmoved(run, self._digests, step)
+        if step == self._last and not parts.step.own_losses:
+            highest_rate, _ = _highest(run)
+            if float(result["lr"]) > highest_rate / 10:
+                texts = trend([float(loss) for loss in self._losses], _scale(parts))
+        for text in texts:
+            say(run.world, f"note: {text}")
 
 
-def _scale(run: Run) -> float:
+def _scale(parts: RunParts) -> float:
     """ln(classes), the softmax cross-entropy of a guess; 0 where there is none."""
-    return math.log(max((each.shape[-1] or 1 for each in _logits(run)), default=1))
+    return math.log(max((tensor.shape[-1] or 1 for tensor in _logits(parts)), default=1))
 
 
-def _first_step(run: Run, loss: float, grad_norm: float) -> list[str]:
+def _first_step(parts: RunParts, loss: float, grad_norm: float) -> list[str]:
     """Notes on the first step's figures."""
-    found = []
-    guess = _scale(run)
-    if guess and loss > _GUESSES * guess + 1:  # also other terms may be large
-        guess = _loss_of_zeros(run)
+    texts = []
+    guess = _scale(parts)
+    if guess and loss > _GUESSES * guess + 1:  # Other terms of the loss may be large too.
+        guess = _loss_of_zeros(parts)
     if guess and loss > _GUESSES * guess + 1:
-        found.append(
+        texts.append(
             f"the loss begins at {loss:.3g}, and is {guess:.3g} where all logits are 0: inputs or "
             "the last layer's first weights are too large, or labels are other ones than its units"
         )
-    # Where it is infinite the step is skipped, as float16's first may be.
+    # A step with an infinite gradient is skipped, as float16's first may be.
     if _LARGE_GRADIENT < grad_norm < math.inf:
-        found.append(
+        texts.append(
             f"the first gradient has the norm {grad_norm:.3g}: scale inputs and targets to a size "
             "of about 1, or limit it by --clip_norm"
         )
-    return found
+    return texts
 
 
-def _loss_of_zeros(run: Run) -> float:
+def _loss_of_zeros(parts: RunParts) -> float:
     """The task's loss of one sample if the model's outputs were 0; 0 where it takes none."""
-    with contextlib.suppress(Exception):  # on all ranks or on none: it is the same sample
-        batch, found = run.evaluator.one(0)
-        zeros = tf.nest.map_structure(tf.zeros_like, found)
-        terms = objective.loss(run.task, zeros, batch["targets"])
-        return sum(float(tf.reduce_sum(x * w) / tf.reduce_sum(w)) for x, w in terms.values())
+    with contextlib.suppress(Exception):  # It is the same sample, so it fails on all ranks.
+        batch, model_outputs = parts.evaluator.one(0)
+        zeros = tf.nest.map_structure(tf.zeros_like, model_outputs)
+        terms = objective.loss(parts.context.task, zeros, batch["targets"])
+        total = 0.0
+        for values, weights in terms.values():
+            total += float(tf.reduce_sum(values * weights) / tf.reduce_sum(weights))
+        return total
     return 0.0
 
 
-def _digests(run: Run) -> dict[str, str]:
+def _digests(run: RunContext) -> dict[str, str]:
     """SHA-256 of each weight that the optimizer moves, by its path."""
-    still = {id(v) for v in groups.weights_at_rest(run.optimizer)}
-    moves = [v for v in run.model.trainable_variables if id(v) not in still]
-    return {v.path: weights_sha256([v]) for v in moves}
+    at_rest = {id(variable) for variable in groups.weights_at_rest(run.optimizer)}
+    digests = {}
+    for variable in run.model.trainable_variables:
+        if id(variable) not in at_rest:
+            digests[variable.path] = weights_sha256([variable])
+    return digests
 
 
-def _still(run: Run, before: dict[str, str], steps: int) -> list[str]:
+def _unmoved(run: RunContext, before: dict[str, str], steps: int) -> list[str]:
     """A note where weights are as they were `before`, by `_digests`."""
-    if not (same := [path for path, digest in _digests(run).items() if before[path] == digest]):
+    same = [path for path, digest in _digests(run).items() if before[path] == digest]
+    if not same:
         return []
     return [
         f"{join(same, 4)} did not change in {steps} steps: the gradient is 0 or vanishes (is what "
@@ -214,8 +258,8 @@ def _still(run: Run, before: dict[str, str], steps: int) -> list[str]:
     ]
 
 
-def _of_layers(run: Run, before: dict[str, str], figures: np.ndarray) -> list[str]:
-    """A note on kernels whose gradient is far from the median one.
+def _of_layers(run: RunContext, before: dict[str, str], figures: np.ndarray) -> list[str]:
+    """Notes on kernels whose gradient is far from the median one.
 
     `before`: by the paths of weights that the optimizer moves; `figures`: the step's "layers".
     """
@@ -225,21 +269,29 @@ def _of_layers(run: Run, before: dict[str, str], figures: np.ndarray) -> list[st
         is_kernel = variable.ndim > 1 and variable.name != "bias"
         if is_kernel and variable.path in before:
             norms[variable.path] = norm
-    usual = float(np.median([*norms.values()] or [0]))
-    far = {
-        "large": [path for path, norm in norms.items() if norm > _APART * usual > 0],
-        "small": [path for path, norm in norms.items() if norm * _APART < usual],
-    }
-    return [
-        f"the gradient of {join(paths, 4)} is over {_APART:.0e} times as {what} as that of the "
-        "median layer: is what they compute used, scaled, normalized?"
-        for what, paths in far.items()
-        if paths and math.isfinite(usual)
-    ]
+    if not norms:
+        return []
+    median = float(np.median(list(norms.values())))
+    if not math.isfinite(median):
+        return []
+    texts = []
+    large = [path for path, norm in norms.items() if norm > _APART * median > 0]
+    if large:
+        texts.append(
+            f"the gradient of {join(large, 4)} is over {_APART:.0e} times as large as that of the "
+            "median layer: is what they compute used, scaled, normalized?"
+        )
+    small = [path for path, norm in norms.items() if norm * _APART < median]
+    if small:
+        texts.append(
+            f"the gradient of {join(small, 4)} is over {_APART:.0e} times as small as that of the "
+            "median layer: is what they compute used, scaled, normalized?"
+        )
+    return texts
 
 
 def trend(losses: Sequence[float], scale: float) -> list[str]:
-    """A note where the loss does not fall though its noise is small; telemetry tells of a rise.
+    """A note where the loss does not fall though its noise is small; telemetry notes a rise.
 
     `scale`: how much it may fall, 0: to 0.
     """
@@ -250,34 +302,35 @@ def trend(losses: Sequence[float], scale: float) -> list[str]:
     if not (abs(first - last) < least and np.median(np.abs(np.diff(y))) < least):
         return []
     return [
-        f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g}): {_RATE} higher; "
-        "--dry_run tries whether one batch can be learned"
+        f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g}): {_TRY_RATE} "
+        "higher; --dry_run tries whether one batch can be learned"
     ]
 
 
-def _highest(run: Run) -> tuple[float, int]:
+def _highest(run: RunContext) -> tuple[float, int]:
     """The highest rate of the schedule, and a step that has it."""
-    rates = schedule.of_run(run.task, run.context.config, run.world.size)
-    places = np.linspace(0, run.settings.num_steps - 1, 50).astype(int).tolist()
-    return max((float(rates(tf.constant(step, tf.int64))), step) for step in places)
+    rate_at = schedule.of_run(run.task, run.config, run.world.size)
+    steps = np.linspace(0, run.config.num_steps - 1, 50).astype(int).tolist()
+    return max((float(rate_at(tf.constant(step, tf.int64))), step) for step in steps)
 
 
-def by_heart(run: Run) -> Ending | None:
+def by_heart(parts: RunParts) -> Ending | None:
     """Learns one batch by heart and says how far it came; all ranks. Weights are spoilt by it.
 
     Returns an ending after a stop signal.
     """
-    (_, at) = _highest(run)
+    run = parts.context
+    _, step_of_highest_rate = _highest(run)
     before = _digests(run)
-    batch = run.feed.next()
+    batch = parts.feed.next()
     losses = []
     count = _BY_HEART
     start = time.monotonic()
     while len(losses) < count:
-        run.state.step.assign(at)  # where the rate is highest
-        result = run.traced_step(batch, run.health.votes())
+        run.state.step.assign(step_of_highest_rate)
+        result = parts.traced_step(batch, parts.health.votes())
         losses.append(float(result["loss"]))
-        ending = run.health.after_step(result, at_once=True)
+        ending = parts.health.after_step(result, at_once=True)
         if ending and ending.code == PREEMPTED:
             return ending
         if ending:
@@ -290,15 +343,16 @@ def by_heart(run: Run) -> Ending | None:
         f"learning by heart: in {len(losses)} steps the loss of one batch went from "
         f"{losses[0]:.4g} to {losses[-1]:.4g}",
     )
-    found = _of_layers(run, before, result["layers"].numpy()) + _still(run, before, len(losses))
-    scale = _scale(run) or abs(losses[0])
+    texts = _of_layers(run, before, result["layers"].numpy())
+    texts += _unmoved(run, before, len(losses))
+    scale = _scale(parts) or abs(losses[0])
     fell = losses[0] - losses[-1] >= _LEARNED * min(scale, losses[0])
-    whole = len(losses) == _BY_HEART or not math.isfinite(losses[-1])
-    if whole and not fell and not losses[-1] <= _LEFT * scale:
-        found.append(
-            f"one batch was not learned by heart: {_RATE} higher or lower; are labels right, and "
-            "is the loss made of the model's outputs?"
+    is_whole = len(losses) == _BY_HEART or not math.isfinite(losses[-1])
+    if is_whole and not fell and not losses[-1] <= _LEFT * scale:
+        texts.append(
+            f"one batch was not learned by heart: {_TRY_RATE} higher or lower; are labels right, "
+            "and is the loss made of the model's outputs?"
         )
-    for note in found:
-        say(run.world, f"note: {note}")
+    for text in texts:
+        say(run.world, f"note: {text}")
     return None

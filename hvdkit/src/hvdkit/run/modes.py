@@ -13,26 +13,34 @@ from __future__ import annotations
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hvdkit.observe import trackers
 from hvdkit.ranks.world import World, say
 from hvdkit.run import dry_run, find_lr, model_doctor
-from hvdkit.run.actions import Action, CheckDrift, CheckNumbers, Log, Own, Sync
+from hvdkit.run.actions import (
+    Action,
+    CheckDrift,
+    CheckNumbers,
+    Evaluate,
+    Log,
+    Save,
+    Sync,
+    TaskAction,
+)
 from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
+from hvdkit.run.parts import RunParts
 from hvdkit.settings import Settings
 from hvdkit.train import task as tasks
 from hvdkit.train import task_checks, trial
 
-if TYPE_CHECKING:
-    from hvdkit.run.loop import Run
 
-
-def of(settings: Settings) -> str:
+def of(config: Settings) -> str:
     """dry_run, find_lr, benchmark or train."""
-    found = (name for name in ("dry_run", "find_lr", "benchmark") if getattr(settings, name))
-    return next(found, "train")
+    for name in ("dry_run", "find_lr", "benchmark"):
+        if getattr(config, name):
+            return name
+    return "train"
 
 
 def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]:
@@ -41,26 +49,34 @@ def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]
     return dry_run.throwaway(settings, world) if leaves_nothing else nullcontext(settings)
 
 
-def before_folder(run: Run) -> None:
-    """What shows or tries the run before anything is written; every rank must call it."""
-    trial.try_out(run.parts, run.feed.sample)
-    with run.world.fail_together("reading the settings"):
-        trackers.kinds(run.settings.tracker_names if run.world.is_chief else ())
-    if run.mode == "dry_run":
-        run.val_feed.rounds = min(run.val_feed.rounds, dry_run.BATCHES)
-        dry_run.describe(run)
-    if run.mode == "benchmark":
-        run.benchmark = Benchmark(run)
-    else:
-        run.evaluator.try_out()
-        run.evaluator.check_loss()
-        with run.world.fail_together("reading the settings"):
-            passed_over = tasks.check_read(run.task, run.context.config)
-        for note in passed_over:
-            say(run.world, f"note: {note}")
-        with run.world.fail_together("looking at the first samples"):
-            for note in model_doctor.notes(run) if run.world.is_chief else ():
-                say(run.world, f"note: {note}")
+def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
+    """Shows or tries the run before anything is written; every rank must call it.
+
+    `given`: the settings before they were counted for these ranks and data. Returns the action of
+    --benchmark.
+    """
+    config = parts.config
+    world = parts.world
+    mode = of(config)
+    trial.try_out(parts.step, parts.feed.sample)
+    with world.fail_together("reading the settings"):
+        trackers.kinds(config.tracker_names if world.is_chief else ())
+    if mode == "benchmark":
+        return Benchmark(parts)
+    if mode == "dry_run":
+        parts.val_feed.rounds = min(parts.val_feed.rounds, dry_run.BATCHES)
+        dry_run.describe(parts, given)
+    parts.evaluator.try_out()
+    parts.evaluator.check_loss()
+    with world.fail_together("reading the settings"):
+        passed_over = tasks.check_read(parts.context.task, config)
+    for note in passed_over:
+        say(world, f"note: {note}")
+    with world.fail_together("looking at the first samples"):
+        if world.is_chief:
+            for note in model_doctor.notes(parts):
+                say(world, f"note: {note}")
+    return None
 
 
 def actions_of_task(context: RunContext) -> list[Action]:
@@ -68,23 +84,41 @@ def actions_of_task(context: RunContext) -> list[Action]:
     make = tasks.optional(context.task, "actions")
     if not make:
         return []
-    what = "making the task's actions"
-    with context.world.fail_together(what), task_checks.user_code_errors("actions"):
-        seen = dataclasses.replace(context, config=tasks.settings_of(context.task, context.config))
-        return [Own(context.world, action) for action in make(seen)]
+    with (
+        context.world.fail_together("making the task's actions"),
+        task_checks.user_code_errors("actions"),
+    ):
+        # What actions read of these settings counts as read by the task.
+        config = tasks.settings_of(context.task, context.config)
+        task_context = dataclasses.replace(context, config=config)
+        return [TaskAction(context.world, action) for action in make(task_context)]
 
 
-def actions(run: Run, others: list[Action]) -> list[Action]:
+def actions(
+    parts: RunParts,
+    task_actions: list[Action],
+    *,
+    save: Save,
+    evaluate: Evaluate,
+    benchmark: Benchmark | None,
+) -> list[Action]:
     """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
-    context = run.context
-    run_dir = Path(run.settings.run_dir)
-    found = [Sync(context, run.sync), CheckDrift(context), Log(run), *others]
-    found.append(CheckNumbers(context))
-    if run.mode == "benchmark":
-        return [*found, run.benchmark]
-    if run.mode == "dry_run":
-        return [*found, dry_run.DryRun(run)]
-    if run.mode == "find_lr":
-        page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"  # outside what is removed
-        return [*found, find_lr.FindLr(context, page)]
-    return [*found, model_doctor.FirstSteps(run), run.save, run.evaluate]
+    context = parts.context
+    mode = of(parts.config)
+    ordered = [
+        Sync(context, parts.sync),
+        CheckDrift(context),
+        Log(parts),
+        *task_actions,
+        CheckNumbers(context),
+    ]
+    if benchmark:
+        return [*ordered, benchmark]
+    if mode == "dry_run":
+        return [*ordered, dry_run.DryRun(parts, save, evaluate)]
+    if mode == "find_lr":
+        run_dir = Path(parts.config.run_dir)
+        # The folder above run_dir is removed at the end, so the page lies beside that.
+        page = run_dir.parent.parent / f"{run_dir.name}-find_lr.html"
+        return [*ordered, find_lr.FindLr(context, page)]
+    return [*ordered, model_doctor.FirstSteps(parts), save, evaluate]
