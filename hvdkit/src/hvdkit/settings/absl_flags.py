@@ -51,7 +51,7 @@ _FIRST = (
 )
 
 _DEFINED = re.compile(r"""DEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
-_settings: dict[str, flags.Flag] = {}  # what `define` made
+_settings: dict[str, flags.Flag] = {}  # `define` made these.
 
 
 def define(kind: type[Room]) -> None:
@@ -59,8 +59,8 @@ def define(kind: type[Room]) -> None:
     for name in [name for name in _settings if FLAGS[name] is _settings[name]]:
         delattr(FLAGS, name)
     _settings.clear()
-    for room, own in fields.rooms(kind).items():
-        for field in own:
+    for room, fields_of_room in fields.rooms(kind).items():
+        for field in fields_of_room:
             if field.name in FLAGS:
                 module = FLAGS.find_module_defining_flag(field.name)
                 raise ValueError(f"{field.name} is already a flag of {module}: rename the setting")
@@ -82,14 +82,16 @@ def beside(kind: type[Room]) -> dict[str, bool]:
 
     They are defined on FLAGS; or a file of the fork will define them, when it is imported.
     """
-    found = {}
+    switches = {}
     for path in [*project.folder().glob("*.py"), *project.folder().glob("tasks/*.py")]:
-        if not path.is_file():  # an editor's lock
+        if not path.is_file():  # An editor's lock may be a link that leads nowhere.
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
-        found |= {name: how in ("bool", "boolean") for how, name in _DEFINED.findall(text)}
-    found |= {name: FLAGS[name].boolean for name in (*_OF_ABSL, *of_the_fork())}
-    return {name: switch for name, switch in found.items() if name not in fields.of(kind)}
+        for type_name, name in _DEFINED.findall(text):
+            switches[name] = type_name in ("bool", "boolean")
+    for name in (*_OF_ABSL, *of_the_fork()):
+        switches[name] = FLAGS[name].boolean
+    return {name: switch for name, switch in switches.items() if name not in fields.of(kind)}
 
 
 def check(flag: Given) -> None:
@@ -105,35 +107,42 @@ def take(program: str, settings: Room, others: Sequence[Given]) -> None:
     """Makes FLAGS those of this run, if the fork's validators let them: settings, other flags."""
     for name in {*_settings, *(flag.name for flag in others)} & {*FLAGS}:
         FLAGS[name].unparse()
-    values = {name: getattr(settings, name) for name in _settings}
-    words = [f"--{name}={int(v) if isinstance(v, int) else v}" for name, v in values.items()]
+    words = []
+    for name in _settings:
+        value = getattr(settings, name)
+        # absl takes 1 and 0 for switches, and no epochs.
+        words.append(f"--{name}={int(value) if isinstance(value, int) else value}")
+    words += [f"--{flag.name}={flag.value}" for flag in others]
     try:
-        FLAGS([program, *words, *(f"--{flag.name}={flag.value}" for flag in others)])
+        FLAGS([program, *words])
     except flags.Error as error:
         raise ValueError(one_line(error)) from None
 
 
 def of_the_fork() -> dict[str, flags.Flag]:
-    """What the fork defines with flags.DEFINE_*, by name."""
-    modules = {name: FLAGS.find_module_defining_flag(name) for name in FLAGS}
-    names = [name for name, module in modules.items() if not module.startswith("absl")]
-    return {name: FLAGS[name] for name in names if name not in _settings}
+    """The flags that the fork defines with flags.DEFINE_*, by name."""
+    return {
+        name: FLAGS[name]
+        for name in FLAGS
+        if name not in _settings and not FLAGS.find_module_defining_flag(name).startswith("absl")
+    }
 
 
 def help_text(program: str, kind: type[Room]) -> str:
     """All settings under their headings, in at most 100 columns."""
-    own = fields.of(kind)
+    settings = fields.of(kind)
     lines = [
         f"usage: {program} [--flagfile=FILE] [--name=value ...]",
         "A flagfile has one flag per line. If a flag is given twice, the later one counts.",
         "--helpfull also lists flags that are no settings: absl's, and those of flags.DEFINE_*.",
     ]
-    parts = {"Most people set these first": [own[name] for name in _FIRST]}
-    for room, found in fields.rooms(kind).items():
+    parts = {"Most people set these first": [settings[name] for name in _FIRST]}
+    for room, fields_of_room in fields.rooms(kind).items():
         heading = (room.__doc__ or room.__name__).splitlines()[0].rstrip(".")
-        parts[heading] = [field for field in found if field.name not in _FIRST]
-    for heading, found in parts.items():
-        lines += ["", f"{heading}:", *map(_line, found)]
+        parts[heading] = [field for field in fields_of_room if field.name not in _FIRST]
+    for heading, fields_of_part in parts.items():
+        lines += ["", f"{heading}:"]
+        lines += [_line(field) for field in fields_of_part]
     return "\n".join(lines)
 
 
@@ -141,21 +150,31 @@ def described(field: dataclasses.Field) -> str:
     """Help, limits, default."""
     limits = fields.limits(field).removeprefix(", ")
     limits = limits.removesuffix(f"less than {fields.INT_LIMIT}").removesuffix(", ")
-    default = str(field.default).lower() if fields.kind(field) == "bool" else field.default
-    notes = [limits, f"default {default}" if default != "" else ""]
-    notes = "; ".join(note for note in notes if note)
-    return field.metadata["help"] + (f" ({notes})" if notes else "")
+    notes = [limits] if limits else []
+    if fields.kind(field) == "bool":
+        notes.append(f"default {str(field.default).lower()}")
+    elif field.default != "":
+        notes.append(f"default {field.default}")
+    text = field.metadata["help"]
+    if notes:
+        text += f" ({'; '.join(notes)})"
+    return text
 
 
 def _line(field: dataclasses.Field) -> str:
-    flag = f"  --{'[no]' if fields.kind(field) == 'bool' else ''}{field.name}"
-    space = {"width": 100, "subsequent_indent": " " * 32, "break_on_hyphens": False}
-    return "\n".join(textwrap.wrap(f"{flag:<31} {described(field)}", **space))
+    dashes = "--[no]" if fields.kind(field) == "bool" else "--"
+    flag = f"  {dashes}{field.name}".ljust(31)
+    return textwrap.fill(
+        f"{flag} {described(field)}",
+        width=100,
+        subsequent_indent=" " * 32,
+        break_on_hyphens=False,
+    )
 
 
 def end_with_help(text: str) -> NoReturn:
     """Prints the text on rank 0 and ends the process with exit code 0."""
     if launch_rank() == 0:
-        streams.hold()  # `--help | head` reads no more
+        streams.hold()  # In `--help | head`, head may end before all is written.
         print(text, flush=True)
     sys.exit(0)

@@ -42,7 +42,8 @@ class Settings(
             room.check(self)
         if self.lr_policy == "plateau" and not self.eval_every:
             raise ValueError("--lr_policy=plateau goes by evaluations, and --eval_every=0: set it")
-        if self.virtual_ranks:  # first: it brings --deterministic, which nobody may have given
+        # This check comes first: virtual ranks set --deterministic, which nobody may have given.
+        if self.virtual_ranks:
             self._check_virtual()
         if self.deterministic and (self.pack_bytes or self.gradient_groups > 1):
             raise ValueError(
@@ -51,19 +52,22 @@ class Settings(
 
     def for_ranks(self, size: int) -> Self:
         """The settings of `size` ranks with --global_batch_size; ValueError if they do not fit."""
-        flag = f"--virtual_ranks={self.virtual_ranks}"
         virtual = self.virtual_ranks
         if 0 < virtual < size:
-            raise ValueError(f"{flag} cannot be split over {size} ranks: start at most {virtual}")
+            raise ValueError(
+                f"--virtual_ranks={virtual} cannot be split over {size} ranks: start at most "
+                f"{virtual}"
+            )
         if self.bn_sync == "full" and virtual not in (0, size):
             raise ValueError(
-                f"--bn_sync=full needs each of {flag} on a rank of its own: start {virtual} ranks, "
-                "or use --bn_sync=mean"
+                f"--bn_sync=full needs each of --virtual_ranks={virtual} on a rank of its own: "
+                f"start {virtual} ranks, or use --bn_sync=mean"
             )
         if not self.batch_per_rank:
             return self
-        whole = fields.value(fields.of(self)["global_batch_size"], str(self.batch_per_rank * size))
-        resolved = self.changed(global_batch_size=whole, batch_per_rank=0)
+        field = fields.of(self)["global_batch_size"]
+        global_batch_size = fields.value(field, str(self.batch_per_rank * size))
+        resolved = self.changed(global_batch_size=global_batch_size, batch_per_rank=0)
         resolved.check()
         return resolved
 
@@ -73,29 +77,30 @@ class Settings(
         `step`, `used`: where the run goes on, and the samples that it has used by then.
         """
         known = fields.of(self)
-        found = {}
-        for name, given in vars(self).items():
-            if not isinstance(given, fields.Epochs):
+        counted = self
+        for name, epochs in vars(self).items():
+            if not isinstance(epochs, fields.Epochs):
                 continue
             if known[name].metadata["every"]:
-                steps = given.steps(samples, self.global_batch_size)
+                steps = epochs.steps(samples, self.global_batch_size)
             else:
-                steps = given.steps(samples, self.global_batch_size, step=step, used=used)
-            found[name] = fields.value(known[name], str(steps))
-        return self.changed(**found)
+                steps = epochs.steps(samples, self.global_batch_size, step=step, used=used)
+            counted = counted.changed(**{name: fields.value(known[name], str(steps))})
+        return counted
 
     def implied(self) -> Self:
         """The settings with those that --virtual_ranks cannot do without."""
-        threads = self.cpu_threads or 1  # kernels on CPUs split their sums by threads
-        needed = {"deterministic": True, "cpu_threads": threads} if self.virtual_ranks else {}
-        return self.changed(**needed)
+        if not self.virtual_ranks:
+            return self
+        # Kernels on CPUs split their sums by threads, so their number must be the same.
+        return self.changed(deterministic=True, cpu_threads=self.cpu_threads or 1)
 
     def changed(self, **values: Any) -> Self:
         """The settings with other values."""
-        made = dataclasses.replace(self, **values)
+        settings = dataclasses.replace(self, **values)
         if self.unasked:
-            object.__setattr__(made, "unasked", self.unasked)
-        return made
+            object.__setattr__(settings, "unasked", self.unasked)
+        return settings
 
     def watched(self) -> Self:
         """A copy whose `_reads` names the settings that were asked of it."""
@@ -104,56 +109,78 @@ class Settings(
         return view
 
     def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if "_reads" in own:
-            own["_reads"].add(name)
+        attributes = object.__getattribute__(self, "__dict__")
+        if "_reads" in attributes:
+            attributes["_reads"].add(name)
         return object.__getattribute__(self, name)
 
     def not_defaults(self) -> Mapping[str, object]:
         """Settings with another value than their default, by name."""
-        found = {}
+        values = {}
         for name, field in fields.of(self).items():
             default = getattr(type(self), name)
-            if getattr(self, name) not in (default, fields.placed(field, default, folder())):
-                found[name] = getattr(self, name)
-        return found
+            value = getattr(self, name)
+            if value not in (default, fields.placed(field, default, folder())):
+                values[name] = value
+        return values
 
     def notes(self) -> list[str]:
-        found = [note for room in _ROOMS for note in room.notes(self)]
+        texts = []
+        for room in _ROOMS:
+            texts += room.notes(self)
         if self.lr_policy == "plateau":
-            # The first sets the score that the others must beat, the last one ends the run.
+            # The first evaluation sets the score that the others must beat, the last one ends the
+            # run.
             lowering = (self.num_steps - 1) // self.eval_every - 1
             if lowering < self.plateau_patience:
-                found.append(
+                texts.append(
                     f"--plateau_patience={self.plateau_patience}: the learning rate is never "
                     f"lowered: with --eval_every={self.eval_every}, {max(lowering, 0)} evaluations "
                     "can count"
                 )
         if self.virtual_ranks:
-            found.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
+            texts.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
         changed = self.not_defaults()
-        unread = self.without_effect()
-        ignored = [f"--{n}={changed[n]} ({why})" for n, why in unread.items() if n in changed]
-        return found + ([f"without effect here: {', '.join(ignored)}"] if ignored else [])
+        ignored = []
+        for name, cause in self.without_effect().items():
+            if name in changed:
+                ignored.append(f"--{name}={changed[name]} ({cause})")
+        if ignored:
+            texts.append(f"without effect here: {', '.join(ignored)}")
+        return texts
 
     def without_effect(self) -> dict[str, str]:
-        """Of all rooms, and of --deterministic."""
-        found = {name: why for room in _ROOMS for name, why in room.without_effect(self).items()}
-        return found | ({"bn_sync_every": "--deterministic"} if self.deterministic else {})
+        """Settings without effect, by name: the flag that takes it from them."""
+        causes = {}
+        for room in _ROOMS:
+            causes |= room.without_effect(self)
+        if self.deterministic:
+            causes["bn_sync_every"] = "--deterministic"
+        return causes
 
     def _check_virtual(self) -> None:
-        flag = f"--virtual_ranks={self.virtual_ranks}"
-        without = ("compression", "pack_bytes", "gradient_groups", "batch_per_rank", "lr_scaling")
-        for name in without:
+        virtual = self.virtual_ranks
+        for name in (
+            "compression",
+            "pack_bytes",
+            "gradient_groups",
+            "batch_per_rank",
+            "lr_scaling",
+        ):
             if getattr(self, name) not in ("none", 0):
-                raise ValueError(f"{flag} cannot be used with --{name}: leave out --{name}")
+                raise ValueError(
+                    f"--virtual_ranks={virtual} cannot be used with --{name}: leave out --{name}"
+                )
         if self.bn_sync not in ("mean", "full"):
-            raise ValueError(f"{flag} needs --bn_sync=mean instead of {self.bn_sync}")
-        micro = self.global_batch_size // self.accumulation_steps
-        if micro < self.virtual_ranks:
             raise ValueError(
-                f"{flag}: each needs a sample, and a micro-batch (--global_batch_size / "
-                f"--accumulation_steps) has {micro}: make it larger or use fewer virtual ranks"
+                f"--virtual_ranks={virtual} needs --bn_sync=mean instead of {self.bn_sync}"
+            )
+        micro_batch = self.global_batch_size // self.accumulation_steps
+        if micro_batch < virtual:
+            raise ValueError(
+                f"--virtual_ranks={virtual}: each needs a sample, and a micro-batch "
+                f"(--global_batch_size / --accumulation_steps) has {micro_batch}: make it larger "
+                "or use fewer virtual ranks"
             )
 
 

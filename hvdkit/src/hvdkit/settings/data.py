@@ -68,7 +68,8 @@ def add_reader(name: str, reader: str) -> None:
     A name that is taken, or a reader that is no "module.name", ends the program with one sentence.
     """
     parts = reader.split(".")
-    if name in FORMATS or len(parts) < 2 or not all(map(str.isidentifier, parts)):
+    is_dotted = len(parts) > 1 and all(part.isidentifier() for part in parts)
+    if name in FORMATS or not is_dotted:
         refuse(f"add_reader({name!r}, {reader!r}): give a new name and module.name")
     READERS[name] = reader
     FORMATS.append(name)
@@ -110,7 +111,11 @@ class DataSettings(Room):
         for name in ("train_split", "val_split"):
             if not getattr(self, name):
                 raise ValueError(f"--{name}= is empty: name a split of --data_dir")
-        _ = self.scale_limits, self.label_values, self.colour_limits, self.most_bad_samples(0)
+        # Each of these raises where its text is wrong.
+        _ = self.scale_limits
+        _ = self.label_values
+        _ = self.colour_limits
+        _ = self.most_bad_samples(0)
         _ = self.random_operations
 
     @property
@@ -120,21 +125,29 @@ class DataSettings(Room):
         A file has a pair a line, or several with commas between them.
         """
         text = self.label_map
-        try:
-            if text and ":" not in text:
+        if text and ":" not in text:
+            try:
                 text = whole_files.read(Path(text), whole_files.JSON_BYTES, links=True).decode()
-            parts = [part.split(":") for part in re.split(r"[,\n]", text) if part.strip()]
-            pairs = [(int(x), None if to.strip() == "ignore" else int(to)) for x, to in parts]
-            found = dict(pairs)
-            numbers = [n for pair in pairs for n in pair if n is not None]
-            once = len(found) == len(pairs) and 255 not in found.values()
-            if once and all(0 <= n <= 255 for n in numbers):
-                return found
-        except OSError as error:
-            raise ValueError(f"--label_map={self.label_map}: {error.strerror}") from None
-        except ValueError:
-            pass
-        raise ValueError(
+            except OSError as error:
+                raise ValueError(f"--label_map={self.label_map}: {error.strerror}") from None
+            except ValueError:  # It is not UTF-8.
+                raise self._bad_label_map() from None
+        classes: dict[int, int | None] = {}
+        for pair in re.split(r"[,\n]", text):
+            if not pair.strip():
+                continue
+            match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+|ignore)\s*", pair)
+            if not match:
+                raise self._bad_label_map()
+            value = int(match[1])
+            to_class = None if match[2] == "ignore" else int(match[2])
+            if value in classes or value > 255 or (to_class or 0) > 254:
+                raise self._bad_label_map()
+            classes[value] = to_class
+        return classes
+
+    def _bad_label_map(self) -> ValueError:
+        return ValueError(
             f"--label_map={self.label_map!r} must be pairs of a value, 0 to 255, each once, and "
             "its class or the word ignore: 255:1,0:ignore; or the path of a file of such pairs"
         )

@@ -74,7 +74,7 @@ class Epochs(int):
         """
         wanted = fractions.Fraction(self.count) * samples
         exact = step + (wanted - used) / batch
-        if wanted < used:  # as if these steps had all been of one size
+        if wanted < used:  # The steps so far count as if all had been of one size.
             exact = wanted * step / used
         return max(1, math.floor(exact + fractions.Fraction(1, 2)))
 
@@ -123,10 +123,13 @@ class Room:
     """
 
     def __init_subclass__(cls) -> None:
-        cls.__doc__ = cls.__doc__ or "Settings of this project"  # else a dataclass's signature
-        bases = [base for base in cls.__bases__ if issubclass(base, Room) and base is not Room]
+        # A dataclass without a docstring gets its signature as one.
+        cls.__doc__ = cls.__doc__ or "Settings of this project"
+        inherited: dict[str, dataclasses.Field] = {}
         try:
-            inherited = {name: field for base in bases for name, field in of(base).items()}
+            for base in cls.__bases__:
+                if issubclass(base, Room) and base is not Room:
+                    inherited |= of(base)
             _check_fields(cls, inherited)
             for name in inherited.keys() & inspect.get_annotations(cls).keys():
                 setattr(cls, name, _narrowed(vars(cls)[name], inherited[name]))
@@ -150,45 +153,47 @@ class Room:
 
 def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclasses.Field:
     """A field with another default: the engine's limits hold beside its own."""
-    own = field.metadata
-    there = engines.metadata
-    meta = {name: own[name] or there[name] for name in there}
-    meta["below"] = min(own["below"], there["below"])
+    narrow = field.metadata
+    wide = engines.metadata
+    metadata = {name: narrow[name] or wide[name] for name in wide}
+    metadata["below"] = min(narrow["below"], wide["below"])
     for name in ("low", "above"):
-        meta[name] = max(own[name], there[name])
-    return dataclasses.field(default=field.default, metadata=meta)
+        metadata[name] = max(narrow[name], wide[name])
+    return dataclasses.field(default=field.default, metadata=metadata)
 
 
 def _check_fields(cls: type[Room], inherited: Fields) -> None:
     """Raises ValueError for a field that cannot be a flag or hides what the engine uses."""
-    own = {name: _name(kind) for name, kind in inspect.get_annotations(cls).items()}
+    new_kinds = {name: _name(kind) for name, kind in inspect.get_annotations(cls).items()}
     kinds = {name: kind(field) for name, field in inherited.items()}
     for name in kinds:
-        if name in vars(cls) and name not in own:
+        if name in vars(cls) and name not in new_kinds:
             raise ValueError(f'write {name}: {kinds[name]} = setting(DEFAULT, "help")')
-    for name, own_kind in own.items():
-        field = vars(cls).get(name)
-        meta = getattr(field, "metadata", {})
-        default = getattr(field, "default", None)
-        if name in _TAKEN or (name not in kinds and any(hasattr(b, name) for b in cls.__bases__)):
+    for name, new_kind in new_kinds.items():
+        is_known = name in kinds
+        if name in _TAKEN or (not is_known and any(hasattr(base, name) for base in cls.__bases__)):
             raise ValueError(f"{name} has another meaning: choose another name for the field")
-        limits = [limit for limit in _LIMITS if math.isfinite(meta.get(limit, math.inf))]
-        if (
-            "help" not in meta
-            or own_kind not in PARSERS
-            or own_kind != kinds.get(name, own_kind)
-            or _name(type(default)) not in (own_kind, {"float": "int"}.get(own_kind))
-            or (limits and own_kind in ("bool", "str"))
-        ):
+        right_kind = kinds.get(name, new_kind)
+        if new_kind != right_kind or not _is_setting(vars(cls).get(name), new_kind):
             raise ValueError(
-                f'write {name}: {kinds.get(name, own_kind)} = setting(DEFAULT, "help"), without '
-                "@dataclass; its type is bool, int, float or str, in the default too, and only "
-                "numbers have limits"
+                f'write {name}: {right_kind} = setting(DEFAULT, "help"), without @dataclass; its '
+                "type is bool, int, float or str, in the default too, and only numbers have limits"
             )
-    kinds |= own
+    kinds |= new_kinds
     for name in kinds:
         if kinds[name] == "bool" and f"no{name}" in kinds:
             raise ValueError(f"--no{name} turns {name} off: choose another name for no{name}")
+
+
+def _is_setting(field: Any, kind: str) -> bool:
+    """Whether `setting` made a field, of this type, and its limits and default fit the type."""
+    if kind not in PARSERS or "help" not in getattr(field, "metadata", {}):
+        return False
+    has_limits = any(math.isfinite(field.metadata.get(limit, math.inf)) for limit in _LIMITS)
+    if has_limits and kind in ("bool", "str"):
+        return False
+    default_kind = _name(type(field.default))
+    return default_kind == kind or (kind == "float" and default_kind == "int")
 
 
 def _name(kind: Any) -> str:
@@ -209,19 +214,19 @@ def numbers(settings: Room, name: str, must_be: str, *, fits: Callable[..., bool
     """The numbers in a text with commas between them; a ValueError ends with `must_be`."""
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
-        found = [float(part) for part in text.split(",")]
-        if all(map(math.isfinite, found)) and fits(found):
-            return found
+        values = [float(part) for part in text.split(",")]
+        if all(math.isfinite(value) for value in values) and fits(values):
+            return values
     raise ValueError(f"--{name}={text!r} must be {must_be}")
 
 
 def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
     """Fields by the class that has them first, in the order of --help."""
-    found: dict[type[Room], list[dataclasses.Field]] = {}
+    fields_of: dict[type[Room], list[dataclasses.Field]] = {}
     for field in of(settings).values():
-        owners = [c for c in settings.__mro__ if field.name in inspect.get_annotations(c)]
-        found.setdefault(owners[-1], []).append(field)
-    return found
+        owners = [room for room in settings.__mro__ if field.name in inspect.get_annotations(room)]
+        fields_of.setdefault(owners[-1], []).append(field)
+    return fields_of
 
 
 def value(field: dataclasses.Field, text: str) -> Any:
@@ -230,15 +235,22 @@ def value(field: dataclasses.Field, text: str) -> Any:
     if epochs and float(epochs[1]) > 0:
         return Epochs(float(epochs[1]))
     try:
-        found = PARSERS[kind(field)].parse(text)
+        parsed = PARSERS[kind(field)].parse(text)
     except (ValueError, TypeError):
-        found = None
-    if found is None or not _fits(field, found):
-        named = _KINDS.get(kind(field), "one line of text, no spaces at its ends, no other flag")
-        words = limits(field) if field.metadata["choices"] else f"{named}{limits(field)}"
-        words += ", or epochs such as 2epochs" if field.metadata["steps"] else ""
-        raise ValueError(f"--{field.name}={text}: must be {words}")
-    return found
+        parsed = None
+    if parsed is None or not _fits(field, parsed):
+        raise ValueError(f"--{field.name}={text}: must be {_must_be(field)}")
+    return parsed
+
+
+def _must_be(field: dataclasses.Field) -> str:
+    words = _KINDS.get(kind(field), "one line of text, no spaces at its ends, no other flag")
+    if field.metadata["choices"]:
+        words = ""
+    words += limits(field)
+    if field.metadata["steps"]:
+        words += ", or epochs such as 2epochs"
+    return words
 
 
 def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
@@ -277,7 +289,7 @@ def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     if not is_path(field, value) or (field.name == "data_dir" and "://" in value):
         return value
     if value == "~" or value.startswith("~/"):
-        return os.path.expanduser(value)  # bash leaves --name=~/folder as it is
+        return os.path.expanduser(value)  # In --name=~/folder bash leaves the ~ as it is.
     return value if Path.cwd() == project.folder() else str(folder / value)
 
 
@@ -296,17 +308,19 @@ def _fits(field: dataclasses.Field, value: Any) -> bool:
     if meta["choices"]:
         return value in meta["choices"]
     if isinstance(value, str):
-        own_line = not re.search(r"\s--\w", value)  # a flagfile has one flag a line
-        return own_line and value == value.strip() and not set(value) & set("\n\r\0")
-    low = meta["low"]
-    above = meta["above"]
-    below = meta["below"]
-    return math.isfinite(value) and low <= value and above < value < below
+        holds_flag = re.search(r"\s--\w", value)  # A flagfile has one flag a line.
+        return not holds_flag and value == value.strip() and not set(value) & set("\n\r\0")
+    is_in_range = meta["low"] <= value and meta["above"] < value < meta["below"]
+    return math.isfinite(value) and is_in_range
 
 
 def limits(field: dataclasses.Field) -> str:
-    """In words: "one of a, b", or ", at least 1, less than 10"."""
+    """A field's limits in words: "one of a, b", or ", at least 1, less than 10"."""
     if choices := field.metadata["choices"]:
-        return "one of " + ", ".join(str(c) or "(empty)" for c in choices)
-    bounds = {w: field.metadata[k] for k, w in _LIMITS.items() if math.isfinite(field.metadata[k])}
-    return "".join(f", {w} {int(b) if b == int(b) else b}" for w, b in bounds.items())
+        return "one of " + ", ".join(str(choice) or "(empty)" for choice in choices)
+    words = ""
+    for name, relation in _LIMITS.items():
+        bound = field.metadata[name]
+        if math.isfinite(bound):
+            words += f", {relation} {int(bound) if bound == int(bound) else bound}"
+    return words

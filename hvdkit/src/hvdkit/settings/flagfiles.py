@@ -13,8 +13,8 @@ from hvdkit.settings import project, typed
 
 _FLAG = re.compile(r"--?(?P<name>\w[\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
 _COMMENTS = ("#", "//")
-_LONGEST = 600  # characters of a message
-_MOST_FILES = 100  # that one start may read: flagfiles that name each other could be millions
+_LONGEST = 600  # A message has at most so many characters.
+_MOST_FILES = 100  # One start reads at most so many: flagfiles may name each other.
 _MOST_BYTES = 2**20
 
 
@@ -47,14 +47,15 @@ class Given:
 
     def error(self, text: str) -> ValueError:
         """The error about this flag in one line, with the flagfile's name and line in front."""
-        # What stands in a damaged file is shown to a terminal, and may be long.
+        # The text of a damaged file is shown on a terminal, and may be long.
         text = printable(text)
         if len(text) > _LONGEST:
-            text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+            text = " ... ".join([text[: _LONGEST // 2], text[-_LONGEST // 2 :]])
         if not self.file:
             return ValueError(text)
-        inside = self.file.is_relative_to(Path.cwd())
-        file = self.file.relative_to(Path.cwd()) if inside else self.file
+        file = self.file
+        if file.is_relative_to(Path.cwd()):
+            file = file.relative_to(Path.cwd())
         return ValueError(f"{file}, line {self.line}: {text}")
 
 
@@ -83,10 +84,10 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
         flags.insert(0, Given("flagfile", typed.written(default, is_path=True), is_default=True))
     read: list[Path] = []
-    found = []
+    expanded = []
     for flag in flags:
-        found += _of_file(flag, read) if flag.name == "flagfile" else [flag]
-    return found
+        expanded += _of_file(flag, read) if flag.name == "flagfile" else [flag]
+    return expanded
 
 
 def _of_file(flag: Given, read: list[Path]) -> list[Given]:
@@ -101,29 +102,29 @@ def _of_file(flag: Given, read: list[Path]) -> list[Given]:
         text = content.decode("utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise flag.error(f"--flagfile={flag.value}: {error.strerror} ({path})") from None
-    found = []
+    flags = []
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip()
         if not line or line.startswith(_COMMENTS):
             continue
         inner = _of_line(line, Given("", None, path, number, is_default=flag.is_default))
         if inner.name == "flagfile":
-            found += _of_file(inner, read)
+            flags += _of_file(inner, read)
         else:
-            found.append(inner)
-    return found
+            flags.append(inner)
+    return flags
 
 
 def recorded(file: Path) -> dict[str, str | None]:
     """The flags of a run's config.cfg by name; lines that are none are left out."""
     content = whole_files.read(file, whole_files.JSON_BYTES)
-    found = {}
+    values = {}
     for line in content.decode("utf-8", "surrogateescape").split("\n"):
         if line.startswith("--"):
             with contextlib.suppress(ValueError):
                 flag = _of_line(line.strip(), Given("", None, file))
-                found[flag.name] = flag.value
-    return found
+                values[flag.name] = flag.value
+    return values
 
 
 def _of_line(line: str, place: Given) -> Given:
@@ -141,14 +142,15 @@ def _of_line(line: str, place: Given) -> Given:
 
 
 def _find(flag: Given) -> Path:
-    own = project.folder()
-    folders = (own, flag.file.parent) if flag.file else (Path.cwd(), own)
+    fork = project.folder()
+    folders = (fork, flag.file.parent) if flag.file else (Path.cwd(), fork)
     if not flag.value:
         raise flag.error("--flagfile= names no file: write --flagfile=FILE")
     name = flag.path()
     for folder in folders:
         if (folder / name).exists():
             return folder / name
-    looked = " or ".join(dict.fromkeys(str(f) for f in folders))
-    where = "" if os.path.isabs(name) else f" in {looked}"
-    raise flag.error(f"--flagfile={flag.value}: there is no such file{where}")
+    if os.path.isabs(name):
+        raise flag.error(f"--flagfile={flag.value}: there is no such file")
+    places = " or ".join(dict.fromkeys(str(folder) for folder in folders))
+    raise flag.error(f"--flagfile={flag.value}: there is no such file in {places}")

@@ -17,8 +17,7 @@ from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
 from hvdkit.stop import launch_rank
 
-_BATCH = ("global_batch_size", "batch_per_rank")
-_DEFAULTS = "configs/default.cfg"  # of the project
+_DEFAULTS = "configs/default.cfg"  # This file of the project names the settings of its demo.
 
 
 def of_project() -> type[Settings]:
@@ -31,20 +30,21 @@ def of_project() -> type[Settings]:
 
 
 def of_command(words: Sequence[str]) -> Settings | None:
-    """Of a training command, read as its own project reads it; None where it does not train."""
-    program = next((n for n, word in enumerate(words) if Path(word).name == "train.py"), None)
-    if program is None:
+    """Settings of a training command, as its own project reads it; None if it does not train."""
+    names = [Path(word).name for word in words]
+    if "train.py" not in names:
         return None
-    if here := project.above(Path(words[program]).resolve().parent):
-        project.use(here)
+    place = names.index("train.py")
+    if fork := project.above(Path(words[place]).resolve().parent):
+        project.use(fork)
     try:
-        return parse(words[program:], of_project())
+        return parse(words[place:], of_project())
     except (ImportError, ValueError):
         return None
 
 
 def from_command_line(argv: Sequence[str], kind: type[Settings]) -> Settings:
-    """As `load`, for a program's start: rank 0 reports what is wrong, and all exit with 2."""
+    """`load` at a program's start: rank 0 reports what is wrong, and all exit with 2."""
     try:
         return load(argv, kind)
     except ValueError as error:
@@ -62,17 +62,18 @@ def check(argv: Sequence[str], kind: type[Settings]) -> None:
 
 
 def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) -> Settings:
-    """As `parse`; then absl's FLAGS hold the settings, and the other flags that were given.
+    """Settings from `argv`, as `parse` does; absl's FLAGS hold them, and other flags, then.
 
     `past`: flagfile of a run that was trained: flags in it that no longer exist become a note.
     """
     absl_flags.define(kind)
-    full = "--helpfull" in argv
+    asks_for_help = "--helpfull" in argv
     settings, others = _read([word for word in argv if word != "--helpfull"], kind, past)
     task = project.folder() / "tasks" / f"{settings.task}.py"
-    if (full or any(flag.name not in absl_flags.FLAGS for flag in others)) and task.is_file():
+    may_define = asks_for_help or any(flag.name not in absl_flags.FLAGS for flag in others)
+    if may_define and task.is_file():
         importlib.import_module(f"tasks.{settings.task}")
-    if full:
+    if asks_for_help:
         absl_flags.end_with_help(absl_flags.FLAGS.get_help())
     for flag in others:
         if flag.name not in absl_flags.FLAGS:
@@ -83,16 +84,15 @@ def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) ->
 
 
 def load_values(kind: type[Settings], values: Mapping[str, object]) -> Settings:
-    """As `load`, of values by name instead of a command line; those of a flagfile come first."""
+    """`load` of values by name instead of a command line; those of a flagfile come first."""
     names = sorted(values, key=lambda name: name != "flagfile")
-    return load(
-        ["load_settings", *(f"--{name}={_text(name, values[name])}" for name in names)], kind
-    )
+    flags = [f"--{name}={_text(name, values[name])}" for name in names]
+    return load(["load_settings", *flags], kind)
 
 
 def _text(name: str, value: object) -> str:
     """A value as a flag has it. Raises ValueError for what is none."""
-    if hasattr(value, "item"):  # NumPy's numbers
+    if hasattr(value, "item"):  # NumPy's numbers have this.
         value = value.item()
     if not isinstance(value, bool | int | float | str | os.PathLike):
         raise ValueError(f"{name}={value!r:.99}: give a number, a text, a path, True or False")
@@ -111,42 +111,51 @@ def _read(
     argv: Sequence[str], kind: type[Settings], past: Path | None = None
 ) -> tuple[Settings, list[Given]]:
     """Settings, and flags that are none."""
-    words = argv[1:]
-    own = fields.of(kind)
-    folder = project.folder()
-    if {"--help", "-h", "-help", "--helpshort"} & set(words):
+    if {"--help", "-h", "-help", "--helpshort"} & set(argv[1:]):
         absl_flags.end_with_help(absl_flags.help_text(argv[0], kind))
-    switches = absl_flags.beside(kind)
-    switches |= {name: fields.kind(field) == "bool" for name, field in own.items()}
-    valueless = [name for name, switch in switches.items() if switch]
-    valueless += [f"no{name}" for name in valueless]
-    given = flagfiles.expand(words, valueless)
-    gone = [f for f in given if past and f.file == past and f.name not in {*switches, *valueless}]
-    if gone and launch_rank() == 0:
-        names = join(f"--{flag.name}" for flag in gone)
-        say(f"note: {past} has flags that no longer exist, which are ignored: {names}")
-    given = [fields.recognize(flag, switches) for flag in given if flag not in gone]
-    others = [flag for flag in given if flag.name not in own]
+    known = fields.of(kind)
+    flags = _flags(argv[1:], kind, past)
+    others = [flag for flag in flags if flag.name not in known]
     for flag in others:
         absl_flags.check(flag)
-    given = [flag for flag in given if flag.name in own]
-    given += _folder_of_run(given)
-    values = {name: fields.placed(f, f.default, folder) for name, f in own.items()}
-    for flag in given:
-        values[flag.name] = _value(flag, own[flag.name])
-    unasked = _unasked(given, own["task"].default)
+    flags = [flag for flag in flags if flag.name in known]
+    flags += _folder_of_run(flags)
+
+    folder = project.folder()
+    values = {name: fields.placed(field, field.default, folder) for name, field in known.items()}
+    for flag in flags:
+        values[flag.name] = _value(flag, known[flag.name])
+    unasked = _unasked(flags, known["task"].default)
     if unasked.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
-        values["run_dir"] = fields.placed(own["run_dir"], f"runs/{values['task']}", folder)
-    resumes = [flag.file for flag in given if flag.name == "resume"]
+        values["run_dir"] = fields.placed(known["run_dir"], f"runs/{values['task']}", folder)
+    resumes = [flag.file for flag in flags if flag.name == "resume"]
     if resumes and resumes[-1] and runs.has_begun(resumes[-1], folder / values["run_dir"]):
         values["resume"] = "auto"
-    unused = _unused_batch(given, values["batch_per_rank"])
-    settings = kind(**(values | {unused: 0}))
+    values[_unused_batch(flags, values["batch_per_rank"])] = 0
+    settings = kind(**values)
     object.__setattr__(settings, "unasked", unasked)
     settings = settings.implied()
     settings.check()
     return settings, others
+
+
+def _flags(words: Sequence[str], kind: type[Settings], past: Path | None) -> list[Given]:
+    """All flags that were given, without those in `past` that no longer exist."""
+    switches = absl_flags.beside(kind)
+    for name, field in fields.of(kind).items():
+        switches[name] = fields.kind(field) == "bool"
+    valueless = [name for name, switch in switches.items() if switch]
+    valueless += [f"no{name}" for name in valueless]
+    flags = flagfiles.expand(words, valueless)
+    gone = []
+    if past:
+        names = {*switches, *valueless}
+        gone = [flag for flag in flags if flag.file == past and flag.name not in names]
+    if gone and launch_rank() == 0:
+        gone_names = join(f"--{flag.name}" for flag in gone)
+        say(f"note: {past} has flags that no longer exist, which are ignored: {gone_names}")
+    return [fields.recognize(flag, switches) for flag in flags if flag not in gone]
 
 
 def _value(flag: Given, field: dataclasses.Field) -> Any:
@@ -184,26 +193,31 @@ def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
     is_other = "task" in last and last["task"].value != default_task
     files = {flag.file for flag in last.values() if flag.file}
     of_runs = {file for file in files if file.name == runs.CONFIG and runs.folder_of(file)}
-    found = {}
+    unasked = {}
     for name, flag in last.items():
         if is_other and flag.is_default:
-            found[name] = _DEFAULTS
+            unasked[name] = _DEFAULTS
         elif flag.file in of_runs:
-            found[name] = runs.CONFIG
-    return found
+            unasked[name] = runs.CONFIG
+    return unasked
 
 
 def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
     """Of the two that say how large a batch is: the one that was not given last."""
     chosen = "global_batch_size"
-    both = {}
+    name_in_file = {}
     for flag in given:
-        if flag.name in _BATCH:
-            chosen = flag.name
-            if both.setdefault(flag.file, flag.name) != flag.name:
-                names = " and ".join(f"--{name}" for name in _BATCH)
-                raise flag.error(f"{names} both say how large a batch is: leave one out")
-    return _BATCH[0] if chosen == _BATCH[1] and batch_per_rank else _BATCH[1]
+        if flag.name not in ("global_batch_size", "batch_per_rank"):
+            continue
+        chosen = flag.name
+        if name_in_file.setdefault(flag.file, flag.name) != flag.name:
+            raise flag.error(
+                "--global_batch_size and --batch_per_rank both say how large a batch is: leave "
+                "one out"
+            )
+    if chosen == "batch_per_rank" and batch_per_rank:
+        return "global_batch_size"
+    return "batch_per_rank"
 
 
 def write(settings: Settings, path: Path) -> None:
@@ -212,7 +226,7 @@ def write(settings: Settings, path: Path) -> None:
     Raises ValueError for a text that a line of a flagfile cannot hold.
     """
     lines = [runs.HEADER]
-    unused = _BATCH[0] if settings.batch_per_rank else _BATCH[1]
+    unused = "global_batch_size" if settings.batch_per_rank else "batch_per_rank"
     for name, field in fields.of(settings).items():
         value = fields.placed(field, getattr(settings, name), Path.cwd())
         if name == unused:
@@ -225,7 +239,7 @@ def write(settings: Settings, path: Path) -> None:
             lines.append(f"--{name}={typed.written(value, is_path=is_path)}")
     for flag in absl_flags.of_the_fork().values():
         if flag.present:
-            lines += map(_line, flag.serialize().split("\n"))
+            lines += [_line(line) for line in flag.serialize().split("\n")]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="surrogateescape")
 
 

@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
-ENGINE = Path(__file__).resolve().parents[1]  # this package
+ENGINE = Path(__file__).resolve().parents[1]  # The folder of this package.
 _OF_PYTHON = ("stdlib", "platlib", "scripts")
 
-_folder: list[Path] = []  # once it is known
+_folder: list[Path] = []  # It holds the fork's folder once that is known.
 
 
 def use(path: Path) -> None:
@@ -29,8 +29,7 @@ def folder() -> Path:
         places = [Path.cwd(), script.parent]
         if script.parent != Path(sysconfig.get_path("scripts")).resolve():
             places.reverse()
-        forks = [of_caller(), *map(above, places)]
-        use(next(filter(None, forks), Path.cwd()))
+        use(of_caller() or above(places[0]) or above(places[1]) or Path.cwd())
     return _folder[0]
 
 
@@ -62,23 +61,23 @@ def find() -> None:
 
 def importable() -> None:
     """Lets the fork's modules be imported. Raises ValueError where another fork's tasks are."""
-    own = folder()
-    tasks = getattr(sys.modules.get("tasks"), "__path__", [own / "tasks"])
-    if not any(Path(path).resolve() == (own / "tasks").resolve() for path in tasks):
-        raise ValueError(f"this process has the tasks of {tasks[0]}: for {own} start another one")
+    fork = folder()
+    tasks = getattr(sys.modules.get("tasks"), "__path__", [fork / "tasks"])
+    if not any(Path(path).resolve() == (fork / "tasks").resolve() for path in tasks):
+        raise ValueError(f"this process has the tasks of {tasks[0]}: for {fork} start another one")
     enter()
 
 
 def enter() -> None:
     """Lets the fork's modules be imported; never those of a mere folder, or of another user."""
-    own = folder()
-    if is_fork(own) and is_safe(own) and str(own) not in sys.path:
-        sys.path.insert(0, str(own))
+    fork = folder()
+    if is_fork(fork) and is_safe(fork) and str(fork) not in sys.path:
+        sys.path.insert(0, str(fork))
 
 
 def nearest(start: Path) -> Path | None:
     """The nearest fork, from a folder upward, whoever it belongs to."""
-    return next(filter(is_fork, (start, *start.parents)), None)
+    return next((folder for folder in (start, *start.parents) if is_fork(folder)), None)
 
 
 def above(start: Path) -> Path | None:
@@ -89,11 +88,11 @@ def above(start: Path) -> Path | None:
 
 def is_safe(fork: Path) -> bool:
     """Whether other users cannot change what it runs, or Python imports from it anyway."""
-    if os.path.realpath(fork) in map(os.path.realpath, sys.path):
+    if any(os.path.realpath(fork) == os.path.realpath(entry) for entry in sys.path):
         return True
     trusted = {0, os.geteuid()}
     if os.geteuid() == 0:
-        # In a container root works in a user's folder, which is mounted: whose it is, is trusted.
+        # In a container root works in a mounted folder of a user, and trusts that user.
         trusted.add(Path.cwd().stat().st_uid)
     for path in (fork, fork / "train.py", fork / "tasks", fork / "settings.py"):
         if path.exists():
@@ -123,18 +122,20 @@ def is_own(file: str | Path) -> bool:
     path = Path(file)
     if path.is_relative_to(ENGINE):
         return True
-    of_python = any(map(path.is_relative_to, map(sysconfig.get_path, _OF_PYTHON)))
-    generated = path.name.startswith("__autograph_generated")  # TensorFlow's, in /tmp
-    return path.is_file() and not (of_python or generated or "site-packages" in path.parts)
+    if any(path.is_relative_to(sysconfig.get_path(name)) for name in _OF_PYTHON):
+        return False
+    # TensorFlow generates such files in /tmp.
+    is_generated = path.name.startswith("__autograph_generated")
+    return path.is_file() and not is_generated and "site-packages" not in path.parts
 
 
 def line_in_fork(frames: Iterable[traceback.FrameSummary]) -> str:
     """The innermost of the user's own lines among frames, as "FILE, line N"; "" for none."""
-    found = ""
+    line = ""
     for frame in frames:
         if is_own(frame.filename) and not Path(frame.filename).is_relative_to(ENGINE):
-            found = f"{Path(frame.filename).name}, line {frame.lineno}"
-    return found
+            line = f"{Path(frame.filename).name}, line {frame.lineno}"
+    return line
 
 
 def line_of(function: object) -> str:

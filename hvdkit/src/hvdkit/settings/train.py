@@ -125,7 +125,7 @@ class ScheduleSettings(Room):
             self,
             "lr_boundaries",
             "rising fractions between 0 and 1, with commas between them: 0.5,0.75",
-            fits=lambda f: f[0] > 0 and f[-1] < 1 and f == sorted({*f}),
+            fits=lambda values: values[0] > 0 and values[-1] < 1 and values == sorted(set(values)),
         )
         return [round(fraction * self.num_steps) for fraction in fractions]
 
@@ -137,12 +137,15 @@ class ScheduleSettings(Room):
         return [note] if self.warmup_steps > self.num_steps else []
 
     def without_effect(self) -> dict[str, str]:
-        read = {"poly": ["power", "end_lr"], "cosine": ["end_lr"]}
-        read["step"] = ["lr_boundaries", "lr_gamma"]
-        read["plateau"] = [n for n in fields.of(ScheduleSettings) if n.startswith("plateau_")]
-        every = {name for names in read.values() for name in names}
-        unread = sorted(every - {*read.get(self.lr_policy, [])})
-        return dict.fromkeys(unread, f"--lr_policy={self.lr_policy}")
+        names = fields.of(ScheduleSettings)
+        read_by = {
+            "poly": {"power", "end_lr"},
+            "cosine": {"end_lr"},
+            "step": {"lr_boundaries", "lr_gamma"},
+            "plateau": {name for name in names if name.startswith("plateau_")},
+        }
+        unread = set().union(*read_by.values()) - read_by.get(self.lr_policy, set())
+        return dict.fromkeys(sorted(unread), f"--lr_policy={self.lr_policy}")
 
 
 class ReductionSettings(Room):
