@@ -28,7 +28,7 @@ DATA_FAILED, STOP_ASKED, FAILED_SAVES, REPLACED = range(4)
 NUM_VOTES = 4
 
 
-@functools.lru_cache  # a step's are mostly those of the last one
+@functools.lru_cache  # Votes are mostly those of the step before.
 def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
     return tf.constant([float(data_failed), float(stop_asked), failed_saves, replaced], tf.float64)
@@ -41,28 +41,36 @@ def check_settings(world: World, config: Settings, others: Mapping[str, Any] | N
     differ: a host's data may lie elsewhere (it is compared), and rank 0 alone writes. `others`:
     flags that are no settings of a run, by name.
     """
+    flags = {}
     known = fields.of(config)
-    values = dataclasses.asdict(config)
-    own = {name: f"{v}" for name, v in values.items() if not fields.is_path(known[name], v)}
-    way_out = "give every rank the same flags and flagfiles"
-    flags = {f"--{name}": value for name, value in (own | dict(others or {})).items()}
-    _check_alike(world, flags, "settings", way_out)
-
-
-def check_optimizer(world: World, own: Mapping[str, str]) -> None:
-    """Raises Stop on all ranks when a task's optimizer has other hyperparameters on one of them."""
-    way_out = "make it from the settings alone, the same on every rank"
-    _check_alike(world, own, "hyperparameters of the task's optimizer", way_out)
-
-
-def _check_alike(world: World, own: Mapping[str, str], what: str, way_out: str) -> None:
-    everyone, ranks = world.compare(dict(own), f"agreement.{what}")
+    for name, value in dataclasses.asdict(config).items():
+        if not fields.is_path(known[name], value):
+            flags[f"--{name}"] = str(value)
+    for name, value in (others or {}).items():
+        flags[f"--{name}"] = value
+    everyone, ranks = world.compare(flags, "agreement.settings")
     if ranks:
-        different = join(fingerprints.differences(everyone[0], everyone[ranks[0]]), 3)
         raise Stop(
             WRONG_USE,
-            f"the {what} of rank {join(ranks)} differ from rank 0's: {different}: {way_out}",
+            f"the settings of rank {join(ranks)} differ from rank 0's: "
+            f"{_differences(everyone, ranks[0])}: give every rank the same flags and flagfiles",
         )
+
+
+def check_optimizer(world: World, described: Mapping[str, str]) -> None:
+    """Raises Stop on all ranks when a task's optimizer has other hyperparameters on one of them."""
+    everyone, ranks = world.compare(dict(described), "agreement.optimizer")
+    if ranks:
+        raise Stop(
+            WRONG_USE,
+            f"the hyperparameters of the task's optimizer of rank {join(ranks)} differ from rank "
+            f"0's: {_differences(everyone, ranks[0])}: make it from the settings alone, the same "
+            "on every rank",
+        )
+
+
+def _differences(everyone: list[dict[str, str]], rank: int) -> str:
+    return join(fingerprints.differences(everyone[0], everyone[rank]), 3)
 
 
 def fingerprint(world: World, config: Settings) -> dict[str, str]:
@@ -73,34 +81,41 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
     everyone, odd = world.compare(fingerprints.here(), "agreement.fingerprint")
     hosts = world.gather_objects(hostname(), "agreement.hosts") if odd else []
     first = everyone[0]
-    # One rank of each kind: of a thousand GPUs half may be of another.
-    for rank in sorted({repr(everyone[rank]): rank for rank in reversed(odd)}.values()):
-        theirs = everyone[rank]
-        different = "; ".join(fingerprints.differences(first, theirs))
-        what = f"rank 0 and rank {rank} on {hosts[rank]} differ in {different}"
-        if any(first[name] != theirs[name] for name in fingerprints.PACKAGES):
-            raise Stop(WRONG_USE, f"{what}: install the same packages on all hosts")
+    # Only the first rank of each kind is named: of a thousand GPUs half may be of another.
+    first_of_kind: dict[str, int] = {}
+    for rank in odd:
+        first_of_kind.setdefault(repr(everyone[rank]), rank)
+    for rank in first_of_kind.values():
+        other = everyone[rank]
+        differences = "; ".join(fingerprints.differences(first, other))
+        if any(first[name] != other[name] for name in fingerprints.PACKAGES):
+            raise Stop(
+                WRONG_USE,
+                f"rank 0 and rank {rank} on {hosts[rank]} differ in {differences}: install the "
+                "same packages on all hosts",
+            )
         if config.virtual_ranks:
             raise Stop(
                 WRONG_USE,
-                f"--virtual_ranks needs ranks that compute alike, and {what}: use hosts of one "
-                "kind, set up alike, or leave out --virtual_ranks",
+                f"--virtual_ranks needs ranks that compute alike, and rank 0 and rank {rank} on "
+                f"{hosts[rank]} differ in {differences}: use hosts of one kind, set up alike, or "
+                "leave out --virtual_ranks",
             )
-        say(world, f"note: {what}")
+        say(world, f"note: rank 0 and rank {rank} on {hosts[rank]} differ in {differences}")
     return fingerprints.of_all(everyone)
 
 
 def check_code(world: World) -> None:
     """Raises Stop on all ranks when a rank has other files of code."""
     with world.fail_together("reading the project's code"):
-        own = fingerprints.code(project.folder(), project.ENGINE)
-    everyone, odd = world.compare(dict(sorted(own.items())), "agreement.code")
+        digests = fingerprints.code(project.folder(), project.ENGINE)
+    everyone, odd = world.compare(dict(sorted(digests.items())), "agreement.code")
     if odd:
         hosts = world.gather_objects(hostname(), "agreement.hosts")
         first = everyone[0]
-        theirs = everyone[odd[0]]
-        names = sorted({*first, *theirs})
-        different = [name for name in names if theirs.get(name) != first.get(name)]
+        other = everyone[odd[0]]
+        names = sorted({*first, *other})
+        different = [name for name in names if other.get(name) != first.get(name)]
         raise Stop(
             WRONG_USE,
             f"{join(different, 3)} on {hosts[odd[0]]} (rank {odd[0]}) differ from rank 0's: "
@@ -112,7 +127,7 @@ def check_gradients(world: World, variables: list[keras.Variable], connected: li
     """Raises Stop on all ranks when a variable has a gradient, is `connected`, on some only."""
     everyone = world.gather_alike(connected, "agreement.gradients")
     for variable, flags in zip(variables, zip(*everyone)):
-        without = [rank for rank, there in enumerate(flags) if not there]
+        without = [rank for rank, is_connected in enumerate(flags) if not is_connected]
         if 0 < len(without) < world.size:
             raise Stop(
                 BUG,
@@ -134,13 +149,15 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
     everyone, ranks = world.compare(digests, f"state.{step}")
     if ranks:
         hosts = world.gather_objects(hostname(), "state.hosts")
-        where = join(sorted({hosts[rank] for rank in ranks}))
-        names = dict.fromkeys(name for theirs in everyone for name in theirs)
-        odd = [n for n in names if len({theirs.get(n) for theirs in everyone}) > 1]
+        hosts_of_ranks = join(sorted({hosts[rank] for rank in ranks}))
+        names: dict[str, None] = {}
+        for of_rank in everyone:
+            names |= dict.fromkeys(of_rank)
+        odd = [name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1]
         raise Stop(
             BUG,
-            f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({where}) differ from rank "
-            "0's, which checkpoints hold. Every rank must change what is not trained in the "
+            f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({hosts_of_ranks}) differ from "
+            "rank 0's, which checkpoints hold. Every rank must change what is not trained in the "
             "same way, or its layer must say how the ranks' values come together (`combines`, "
             "hvdkit/train/combine.py). Where that is so, memory or a device may be faulty: a "
             "rerun resumes from the newest checkpoint",
@@ -149,8 +166,8 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
 
 def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
     """Raises Stop on all ranks when the traced step's collectives differ from rank 0's."""
-    own = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
-    everyone, ranks = world.compare(own, "agreement.collectives")
+    collectives = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
+    everyone, ranks = world.compare(collectives, "agreement.collectives")
     if ranks:
         first = set(everyone[0])
         other = set(everyone[ranks[0]])
@@ -169,8 +186,10 @@ def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
     for node in itertools.chain(graph.node, *inner):
         if node.op.startswith("Horovod"):
             name = node.attr["tensor_name"].s.decode() or node.name
-            sizes = [[d.size for d in s.dim] for s in node.attr["_output_shapes"].list.shape]
-            shapes = [str(own).replace("-1", "?") for own in sizes]
-            kind = node.attr["T"].type or 0
-            dtype = tf.as_dtype(kind).name if kind else ""
+            shapes = []
+            for shape in node.attr["_output_shapes"].list.shape:
+                sizes = [dimension.size for dimension in shape.dim]
+                shapes.append(str(sizes).replace("-1", "?"))
+            type_number = node.attr["T"].type
+            dtype = tf.as_dtype(type_number).name if type_number else ""
             yield f"{name} ({node.op.removeprefix('Horovod')}, {dtype} {' '.join(shapes)})"

@@ -9,9 +9,10 @@ from hvdkit.ranks import placement
 
 
 def gpus(device: str) -> list[placement.Gpu]:
-    """Those that TensorFlow sees, in its order; none where CPUs are meant (--device)."""
-    seen = tf.config.list_physical_devices("GPU") if device != "cpu" else []
-    return placement.gpus_of_driver(len(seen))
+    """The GPUs that TensorFlow sees, in its order; none where CPUs are meant (--device)."""
+    if device == "cpu":
+        return []
+    return placement.gpus_of_driver(len(tf.config.list_physical_devices("GPU")))
 
 
 def choose(device: str, gpu: int, threads: int, *, must: bool = False) -> None:
@@ -24,13 +25,16 @@ def choose(device: str, gpu: int, threads: int, *, must: bool = False) -> None:
         _choose(device, gpu, threads)
     except RuntimeError:
         used = len(tf.config.get_visible_devices("GPU"))
-        why = "start it in a new process (restart the notebook's kernel), before TensorFlow"
         if used != (gpu >= 0):
-            raise ValueError(f"TensorFlow has started with {used} GPUs: {why}") from None
+            raise ValueError(
+                f"TensorFlow has started with {used} GPUs: start it in a new process (restart the "
+                "notebook's kernel), before TensorFlow"
+            ) from None
         if must:
             raise ValueError(
                 f"--cpu_threads={threads} (--virtual_ranks sets it): TensorFlow has started "
-                f"without it: {why}"
+                "without it: start it in a new process (restart the notebook's kernel), before "
+                "TensorFlow"
             ) from None
 
 
@@ -38,9 +42,9 @@ def _choose(device: str, gpu: int, threads: int) -> None:
     if device == "cpu":
         tf.config.set_visible_devices([], "GPU")
     elif gpu >= 0:
-        own = tf.config.list_physical_devices("GPU")[gpu]
-        tf.config.set_visible_devices(own, "GPU")
-        tf.config.experimental.set_memory_growth(own, True)
+        gpu_of_rank = tf.config.list_physical_devices("GPU")[gpu]
+        tf.config.set_visible_devices(gpu_of_rank, "GPU")
+        tf.config.experimental.set_memory_growth(gpu_of_rank, True)
         # TensorFlow's own choice is cuDNN's older batch norm, with which a step takes 1.6 as long.
         os.environ.setdefault("TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT", "1")
         return
@@ -56,15 +60,16 @@ def threads() -> int:
 
 
 def why_no_gpu(device: str) -> str:
-    """Where TensorFlow sees no GPU: why --device cannot go on without, "" where it can."""
+    """Why --device cannot go on where TensorFlow sees no GPU; "" where it can."""
     host = os.uname().nodename
     try:
         count = placement.granted()
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi fails on {host} ({error}): look at its driver, or give --device=cpu"
+    if not count and device == "auto":
+        return ""
     if not count:
-        none = f"--device=gpu, but {host} has no GPU that this process may use (nvidia-smi)"
-        return "" if device == "auto" else none
+        return f"--device=gpu, but {host} has no GPU that this process may use (nvidia-smi)"
     return (
         f"{host} has {count} GPU(s) and TensorFlow sees none of them: it is the build for CPUs "
         "(set up again with DEVICE=gpu, which tests that), or it does not find CUDA's libraries. "

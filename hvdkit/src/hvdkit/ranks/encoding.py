@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-_ARRAY = "numpy.ndarray"  # the one name of a JSON object that stands for an array
+_ARRAY = "numpy.ndarray"  # A JSON object with this one name stands for an array.
 
 
 def pack(value: Any, name: str) -> np.ndarray:

@@ -17,10 +17,10 @@ from hvdkit.stop import LAUNCHED, PREEMPTED
 # SIGINTs this close together, in seconds, are one Ctrl-C that came in two ways: the terminal
 # sends it to every process, and a launcher may pass it on.
 _ONE_PRESS = 0.5
-_ALONE = 25.0  # seconds in which a rank whose launcher is gone may save
-_UNDER_MPIRUN = "OMPI_COMM_WORLD_RANK"  # a variable of its ranks
+_ALONE = 25.0  # A rank whose launcher is gone may save for so many seconds.
+_UNDER_MPIRUN = "OMPI_COMM_WORLD_RANK"  # mpirun gives this variable to its ranks.
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_ENDED_BY_CTRL_C = 130  # what a shell reports for SIGINT
+_ENDED_BY_CTRL_C = 130  # A shell reports this for SIGINT.
 # mpirun sends SIGCONT, waits, sends SIGTERM, waits as long again, and kills; in seconds, the
 # longest such wait, and how long before the end a rank says that it has not saved.
 _LONGEST_WAIT = 120.0
@@ -41,12 +41,12 @@ class StopSignal:
         `in_notebook`: a second Ctrl-C interrupts the cell, and does not end the process.
         """
         self.asked = False
-        self.number: int | None = None  # the first signal that asked
+        self.number: int | None = None  # The first signal that asked has this number.
         self.words = "stopping after this step: saving, then ending"
-        self.saved = False  # nothing is lost any more where the process is killed
+        self.saved = False  # Once saved, nothing is lost where the process is killed.
         self._speaks = rank == 0
-        self._continued: float | None = None  # when SIGCONT came last
-        self._pressed: float | None = None  # when the first SIGINT came
+        self._continued: float | None = None  # SIGCONT came last at this time.
+        self._pressed: float | None = None  # The first SIGINT came at this time.
         self._in_notebook = in_notebook
         if any(name in os.environ for name in LAUNCHED):
             threading.Thread(target=self._follow, args=(os.getppid(),), daemon=True).start()
@@ -61,21 +61,20 @@ class StopSignal:
         for number in _REQUESTS:
             by_terminal = number in (signal.SIGINT, signal.SIGHUP)
             if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # started by `nohup` or a script's `&`: not meant for it
+                continue  # `nohup`, or a script's `&`, keeps these signals from it.
             interrupts = in_notebook and number == signal.SIGINT
             signal.signal(number, self._interrupt if interrupts else _left_to_the_thread)
         # A forked child (multiprocessing) would answer a signal of its own into this pipe.
-        hold = signal.pthread_sigmask
         os.register_at_fork(
-            before=lambda: hold(signal.SIG_BLOCK, _REQUESTS),
-            after_in_parent=lambda: hold(signal.SIG_UNBLOCK, _REQUESTS),
+            before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS),
+            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS),
             after_in_child=_forget,
         )
 
     def end(self) -> None:
         """Gives signals back to whoever had them, as a notebook's kernel."""
         for number, handler in self._handlers.items():
-            if handler is not None:  # of C code
+            if handler is not None:  # Python does not know a handler of C code.
                 signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._writer)
@@ -110,24 +109,29 @@ class StopSignal:
             if self._is_second_press(now) and not self._in_notebook:
                 os._exit(_ENDED_BY_CTRL_C)
             self._pressed = self._pressed or now
-        first = not self.asked
+        is_first = not self.asked
         self.number = self.number or number
         self.asked = True
-        if first and self._speaks:
+        if is_first and self._speaks:
             self._answer(number)
 
     def _answer(self, number: int) -> None:
-        start = "\n" if os.isatty(2) else ""  # the terminal shows ^C
+        words = self.words
+        if os.isatty(2):  # The terminal shows ^C on this line.
+            words = "\n" + words
         if number == signal.SIGINT:
-            _write(f"{start}{self.words}; Ctrl-C again ends at once")
-        if number == signal.SIGTERM:
-            seconds = self._seconds_left()
-            limit = f"; mpirun kills it in {seconds:.0f} s" if seconds else ""
-            _write(f"{start}{self.words}{limit}")
-            if seconds and not self.saved:
-                late = threading.Timer(max(0.0, seconds - _BEFORE_THE_END), self._lose)
-                late.daemon = True
-                late.start()
+            _write(f"{words}; Ctrl-C again ends at once")
+        if number != signal.SIGTERM:
+            return
+        seconds = self._seconds_left()
+        if not seconds:
+            _write(words)
+            return
+        _write(f"{words}; mpirun kills it in {seconds:.0f} s")
+        if not self.saved:
+            late = threading.Timer(max(0.0, seconds - _BEFORE_THE_END), self._lose)
+            late.daemon = True
+            late.start()
 
     def _seconds_left(self) -> float | None:
         """Until mpirun kills this process; None where SIGTERM did not come from mpirun."""

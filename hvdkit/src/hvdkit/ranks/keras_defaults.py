@@ -18,10 +18,10 @@ _DEFAULTS: dict[str, Any] = {
     "backend": "tensorflow",
     "image_data_format": "channels_last",
     "epsilon": 1e-7,
-    "floatx": "float32",  # of a run: --precision
+    "floatx": "float32",  # --precision sets a run's.
     "nnx_enabled": False,
 }
-_ON = ("true", "1")  # as TensorFlow and Keras read a variable
+_ON = ("true", "1")  # TensorFlow and Keras read a variable so.
 # Variables that make another program of the same code, and what they must be while TensorFlow is
 # imported: it would compile every function, also what a task's input does, or trace old branches.
 _SWITCHES = {
@@ -44,11 +44,12 @@ def in_place() -> Iterator[None]:
     home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
     refused = _of_the_user(Path(home, "keras.json"))
     for name in _SWITCHES.keys() & os.environ.keys():
-        os.environ[name] = _SWITCHES[name]  # TensorFlow may read it again later
+        os.environ[name] = _SWITCHES[name]  # It stays, as TensorFlow may read it again later.
     variables = {name: value for name, value in os.environ.items() if name.startswith("KERAS_")}
     for name in variables:
         del os.environ[name]
-    os.environ["KERAS_HOME"] = os.devnull  # no folder: Keras reads and writes no keras.json there
+    # This is no folder, so Keras reads and writes no keras.json there.
+    os.environ["KERAS_HOME"] = os.devnull
     try:
         yield
     finally:
@@ -56,7 +57,7 @@ def in_place() -> Iterator[None]:
         os.environ.update(variables)
     from keras.src.backend import config
 
-    config._KERAS_DIR = home  # where published weights are kept
+    config._KERAS_DIR = home  # Keras keeps published weights there.
     _say(refused)
 
 

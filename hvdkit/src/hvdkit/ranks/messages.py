@@ -22,10 +22,10 @@ import tensorflow as tf
 
 from hvdkit.stop import BUG
 
-MOST_GATHERED = 2**31 - 1  # bytes of all ranks' messages in one `gather`: MPI counts in 32 bits
-_PART = 2**22  # bytes of one broadcast
+MOST_GATHERED = 2**31 - 1  # Bytes of all messages in one `gather`: MPI counts in 32 bits.
+_PART = 2**22  # One broadcast has at most so many bytes.
 _LONGEST_NAP = 0.01  # seconds
-_STEPS = 20  # newest ones, by which a hanging one is known
+_STEPS = 20  # A hanging step is known by the times of so many newest ones.
 _LEAST_PATIENCE = 60.0  # seconds
 
 
@@ -39,11 +39,11 @@ class Heartbeat:
     parts = 0
     reads = False
     _last = time.monotonic()
-    _entered = 0.0  # when it came to the part of a step that it is in; 0: it is in none
-    _spent = 0.0  # seconds in earlier parts of the step
+    _entered = 0.0  # It came to the part of a step that it is in at this time; 0: it is in none.
+    _spent = 0.0  # Earlier parts of the step took so many seconds.
 
     def __init__(self) -> None:
-        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)  # seconds of each
+        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)  # in seconds
 
     def beat(self) -> None:
         self._last = time.monotonic()
@@ -123,7 +123,7 @@ class Horovod:
 
     def beside(self, own: np.ndarray) -> list[np.ndarray]:
         """The messages of this host's ranks, in rank order; here this one's for each."""
-        return [own] * hvd.local_size()
+        return [own for _ in range(hvd.local_size())]
 
     def broadcast(self, part: np.ndarray, root: int, own: bool) -> None:
         """Gives uint8 [n] the values that rank `root`'s has; `own`: this is that rank."""
@@ -181,9 +181,11 @@ Carrier = Horovod | Mpi
 
 def in_mpi_world() -> bool:
     """Whether mpirun or `srun --mpi=pmix` started this process, and Horovod will use MPI."""
-    gloo = "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
-    gloo = gloo or os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo"
-    return not gloo and bool({"OMPI_COMM_WORLD_RANK", "PMIX_RANK"} & set(os.environ))
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+        return False
+    if os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
+        return False
+    return "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ
 
 
 def carrier() -> Carrier:

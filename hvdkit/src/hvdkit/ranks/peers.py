@@ -30,26 +30,37 @@ from hvdkit.ranks.world import World, hostname
 from hvdkit.settings import project
 from hvdkit.stop import BUG, NOT_NOW
 
-_CONNECT = 5.0  # seconds in which a process that runs answers
-_SILENT = 45.0  # seconds without an answer: the process was stopped, or its host is gone
-_SETTLE = 10.0  # seconds in which ranks that are left notice that Horovod was shut down
-_LATEST = 30  # seconds that later ranks leave to earlier ones, a second each
-_TOLD = 20.0  # seconds in which the neighbour of a rank that ends learns of it
+_CONNECT = 5.0  # A process that runs answers within so many seconds.
+_SILENT = (
+    45.0  # After so many seconds without an answer, a process was stopped or its host is gone.
+)
+_SETTLE = 10.0  # Ranks that are left notice within so many seconds that Horovod was shut down.
+_LATEST = 30  # Later ranks leave so many seconds to earlier ones, at most, a second each.
+_TOLD = 20.0  # The neighbour of a rank that ends learns of it within so many seconds.
 _ASKED_AT_ONCE = 64
-_LOWER_ASKED = 8  # at once, of thousands, by each rank that is left
+_LOWER_ASKED = 8  # Of thousands, each rank that is left asks so many lower ones at once.
 
 
 class _Place(NamedTuple):
+    """A rank's host, and the addresses and ports at which it answers."""
+
     host: str
-    doors: list[tuple[str, int]]  # address and port
+    doors: list[tuple[str, int]]
 
 
 class _Answer(NamedTuple):
-    how: str  # gone, silent, or busy: closes connections; empty: it has answered
-    at: str  # the place in the code that it is at, or "asking" or "without data"
-    still: float  # seconds for which it has not moved
-    left: float = 0.0  # seconds for which it may stay where it is
-    parts: int = 0  # see `Heartbeat`, also of the next
+    """What a rank said, or why it did not.
+
+    `how`: "gone", "silent", or "busy" (it closes connections); "" where it has answered. `at`: the
+    place in the code that it is at, or "asking" or "without data". `still`: the seconds for which
+    it has not moved, `left`: those for which it may stay there. `parts`, `reads`: see `Heartbeat`.
+    """
+
+    how: str
+    at: str
+    still: float
+    left: float = 0.0
+    parts: int = 0
     reads: bool = False
 
 
@@ -67,10 +78,11 @@ class Peers:
         neighbour be silent, if that is less than _SILENT; 0: for ever. In a step that is less, see
         `Heartbeat.patience`; before the first one `start_seconds`, and the exit code is NOT_NOW.
         """
-        self._rank, self._asking = world.rank, False
-        self._without_data = False  # this rank has said so, and ends
-        self._limits = start_seconds or stall_seconds, stall_seconds
-        # To the neighbour: strangers who take the places of its port do not end it.
+        self._rank = world.rank
+        self._asking = False
+        self._without_data = False  # A rank without data has said so, and ends.
+        self._limits = (start_seconds or stall_seconds, stall_seconds)
+        # The connection to the neighbour: strangers who fill its port do not end it.
         self._kept: Link | None = None
         self._main = threading.main_thread().ident
         self._places = [_Place(hostname(), [])]
@@ -87,12 +99,12 @@ class Peers:
         if world.local_size == world.size:
             addresses = ["127.0.0.1"]
         servers = [socket.create_server((address, 0), backlog=1024) for address in addresses]
-        own = (hostname(), [server.getsockname() for server in servers])
-        self._places = [_Place(*place) for place in world.gather_objects(own, "peers.places")]
+        place = (hostname(), [server.getsockname() for server in servers])
+        self._places = [_Place(*fields) for fields in world.gather_objects(place, "peers.places")]
         answers = Answers(servers, self._key, self._rank)
         threading.Thread(
             target=answers.serve,
-            args=(self._own,),
+            args=(self._state,),
             name="peers",
             daemon=True,
         ).start()
@@ -117,8 +129,10 @@ class Peers:
         sys.stdout.flush()
         end = time.monotonic() + _SETTLE
         while not self._left_to_another():
-            states = {rank: one.at or one.how for rank, one in self._ask_all().items()}
-            missing = {rank: how for rank, how in states.items() if how != "asking"}
+            missing = {}
+            for rank, answer in self._ask_all().items():
+                if answer.at != "asking":
+                    missing[rank] = answer.at or answer.how
             # Others that are left may still wait for the transport to give up.
             over = time.monotonic() > end or all(how == "gone" for how in missing.values())
             if over and self._rank == min(set(range(len(self._places))) - set(missing)):
@@ -130,37 +144,45 @@ class Peers:
 
     def _left_to_another(self) -> bool:
         """Whether a lower rank asks already: thousands that ask all others would take too long."""
-        first = next(r for r, p in enumerate(self._places) if p.host == hostname())
-        starts = range(0, self._rank, _LOWER_ASKED)
-        for ranks in ([first], *(range(s, s + _LOWER_ASKED) for s in starts)):
-            lower = [rank for rank in ranks if rank < self._rank]
-            if any(answer.at == "asking" for answer in self._ask_these(lower).values()):
+        lower = range(self._rank)
+        groups = [lower[start : start + _LOWER_ASKED] for start in lower[::_LOWER_ASKED]]
+        first = self._first_of_host()
+        if first < self._rank:
+            groups.insert(0, [first])
+        for ranks in groups:
+            if any(answer.at == "asking" for answer in self._ask_these(ranks).values()):
                 return True
         return False
 
+    def _first_of_host(self) -> int:
+        hosts = [place.host for place in self._places]
+        return hosts.index(hostname())
+
     def _stuck(self) -> str:
         """Where all ranks stand, if all have been where they are for too long; else ""."""
-        found = {self._rank: _Answer("", *self._own())} | self._ask_all()
-        if any(one.left > 0 or one.reads for one in found.values()):  # who reads tells it itself
+        by_rank = {self._rank: _Answer("", *self._state())} | self._ask_all()
+        answers = by_rank.values()
+        if any(answer.left > 0 for answer in answers):
             return ""
-        if any(one.how == "busy" for one in found.values()):  # it may move
+        if any(answer.reads for answer in answers):  # A rank that reads reports that itself.
             return ""
-        ended = any(one.how == "gone" for one in found.values())
-        if ended and -found[self._rank].left < _SILENT:  # launchers see to that
+        if any(answer.how == "busy" for answer in answers):  # Such a rank may move.
             return ""
-        seconds = round(min(one.still for one in found.values()))
-        by_place: dict[str, list[int]] = {}
-        most = max(one.parts for one in found.values())
-        for rank, one in sorted(found.items()):
-            where = f"at {one.at}" if one.at else "ended" if one.how == "gone" else "no answer"
-            if one.at and one.parts < most:
-                where += ", its own part of the step not done: its GPU, driver or code hangs"
-            by_place.setdefault(where, []).append(rank)
-        shown = sorted(by_place.items(), key=lambda place: len(place[1]))[:4]
-        parts = [f"{where}: {join(map(self._who, ranks), 1)}" for where, ranks in shown]
-        return f"the run ends: no rank has moved for {seconds} s: {'; '.join(parts)}"
+        has_ended = any(answer.how == "gone" for answer in answers)
+        if has_ended and -by_rank[self._rank].left < _SILENT:  # Launchers see to ended ranks.
+            return ""
+        seconds = round(min(answer.still for answer in answers))
+        ranks_at: dict[str, list[int]] = {}
+        most = max(answer.parts for answer in answers)
+        for rank, answer in sorted(by_rank.items()):
+            ranks_at.setdefault(_place_of(answer, most), []).append(rank)
+        texts = []
+        for place, ranks in sorted(ranks_at.items(), key=lambda item: len(item[1]))[:4]:
+            texts.append(f"{place}: {join([self._who(rank) for rank in ranks], 1)}")
+        return f"the run ends: no rank has moved for {seconds} s: {'; '.join(texts)}"
 
-    def _own(self) -> tuple[str, float, float, int, bool]:
+    def _state(self) -> tuple[str, float, float, int, bool]:
+        """What this rank answers: the fields of an _Answer but the first."""
         still = heartbeat.still()
         left = heartbeat.patience(*self._limits) - still
         at = "asking" if self._asking else self._main_thread()
@@ -176,8 +198,10 @@ class Peers:
         """
         earlier = self._ask_these(range(min(self._rank, _LATEST))).values()
         if all(answer.at != "without data" for answer in earlier):
-            what = f"{self._who(self._rank)} has waited {still:.0f} s for a batch of data"
-            complain(f"the run ends: {what}: its disk, mount or file server hangs")
+            complain(
+                f"the run ends: {self._who(self._rank)} has waited {still:.0f} s for a batch of "
+                "data: its disk, mount or file server hangs"
+            )
         self._without_data = True
         if len(self._places) > 1:
             time.sleep(_TOLD)
@@ -189,8 +213,10 @@ class Peers:
         # A rank may have ended because another hangs.
         hangs = {rank: how for rank, how in missing.items() if how != "gone"} or missing
         parts = [f"{self._who(rank)} {_in_words(how)}" for rank, how in list(hangs.items())[:4]]
-        more = f", and {len(hangs) - 4} more ranks" if len(hangs) > 4 else ""
-        return f"the run ends: {'; '.join(parts)}{more}"
+        sentence = "the run ends: " + "; ".join(parts)
+        if len(hangs) > 4:
+            sentence += f", and {len(hangs) - 4} more ranks"
+        return sentence
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} on {self._places[rank].host}"
@@ -206,7 +232,7 @@ class Peers:
         return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
 
     def _ask_all(self) -> dict[int, _Answer]:
-        return self._ask_these([r for r in range(len(self._places)) if r != self._rank])
+        return self._ask_these([rank for rank in range(len(self._places)) if rank != self._rank])
 
     def _ask_these(self, ranks: Sequence[int]) -> dict[int, _Answer]:
         with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
@@ -226,7 +252,8 @@ class Peers:
             except (OSError, ValueError, TypeError):
                 pass
         answer, link = self._ask_anew(rank)
-        # One that was only slow is kept: where strangers fill the port, no new one may come about.
+        # A connection that was only slow is kept: strangers may fill the port, and leave no place
+        # for a new one.
         if link:
             if self._kept:
                 self._kept.close()
@@ -237,10 +264,11 @@ class Peers:
         """The answer, and the connection on which it came."""
         place = self._places[rank]
         doors = place.doors
-        if place.host != hostname():  # docker0's address is that of every host: here it leads here
-            own = {address for address, _ in self._places[self._rank].doors}
-            doors = [door for door in doors if door[0] not in own] or doors
-        found = {"silent"}
+        if place.host != hostname():
+            # An address such as docker0's is that of every host, and would lead to this one.
+            addresses = {address for address, _ in self._places[self._rank].doors}
+            doors = [door for door in doors if door[0] not in addresses] or doors
+        states = {"silent"}
         for door in doors:
             end = time.monotonic() + _CONNECT
             while time.monotonic() < end:
@@ -249,30 +277,31 @@ class Peers:
                     link = Link(door, self._key, rank, seconds=_CONNECT)
                     return _Answer("", *link.ask()), link
                 except ConnectionRefusedError:
-                    found.add("gone")
+                    states.add("gone")
                     end = 0.0
                 except ConnectionError:
-                    found.add("busy")
+                    states.add("busy")
                     time.sleep(0.02)
                 except (OSError, ValueError, TypeError):
                     end = 0.0
                 if link:
                     link.close()
-        how = next(how for how in ("gone", "busy", "silent") if how in found)
+        how = next(how for how in ("gone", "busy", "silent") if how in states)
         return _Answer(how, "", math.inf), None
 
     def _watch(self, seconds: int) -> None:
         neighbour = (self._rank + 1) % len(self._places)
         patience = min(seconds, _SILENT)
-        heard = 0.0  # where a firewall is between, it never is
+        heard = 0.0  # The neighbour answered at this time; never, where a firewall is between.
         clock = time.pthread_getcpuclockid(self._main)
-        first = self._places.index(next(p for p in self._places if p.host == hostname()))
-        stuck, computed = "", 0.0
+        first = self._first_of_host()
+        stuck = ""
+        computed = 0.0
         while not self._asking:
-            before, nap = time.monotonic(), min(patience / 8, 30)
-            nap = min(nap, heartbeat.patience(*self._limits) / 8)
+            before = time.monotonic()
+            nap = min(patience / 8, 30, heartbeat.patience(*self._limits) / 8)
             time.sleep(nap)
-            if time.monotonic() - before > 2 * nap + 1:  # the whole run was suspended
+            if time.monotonic() - before > 2 * nap + 1:  # The whole run was suspended.
                 heard = time.monotonic() if heard else 0.0
                 heartbeat.beat()
             # A rank that computes does not hang.
@@ -280,15 +309,16 @@ class Peers:
             if used - computed > 0.05 * nap:
                 heartbeat.beat()
             computed = used
-            stuck, before_that = "", stuck
-            # Those of later ranks leave time to the earlier ones.
-            _, still, left, parts, reads = self._own()
+            was_stuck = stuck != ""
+            stuck = ""
+            # Later ranks leave time to the earlier ones.
+            _, still, left, parts, reads = self._state()
             if reads and -left > min(self._rank, _LATEST):
                 self._end_without_data(still)
-            # One watch a host; a rank that is alone waits for nobody.
+            # One rank of each host watches; a rank that is alone waits for nobody.
             if self._rank == first and -left > min(first, _LATEST) and len(self._places) > 1:
                 stuck = self._stuck()
-            if stuck and before_that:
+            if stuck and was_stuck:
                 complain(stuck)
                 os._exit(BUG if parts else NOT_NOW)
             answer = self._ask_neighbour(neighbour)
@@ -298,13 +328,22 @@ class Peers:
             if not how or (how == "busy" and heard):
                 heard = time.monotonic()
             elif how == "gone":
-                heard = 0.0  # it has ended: launchers see to that
+                heard = 0.0  # The neighbour has ended: launchers see to that.
             elif heard and time.monotonic() - heard > patience:
                 complain(
                     f"the run ends: {self._who(neighbour)} has not answered for {patience:g} s: "
                     "its process was stopped, or its host or network hangs"
                 )
                 os._exit(BUG)
+
+
+def _place_of(answer: _Answer, most: int) -> str:
+    """Where a rank stands; `most`: the most parts of steps that a rank has done."""
+    if not answer.at:
+        return "ended" if answer.how == "gone" else "no answer"
+    if answer.parts < most:
+        return f"at {answer.at}, its own part of the step not done: its GPU, driver or code hangs"
+    return f"at {answer.at}"
 
 
 def _in_words(how: str) -> str:

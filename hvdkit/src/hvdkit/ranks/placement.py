@@ -21,20 +21,26 @@ from hvdkit import logs
 if TYPE_CHECKING:
     from hvdkit.ranks.world import World
 
-_ROOT = Path("/")  # of /sys and /proc
+_ROOT = Path("/")  # /sys and /proc lie there, but in tests.
 _MOST_ROWS = 32
 
-Gpu = tuple[str, str]  # UUID (of a MIG instance its own), PCI address; "" where it is not known
+# UUID (a MIG instance has its own) and PCI address; "" where it is not known.
+Gpu = tuple[str, str]
 
 
 class Place(NamedTuple):
-    """Of one rank."""
+    """The GPU and the cores of one rank.
 
-    gpu: int  # in the order in which this rank sees them; -1: none
-    address: str  # the GPU's on the PCI bus
-    node: int  # the GPU's NUMA node; -1: not known
-    cpus: list[int]  # that the rank is bound to, hyperthreads counted; empty: it is not bound
-    threads: int  # for work on CPUs
+    `gpu`: its number in the order in which this rank sees them, -1: none; `address`: the GPU's on
+    the PCI bus; `node`: the GPU's NUMA node, -1: not known. `cpus`: those that the rank is bound
+    to, hyperthreads counted; empty: it is not bound. `threads`: for work on CPUs.
+    """
+
+    gpu: int
+    address: str
+    node: int
+    cpus: list[int]
+    threads: int
 
 
 def granted() -> int:
@@ -46,16 +52,16 @@ def granted() -> int:
         return 0
     if not shutil.which("nvidia-smi"):
         return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    listed = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60)
-    if listed.returncode == 6:  # its manual: nothing was found
+    listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60)
+    if listing.returncode == 6:  # Its manual says that nothing was found.
         return 0
-    listed.check_returncode()
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    listing.check_returncode()
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
 def gpus_of_driver(count: int) -> list[Gpu]:
     """The `count` GPUs that CUDA shows this process, in CUDA's order; numbers if it fails."""
-    found = []
+    gpus = []
     numbers = [(str(number), "") for number in range(count)]
     try:
         cuda = ctypes.CDLL("libcuda.so.1") if count else None
@@ -63,14 +69,18 @@ def gpus_of_driver(count: int) -> list[Gpu]:
             device = ctypes.c_int()
             address = ctypes.create_string_buffer(32)
             uuid = ctypes.create_string_buffer(16)
-            failed = cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number)
-            failed = failed or cuda.cuDeviceGetPCIBusId(address, 32, device)
-            if failed or cuda.cuDeviceGetUuid_v2(uuid, device):
+            has_failed = (
+                cuda.cuInit(0)
+                or cuda.cuDeviceGet(ctypes.byref(device), number)
+                or cuda.cuDeviceGetPCIBusId(address, 32, device)
+                or cuda.cuDeviceGetUuid_v2(uuid, device)
+            )
+            if has_failed:
                 return numbers
-            found.append((uuid.raw.hex(), address.value.decode().lower()))
-    except (OSError, AttributeError):  # no driver, or one of before CUDA 11.4
+            gpus.append((uuid.raw.hex(), address.value.decode().lower()))
+    except (OSError, AttributeError):  # There is no driver, or one of before CUDA 11.4.
         return numbers
-    return found
+    return gpus
 
 
 def see(gpus: Sequence[Gpu]) -> dict[str, Any]:
@@ -81,29 +91,34 @@ def see(gpus: Sequence[Gpu]) -> dict[str, Any]:
 
 
 def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
-    """Of the `rank`-th of a host's ranks; `seen`: `see` of all of them.
+    """The place of the `rank`-th of a host's ranks; `seen`: what `see` gave on each of them.
 
     Raises ValueError where a rank sees GPUs, all of which others take.
     """
-    allowed = [frozenset(one["cpus"]) for one in seen]
-    gpus = choose_gpus([one["gpus"] for one in seen], allowed)
-    if -1 in gpus and any(one["gpus"] for one in seen):
-        all_gpus = {uuid for one in seen for uuid, _ in one["gpus"]}
+    allowed = [frozenset(view["cpus"]) for view in seen]
+    gpus = choose_gpus([view["gpus"] for view in seen], allowed)
+    if -1 in gpus and any(view["gpus"] for view in seen):
+        uuids = set()
+        for view in seen:
+            uuids.update(uuid for uuid, _ in view["gpus"])
         raise ValueError(
-            f"{os.uname().nodename} has {len(all_gpus)} visible GPU(s) and {len(seen)} ranks: "
+            f"{os.uname().nodename} has {len(uuids)} visible GPU(s) and {len(seen)} ranks: "
             "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES"
         )
-    addresses = [one["gpus"][gpu][1] if gpu >= 0 else "" for one, gpu in zip(seen, gpus)]
+    addresses = []
+    for view, gpu in zip(seen, gpus):
+        addresses.append(view["gpus"][gpu][1] if gpu >= 0 else "")
     nodes = [_node_of(address) for address in addresses]
-    usable = [(may & _cpus_of(node)) or may for may, node in zip(allowed, nodes)]
+    # Cores near a rank's GPU are used, where it may use any.
+    usable = [(cpus & _cpus_of(node)) or cpus for cpus, node in zip(allowed, nodes)]
     cpus = _share_out(usable)[rank]
-    own = seen[rank]
-    beside = sum(bool(may & allowed[rank]) for may in allowed)
-    threads = len(cpus) or len(allowed[rank]) // beside
+    sharing = sum(not others.isdisjoint(allowed[rank]) for others in allowed)
+    threads = len(cpus) or len(allowed[rank]) // sharing
     if not cpus and len(seen) > 1 and usable[rank] < allowed[rank]:
-        cpus = sorted(usable[rank])  # near its GPU, with others
-    in_group = sum(one["group"] == own["group"] for one in seen)
-    threads = max(1, min(threads, math.floor(min(own["quota"] / in_group, threads))))
+        cpus = sorted(usable[rank])  # The rank shares the cores near its GPU with others.
+    quota = seen[rank]["quota"]
+    in_group = sum(view["group"] == seen[rank]["group"] for view in seen)
+    threads = max(1, math.floor(min(quota / in_group, threads)))
     return Place(gpus[rank], addresses[rank], nodes[rank], cpus, threads)
 
 
@@ -113,53 +128,79 @@ def choose_gpus(gpus: Sequence[Sequence[Gpu]], allowed: Sequence[frozenset[int]]
     A rank that was bound (`allowed`) to one NUMA node comes first to the GPUs of that node: Slurm's
     cyclic layouts put every second rank on the other socket.
     """
-    chosen = [-1] * len(gpus)
+    chosen = [-1 for _ in gpus]
     taken = set()
-    nodes = {address: _node_of(address) for sees in gpus for _, address in sees}
-    near = {node: _cpus_of(node) for node in {*nodes.values()} - {-1}}
     for near_only in (True, False):
-        for rank, sees in enumerate(gpus):
-            for number, (uuid, address) in enumerate(sees):
-                close = allowed and allowed[rank] <= near.get(nodes[address], set())
-                fits = close or not near_only
-                if chosen[rank] < 0 and uuid not in taken and fits:
+        for rank, visible in enumerate(gpus):
+            for number, (uuid, address) in enumerate(visible):
+                if chosen[rank] >= 0 or uuid in taken:
+                    continue
+                if not near_only or (allowed and _is_near(allowed[rank], address)):
                     chosen[rank] = number
                     taken.add(uuid)
     return chosen
 
 
-def bind(own: Place) -> None:
+def _is_near(cpus: frozenset[int], address: str) -> bool:
+    """Whether all these CPUs are of the NUMA node of the GPU at a PCI address."""
+    node = _node_of(address)
+    return node >= 0 and cpus <= _cpus_of(node)
+
+
+def bind(place: Place) -> None:
     """All threads of this process, but those that bound themselves, run on its cores."""
+    if not place.cpus:
+        return
     before = os.sched_getaffinity(0)
-    for thread in map(int, os.listdir("/proc/self/task") if own.cpus else []):
+    for name in os.listdir("/proc/self/task"):
         try:
-            if os.sched_getaffinity(thread) == before:
-                os.sched_setaffinity(thread, own.cpus)
-        except OSError:  # it has ended, or a sandbox forbids it
+            if os.sched_getaffinity(int(name)) == before:
+                os.sched_setaffinity(int(name), place.cpus)
+        except OSError:  # The thread has ended, or a sandbox forbids it.
             continue
 
 
-def report(world: World, own: Place) -> None:
+def report(world: World, place: Place) -> None:
     """Rank 0 prints all places as a table, or, of many, a line; every rank must call it."""
-    far = own.node >= 0 and not _cpus_of(own.node) & os.sched_getaffinity(0)
-    if world.size <= _MOST_ROWS:
-        node = f"{own.node}, far" if far else str(own.node) if own.node >= 0 else "-"
-        here = os.sched_getaffinity(0)
-        cores = _ranges(own.cpus or (here if len(here) == 1 else ()))
-        cores = cores or f"not bound, {own.threads} thread(s)"
-        row = [os.uname().nodename, own.address or "-", node, cores]
-        rows = world.gather_objects(row, "places")
-        table = [["rank", "host", "GPU", "NUMA node", "cores"]]
-        table += [[str(rank), *row] for rank, row in enumerate(rows)]
-        widths = [max(map(len, column)) for column in zip(*table)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    allowed = os.sched_getaffinity(0)
+    is_far = place.node >= 0 and not _cpus_of(place.node) & allowed
+    if world.size > _MOST_ROWS:
+        text = _summary(world, place, is_far)
     else:
-        least, most = world.barrier_max("places.threads", -own.threads, own.threads)
-        some_far, some_free = world.barrier_max("places", far, not own.cpus)
-        lines = [f"placement: {-least} to {most} cores a rank"]
-        lines[0] += ", some far from their GPU" * some_far + ", some not bound" * some_free
+        cores = _ranges(place.cpus or (allowed if len(allowed) == 1 else ()))
+        node = str(place.node) if place.node >= 0 else "-"
+        row = [
+            os.uname().nodename,
+            place.address or "-",
+            f"{node}, far" if is_far else node,
+            cores or f"not bound, {place.threads} thread(s)",
+        ]
+        text = _table(world.gather_objects(row, "places"))
     if world.is_chief and world.size > 1:
-        logs.say("\n".join(lines))
+        logs.say(text)
+
+
+def _summary(world: World, place: Place, is_far: bool) -> str:
+    least, most = world.barrier_max("places.threads", -place.threads, place.threads)
+    some_far, some_free = world.barrier_max("places", is_far, not place.cpus)
+    text = f"placement: {-least} to {most} cores a rank"
+    if some_far:
+        text += ", some far from their GPU"
+    if some_free:
+        text += ", some not bound"
+    return text
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    table = [["rank", "host", "GPU", "NUMA node", "cores"]]
+    for rank, row in enumerate(rows):
+        table.append([str(rank), *row])
+    widths = [max(len(cell) for cell in column) for column in zip(*table)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
@@ -167,41 +208,54 @@ def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
 
     None where it is alone, or would get one CPU: Horovod's thread would wait for the step's.
     """
-    # By CPU, the hyperthreads of its physical core, itself included.
-    file = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-    every = sorted(frozenset().union(*usable))
-    siblings = {cpu: _expand(_read(file.format(cpu))) or [cpu] for cpu in every}
+    shares: list[list[int]] = [[] for _ in usable]
+    if len(usable) == 1:
+        return shares
+    # A physical core is named by the lowest of its hyperthreads.
+    core_of = {cpu: _core_of(cpu) for cpu in frozenset().union(*usable)}
     taken: set[int] = set()
-    found: list[list[int]] = [[] for _ in usable]
-    for rank in sorted(range(len(usable) if len(usable) > 1 else 0), key=lambda r: len(usable[r])):
-        cores = sorted({min(siblings[cpu]) for cpu in usable[rank]})
-        share = len(cores) // sum(bool(other & usable[rank]) for other in usable)
+    for rank in sorted(range(len(usable)), key=lambda rank: len(usable[rank])):
+        cores = sorted({core_of[cpu] for cpu in usable[rank]})
+        sharing = sum(not others.isdisjoint(usable[rank]) for others in usable)
         free = [core for core in cores if core not in taken]
-        own = sorted(free, key=lambda core: sum(core in other for other in usable))[:share]
-        taken.update(own)
-        cpus = sorted(cpu for cpu in usable[rank] if min(siblings[cpu]) in own)
-        found[rank] = cpus if len(cpus) > 1 else []
-    return found
+        # Cores that few ranks may use come first.
+        free.sort(key=lambda core: sum(core in others for others in usable))
+        cores_of_rank = free[: len(cores) // sharing]
+        taken.update(cores_of_rank)
+        cpus = sorted(cpu for cpu in usable[rank] if core_of[cpu] in cores_of_rank)
+        if len(cpus) > 1:
+            shares[rank] = cpus
+    return shares
+
+
+def _core_of(cpu: int) -> int:
+    hyperthreads = _expand(_read(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+    return min(hyperthreads, default=cpu)
 
 
 def _quota() -> tuple[float, str]:
     """CPUs' worth of time that cgroups (v1, v2) grant, and which group says so; inf: no limit."""
-    least = math.inf, ""
+    least = (math.inf, "")
     for line in _read("proc/self/cgroup").splitlines():
-        _, kinds, path = line.split(":", 2)
-        if kinds and "cpu" not in kinds.split(","):
+        _, controllers, path = line.split(":", 2)
+        is_v1 = controllers != ""
+        if is_v1 and "cpu" not in controllers.split(","):
             continue
-        root = _ROOT / "sys/fs/cgroup" / (kinds and "cpu")
-        here = root / path.lstrip("/")
-        for group in [here, *here.parents] if here != root else [root]:
-            limit, period, *_ = [*_read(group / "cpu.max").split(), "max", "100000"]
-            if kinds:
+        root = _ROOT / "sys/fs/cgroup"
+        if is_v1:
+            root /= "cpu"
+        group = root / path.lstrip("/")
+        while True:
+            if is_v1:
                 limit = _read(group / "cpu.cfs_quota_us").strip()
                 period = _read(group / "cpu.cfs_period_us").strip()
+            else:
+                limit, _, period = _read(group / "cpu.max").strip().partition(" ")
             if limit.isdigit() and period.isdigit():
                 least = min(least, (int(limit) / int(period), str(group)))
-            if group == root:
+            if group == root or group == group.parent:
                 break
+            group = group.parent
     return least
 
 
@@ -222,17 +276,21 @@ def _read(name: str | Path) -> str:
 
 
 def _expand(ranges: str) -> list[int]:
-    """Of 0-3,8."""
-    ends = [part.split("-") for part in ranges.strip().split(",") if part]
-    return [cpu for end in ends for cpu in range(int(end[0]), int(end[-1]) + 1)]
+    """The numbers of 0-3,8."""
+    cpus = []
+    for part in ranges.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cpus += range(int(first), int(last or first) + 1)
+    return cpus
 
 
 def _ranges(cpus: Iterable[int]) -> str:
-    """As 0-3,8."""
-    found: list[list[int]] = []
+    """Numbers as 0-3,8."""
+    ranges: list[list[int]] = []
     for cpu in cpus:
-        if found and cpu == found[-1][1] + 1:
-            found[-1][1] = cpu
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
         else:
-            found.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in found)
+            ranges.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)

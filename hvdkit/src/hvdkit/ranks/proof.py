@@ -27,13 +27,15 @@ def prove(carrier: messages.Carrier, rank: int, size: int, *, secret: bytes) -> 
     anybody can be a rank. Where a rank does not hold that of the others, the lowest of these names
     it, and all exit with BUG at once: nothing that waits for all ranks would end.
     """
-    own = np.frombuffer(os.urandom(16), np.uint8)
-    nonces = carrier.gather(own, size) if size > 1 else [own]
+    nonce = np.frombuffer(os.urandom(16), np.uint8)
+    nonces = carrier.gather(nonce, size) if size > 1 else [nonce]
     key = hmac.digest(secret, b"".join(nonce.tobytes() for nonce in nonces), "sha256")
-    signed = np.frombuffer(sign(key, rank), np.uint8)
-    everyone = carrier.gather(signed, size) if size > 1 else [signed]
-    true = [hmac.compare_digest(x.tobytes(), sign(key, n)) for n, x in enumerate(everyone)]
-    strangers = [other for other, is_true in enumerate(true) if not is_true]
+    signature = np.frombuffer(sign(key, rank), np.uint8)
+    signatures = carrier.gather(signature, size) if size > 1 else [signature]
+    strangers = []
+    for other, signature in enumerate(signatures):
+        if not hmac.compare_digest(signature.tobytes(), sign(key, other)):
+            strangers.append(other)
     if strangers:
         if rank == min(set(range(size)) - set(strangers)):
             complain(

@@ -14,9 +14,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-_NONCE, _TAG = 16, 32  # bytes
+_NONCE = 16  # bytes
+_TAG = 32  # bytes
 _LONGEST_ANSWER = 2**16  # bytes
-_UNSIGNED = 64  # places: each takes an open file
+_UNSIGNED = 64  # So many connections may have signed nothing yet; each takes an open file.
 _UNSIGNED_SECONDS = 5.0
 
 
@@ -30,8 +31,10 @@ class Link:
 
     def __init__(self, door: tuple[str, int], key: bytes, rank: int, *, seconds: float) -> None:
         """Connects; `seconds` is how long that and each answer may take."""
-        self._key, self._rank = key, rank
-        self._nonce, self._read = b"", b""
+        self._key = key
+        self._rank = rank
+        self._nonce = b""
+        self._read = b""
         self._socket = socket.create_connection(tuple(door), seconds)
 
     def ask(self) -> list:
@@ -42,9 +45,9 @@ class Link:
         """
         while len(self._nonce) < _NONCE:
             self._nonce += self._more(_NONCE - len(self._nonce))
-        own = os.urandom(_NONCE)
-        nonces = self._nonce + own
-        self._socket.sendall(own + sign(self._key, self._rank, nonces))
+        nonce = os.urandom(_NONCE)
+        nonces = self._nonce + nonce
+        self._socket.sendall(nonce + sign(self._key, self._rank, nonces))
         # Answers to earlier questions, which came too late, may stand before this one.
         for _ in range(_LONGEST_ANSWER):
             while b"\n" not in self._read:
@@ -52,7 +55,8 @@ class Link:
                 if len(self._read) > _LONGEST_ANSWER:
                     raise ConnectionRefusedError("another program has the port by now")
             line, _, self._read = self._read.partition(b"\n")
-            tag, answer = line[: 2 * _TAG], line[2 * _TAG :]
+            tag = line[: 2 * _TAG]
+            answer = line[2 * _TAG :]
             expected = sign(self._key, self._rank, nonces, answer).hex().encode()
             if hmac.compare_digest(tag, expected):
                 return json.loads(answer)
@@ -74,9 +78,10 @@ class Answers:
     """Answers, by `serve` in a thread, who asks this rank with the run's key."""
 
     def __init__(self, servers: Sequence[socket.socket], key: bytes, rank: int) -> None:
-        self._key, self._rank = key, rank
+        self._key = key
+        self._rank = rank
         self._nonces: dict[socket.socket, bytes] = {}
-        # When each that has signed nothing yet came, the oldest first.
+        # The time at which each connection came that has signed nothing yet, the oldest first.
         self._unsigned: dict[socket.socket, float] = {}
         self._servers = set(servers)
         self._selector = selectors.DefaultSelector()
@@ -107,7 +112,7 @@ class Answers:
             link, _ = server.accept()
         except BlockingIOError:
             return
-        except OSError:  # out of open files, or its end was closed already
+        except OSError:  # There are no more open files, or its end was closed already.
             self._make_room(state)
             time.sleep(0.01)
             return
@@ -130,7 +135,8 @@ class Answers:
     def _answer(self, link: socket.socket, state: Callable[[], object]) -> None:
         try:
             question = link.recv(_NONCE + _TAG)
-            nonces, tag = self._nonces[link] + question[:_NONCE], question[_NONCE:]
+            nonces = self._nonces[link] + question[:_NONCE]
+            tag = question[_NONCE:]
             if not hmac.compare_digest(tag, sign(self._key, self._rank, nonces)):
                 self._drop(link)
                 return

@@ -74,7 +74,7 @@ def _import_tensorflow() -> None:
             held.seek(0)
             for line in held:
                 if not _NOISE.search(line):
-                    with contextlib.suppress(OSError):  # nobody reads it
+                    with contextlib.suppress(OSError):  # Nobody may read it any more.
                         os.write(2, line)
 
 

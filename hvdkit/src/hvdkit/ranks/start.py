@@ -20,9 +20,10 @@ import psutil
 from hvdkit.logs import complain, join, refuse
 from hvdkit.stop import NOT_NOW, launch_rank
 
-_SAY_AFTER = 30.0  # seconds, if the limit is not less
-_ROLL_CALL = 5.0  # seconds in which ranks that are there tell rank 0
-_NOWHERE = ("lo", "docker", "virbr", "cni", "cilium", "flannel", "cali")  # names begin so
+_SAY_AFTER = 30.0  # A rank says after so many seconds that it waits, or at a limit that is less.
+_ROLL_CALL = 5.0  # Ranks that are there tell rank 0 within so many seconds.
+# Names of interfaces that lead to no other host begin so.
+_NOWHERE = ("lo", "docker", "virbr", "cni", "cilium", "flannel", "cali")
 _DEVICES = "/sys/class/net"
 _SHARED_BYTES = 4 << 20  # that a rank of Open MPI shares with those of its host
 _IPC_PRIVATE = 0
@@ -36,14 +37,16 @@ def ways() -> list[tuple[str, str]]:
 
     Those of the network that MPI was told to use; else all that may lead to another host.
     """
-    there = []
+    all_ways = []
     for name, addresses in psutil.net_if_addrs().items():
         for entry in addresses:
             if entry.family == socket.AF_INET:
-                there.append((name, entry.address))
-    told = os.environ.get(_INCLUDE, "").split(",")
-    chosen = [way for way in there if any(_is_in(network, way) for network in told)]
-    return chosen or [way for way in there if not _leads_nowhere(*way)]
+                all_ways.append((name, entry.address))
+    networks = os.environ.get(_INCLUDE, "").split(",")
+    chosen = [way for way in all_ways if any(_is_in(network, way) for network in networks)]
+    if chosen:
+        return chosen
+    return [(name, address) for name, address in all_ways if not _leads_nowhere(name, address)]
 
 
 def _is_in(network: str, way: tuple[str, str]) -> bool:
@@ -75,7 +78,7 @@ def tell_networks() -> None:
     no other host: an idle docker0 has the same address on every host, where connections wait for
     ever. What whoever started the run has set stays."""
     names = sorted({name for name, _ in ways()})
-    if not names:  # it is loopback that ranks of one host need
+    if not names:  # Ranks of one host need loopback.
         return
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(names)}")
     if _INCLUDE not in os.environ:
@@ -100,14 +103,16 @@ def gloo_fault() -> str:
     is given; empty where it can."""
     name = socket.gethostname()
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses_of_name = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        found = []
-    there = [one.address for its in psutil.net_if_addrs().values() for one in its]
-    for family, kind, protocol, _, address in found:
+        addresses_of_name = []
+    addresses_here = set()
+    for entries in psutil.net_if_addrs().values():
+        addresses_here.update(entry.address for entry in entries)
+    for family, kind, protocol, _, address in addresses_of_name:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as listener:
             listener.bind(address)
-            if address[0] in there:  # one may listen at 127.0.0.1 while loopback is off
+            if address[0] in addresses_here:  # One may bind to 127.0.0.1 while loopback is off.
                 return ""
     return (
         f"the name of this host, {name}, leads to no address of it, and Gloo needs one: add the "
@@ -120,20 +125,27 @@ def waiting(what: str, seconds: int, whom: Callable[[], str] = str) -> Iterator[
     """Around a wait for other ranks: says so after 30 s, and `whom`; ends the process after
     `seconds`, 0: never."""
     quiet = _quiet(seconds)
-    done, who = threading.Event(), f"rank {launch_rank()} on {os.uname().nodename}"
-    own = ", ".join(f"{name} {address}" for name, address in ways())
+    done = threading.Event()
+    rank = launch_rank()
+    host = os.uname().nodename
+    addresses = ", ".join(f"{name} {address}" for name, address in ways())
 
     def watch() -> None:
-        speaks = launch_rank() < 2  # two ranks, as one of them may be who hangs
+        speaks = rank < 2  # Two ranks speak, as one of them may be the one that hangs.
         if done.wait(quiet):
             return
         if speaks:
             hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get("SLURM_JOB_NODELIST")
-            where = f"on {hosts or 'its hosts'} (this one has {own})"
-            complain(f"{who} has waited {quiet:.0f} s for {what}{whom()}, {where}. {_NETWORK}")
+            complain(
+                f"rank {rank} on {host} has waited {quiet:.0f} s for {what}{whom()}, on "
+                f"{hosts or 'its hosts'} (this one has {addresses}). {_NETWORK}"
+            )
         if seconds and not done.wait(seconds - quiet):
             if speaks:
-                complain(f"the run ends: {who} has waited {seconds} s for {what} (--start_limit_s)")
+                complain(
+                    f"the run ends: rank {rank} on {host} has waited {seconds} s for {what} "
+                    "(--start_limit_s)"
+                )
             os._exit(NOT_NOW)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -177,15 +189,17 @@ def start_mpi(seconds: int) -> None:
     share_without_names()
     # A rank that waits leaves its core to others: 3.9 for 5.5 ms a small step, 2 ranks on 2 cores.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
     from mpi4py import MPI
 
     if MPI.Is_initialized():
         return
     with waiting("all ranks to start MPI", seconds):
         # mpi4py's own call would block all Python threads.
-        start, got = ctypes.CDLL(MPI.__file__).MPI_Init_thread, ctypes.c_int()
-        start(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(got))
+        provided = ctypes.c_int()
+        library = ctypes.CDLL(MPI.__file__)
+        library.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(provided))
     _meet(MPI, seconds)
 
 
@@ -194,19 +208,27 @@ def _meet(mpi: Any, seconds: int) -> None:
 
     Only shortly before does each rank send to rank 0, which thousands would overrun.
     """
-    world, came, called = mpi.COMM_WORLD, {0}, False
+    world = mpi.COMM_WORLD
+    present = {0}
+    request = None  # This rank's message to rank 0, once it is sent.
 
-    def away() -> str:
-        missing = sorted(set(range(world.size)) - came)
-        return f": no message yet from rank {join(missing)}" if missing and not world.rank else ""
+    def absent() -> str:
+        missing = sorted(set(range(world.size)) - present)
+        if world.rank or not missing:
+            return ""
+        return f": no message yet from rank {join(missing)}"
 
-    with waiting("all ranks to exchange messages", seconds, away):
-        met, start = world.Ibarrier(), time.monotonic()
-        while not met.Test():
+    with waiting("all ranks to exchange messages", seconds, absent):
+        barrier = world.Ibarrier()
+        start = time.monotonic()
+        while not barrier.Test():
             waited = time.monotonic() - start
             time.sleep(min(0.01, waited / 8))
-            if waited > _quiet(seconds) - _ROLL_CALL and not called:
-                called = bool(world.Isend([b"", mpi.BYTE], 0)) if world.rank else True
-            while called and not world.rank and world.Iprobe():
-                world.Recv([bytearray(), mpi.BYTE], status=(status := mpi.Status()))
-                came.add(status.source)
+            if waited <= _quiet(seconds) - _ROLL_CALL:
+                continue
+            if world.rank and request is None:
+                request = world.Isend([b"", mpi.BYTE], 0)
+            while not world.rank and world.Iprobe():
+                status = mpi.Status()
+                world.Recv([bytearray(), mpi.BYTE], status=status)
+                present.add(status.source)

@@ -18,9 +18,11 @@ from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import World, hostname
 
-SLOW = 1.5  # times the median of all ranks
-_IN_A_ROW = 3  # logged intervals
-_SHARE, _LEAST = 0.1, 0.005  # of a step's time, and seconds: less is not reported
+SLOW = 1.5  # A slow rank takes so many times the median of all ranks.
+_IN_A_ROW = 3  # It is named after so many logged intervals.
+# Less than this share of a step's time, or than so many seconds, is not reported.
+_SHARE = 0.1
+_LEAST = 0.005
 
 
 def own_part(after: tf.Tensor) -> tf.Tensor:
@@ -31,14 +33,14 @@ def own_part(after: tf.Tensor) -> tf.Tensor:
 
 def moment(after: tf.Tensor) -> tf.Tensor:
     """When a tensor was computed, also on a GPU: seconds since 1970, float64."""
-    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own
+    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own.
         return tf.ensure_shape(
             tf.numpy_function(lambda _: np.float64(time.time()), [after], tf.float64), []
         )
     with tf.device("CPU:0"):
-        # By its value: a control dependency would not wait for a GPU.
-        there = tf.reduce_all(tf.equal(after, after))
-        return tf.cond(there, tf.timestamp, tf.timestamp)
+        # The clock depends on the value: a control dependency would not wait for a GPU.
+        is_computed = tf.reduce_all(tf.equal(after, after))
+        return tf.cond(is_computed, tf.timestamp, tf.timestamp)
 
 
 class Pace:
@@ -50,13 +52,13 @@ class Pace:
         self._samples = max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
         self._reduced: float | None = None
-        self._times: list[tuple[float, float]] = []  # seconds of each step: own, whole
-        self._slow = np.zeros(world.size, int)  # for how many intervals in a row
+        self._times: list[tuple[float, float]] = []  # Seconds of each step: own part, and whole.
+        self._slow = np.zeros(world.size, int)  # Each rank was slow so many intervals in a row.
 
     def add(self, moments: tf.Tensor) -> None:
         """After each step, with its `moments`: float64 [2], own sums ready, and all reduced."""
         ready, reduced = moments.numpy().tolist()
-        if self._reduced is not None and reduced != self._reduced:  # a step may come twice
+        if self._reduced is not None and reduced != self._reduced:  # A step may come twice.
             self._times.append((ready - self._reduced, reduced - self._reduced))
         self._reduced = reduced
 
@@ -66,32 +68,38 @@ class Pace:
         self._times = []
         if self._world.size == 1:
             return {}, ""
-        own, step = np.median(times, axis=0)  # one of the steps may hold an evaluation
-        numbers = [own, waited / len(times), own / self._samples, step]
-        found = self._world.gather_numbers(numbers, "pace.interval")
-        figures = {f"own_seconds_{name}": value for name, value in _spread(found[:, 0]).items()}
-        figures |= {f"input_wait_{name}": value for name, value in _spread(found[:, 1]).items()}
-        return figures, self._sentence(found)
+        own_part, step = np.median(times, axis=0)  # One of the steps may hold an evaluation.
+        numbers = [own_part, waited / len(times), own_part / self._samples, step]
+        by_rank = self._world.gather_numbers(numbers, "pace.interval")
+        figures = {}
+        for name, value in _spread(by_rank[:, 0]).items():
+            figures[f"own_seconds_{name}"] = value
+        for name, value in _spread(by_rank[:, 1]).items():
+            figures[f"input_wait_{name}"] = value
+        return figures, self._sentence(by_rank)
 
-    def _sentence(self, found: np.ndarray) -> str:
-        """Names ranks that have been slow for long enough, each once until it recovers."""
-        own = found[:, 0]
-        a_sample = found[:, 2]
-        step = found[0, 3]
-        # Also per sample: the larger of uneven shares takes longer.
-        slow = (own >= SLOW * _middle(own)) & (a_sample >= SLOW * _middle(a_sample))
-        slow &= own - _middle(own) > max(_SHARE * step, _LEAST)
+    def _sentence(self, by_rank: np.ndarray) -> str:
+        """Names ranks that have been slow for long enough, each once until it recovers.
+
+        `by_rank` [ranks, 4]: seconds of the own part, of input, a sample, and of a whole step.
+        """
+        own_part, for_input, a_sample, step = by_rank.T
+        middle = _middle(own_part)
+        # A rank must be slow for each sample too: the larger of uneven shares takes longer.
+        slow = (own_part >= SLOW * middle) & (a_sample >= SLOW * _middle(a_sample))
+        slow &= own_part - middle > max(_SHARE * step[0], _LEAST)
         self._slow = np.where(slow, self._slow + 1, 0)
-        named = [
-            f"rank {rank} on {self._hosts[rank]} takes {own[rank] * 1e3:.0f} ms "
-            f"({found[rank, 1] * 1e3:.0f} ms of it for input)"
-            for rank in np.flatnonzero(self._slow == _IN_A_ROW)
-        ]
-        if not named:
+        texts = []
+        for rank in np.flatnonzero(self._slow == _IN_A_ROW):
+            texts.append(
+                f"rank {rank} on {self._hosts[rank]} takes {own_part[rank] * 1e3:.0f} ms "
+                f"({for_input[rank] * 1e3:.0f} ms of it for input)"
+            )
+        if not texts:
             return ""
         return (
-            f"note: slow: {join(named, 4)} for its own part of a step, the median rank "
-            f"{_middle(own) * 1e3:.0f} ms; all others wait"
+            f"note: slow: {join(texts, 4)} for its own part of a step, the median rank "
+            f"{middle * 1e3:.0f} ms; all others wait"
         )
 
 
@@ -101,6 +109,9 @@ def _middle(values: Sequence[float] | np.ndarray) -> float:
 
 
 def _spread(values: np.ndarray) -> Mapping[str, float]:
-    found = {"least": values.min(), "median": _middle(values), "most": values.max()}
-    rounded = {name: round(float(value), 6) for name, value in found.items()}
-    return rounded | {"slowest_rank": int(values.argmax())}
+    return {
+        "least": round(float(values.min()), 6),
+        "median": round(_middle(values), 6),
+        "most": round(float(values.max()), 6),
+        "slowest_rank": int(values.argmax()),
+    }

@@ -30,11 +30,12 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks, passes
 
-# What Horovod 0.28.1 cannot broadcast.
+# Horovod 0.28.1 cannot broadcast these types.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
-_CACHED = "8192"  # tensors; beyond its cache (by default 1,024) Horovod negotiates each anew
-_OPEN_FILES = 65536  # over Gloo a rank has a connection with each other one
+# Beyond its cache of tensors (by default 1,024) Horovod negotiates each anew.
+_CACHED = "8192"
+_OPEN_FILES = 65536  # Over Gloo a rank has a connection with each other one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,8 @@ class World:
     local_rank: int
     local_size: int
     carrier: messages.Carrier = dataclasses.field(default_factory=messages.Horovod, repr=False)
-    key: bytes = dataclasses.field(default=b"", repr=False)  # all ranks know it, nobody else
-    threads: int = 1  # this rank's share of its host's cores
+    key: bytes = dataclasses.field(default=b"", repr=False)  # All ranks know it, nobody else.
+    threads: int = 1  # This rank's share of its host's cores.
 
     @property
     def is_chief(self) -> bool:
@@ -68,15 +69,16 @@ class World:
             yield
         except (ValueError, OSError) as caught:
             code = NOT_NOW if passes(caught) else WRONG_USE
-            error = f"{what}: {caught}", hostname(), code
-        lowest = -self.rank if error else -self.size
-        lowest, any_succeeded = self.barrier_max(f"fail_together.{what}", lowest, not error)
-        if -lowest < self.size:
-            text, host, code = self.broadcast_object(error, f"error.{what}", -lowest)
-            where = f" (rank {-lowest} on {host})" if any_succeeded else ""
-            if by_host and any_succeeded:
-                code = NOT_NOW
-            raise Stop(code, text + where)
+            error = (f"{what}: {caught}", hostname(), code)
+        rank_or_size = self.rank if error else self.size
+        largest, any_succeeded = self.barrier_max(f"fail_together.{what}", -rank_or_size, not error)
+        failed_rank = -largest
+        if failed_rank == self.size:
+            return
+        text, host, code = self.broadcast_object(error, f"error.{what}", failed_rank)
+        if not any_succeeded:
+            raise Stop(code, text)
+        raise Stop(NOT_NOW if by_host else code, f"{text} (rank {failed_rank} on {host})")
 
     def barrier_max(self, name: str, *numbers: int) -> list[int]:
         """Waits for all ranks; the largest of each of at most two numbers over them.
@@ -84,17 +86,19 @@ class World:
         One collective of a few bytes, the same wherever ranks call it: where ranks call it with
         different names, all raise Stop instead of exchanging unrelated values.
         """
+        whole_numbers = [int(number) for number in numbers]
         if self.size == 1:
-            return [int(number) for number in numbers]
+            return whole_numbers
         place = _digest(name.encode(errors="surrogateescape"))
-        own = [place, -place, *map(int, numbers), *[0] * (2 - len(numbers))]
-        largest, smallest, *found = self.carrier.largest(own)
+        # Every call sends four numbers, so that also different calls fit together.
+        sent = [place, -place, *whole_numbers, 0, 0][:4]
+        largest, smallest, *maxima = self.carrier.largest(sent)
         if largest != -smallest:
             names = self._gather(encoding.pack(name, name), "the place")
             for rank, other in enumerate(names):
                 if other != names[0]:
                     raise Stop(BUG, f"rank {rank} is at {other!r} while rank 0 is at {names[0]!r}")
-        return found[: len(numbers)]
+        return maxima[: len(numbers)]
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank: for few and small ones.
@@ -106,33 +110,37 @@ class World:
         if self.size == 1:
             return [encoding.unpack(message)]
         (longest,) = self.barrier_max(name, message.size)
-        if (most := messages.MOST_GATHERED // self.size) < longest:
+        most = messages.MOST_GATHERED // self.size
+        if longest > most:
             lengths = self.gather_numbers([message.size], "gather_objects.lengths")
-            rank = int(lengths.argmax())
-            too_long = f"rank {rank} sends {longest:,} bytes as {name!r}, more than {most:,}"
-            raise Stop(BUG, f"{too_long}, which {self.size} ranks may exchange at once")
+            raise Stop(
+                BUG,
+                f"rank {int(lengths.argmax())} sends {longest:,} bytes as {name!r}, more than "
+                f"{most:,}, which {self.size} ranks may exchange at once",
+            )
         return self._gather(message, name)
 
     def gather_alike(self, value: Any, name: str) -> list[Any]:
         """`gather_objects` of what is usually the same on all ranks: then nothing is sent."""
         message = encoding.pack(value, name)
-        own = _digest(message.tobytes())
-        least, most = self.barrier_max(name, -own, own)
-        if -least == most:
-            return [encoding.unpack(message)] * self.size
-        return self.gather_objects(value, name)
+        digest = _digest(message.tobytes())
+        negative_least, most = self.barrier_max(name, -digest, digest)
+        if -negative_least != most:
+            return self.gather_objects(value, name)
+        received = encoding.unpack(message)
+        return [received for _ in range(self.size)]
 
     def compare(self, value: Any, name: str) -> tuple[list[Any], list[int]]:
         """`gather_alike`, and the ranks whose value differs from rank 0's."""
         everyone = self.gather_alike(value, name)
-        return everyone, [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+        return everyone, [rank for rank, other in enumerate(everyone) if other != everyone[0]]
 
     def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
         """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
-        own = tf.constant([values], tf.float64)
-        everyone = own if self.size == 1 else hvd.allgather(own, name=name)
+        row = tf.constant([values], tf.float64)
+        rows = row if self.size == 1 else hvd.allgather(row, name=name)
         heartbeat.beat()
-        return everyone.numpy()
+        return rows.numpy()
 
     def broadcast_object(self, value: Any, name: str, root: int = 0) -> Any:
         """Rank `root`'s `value` on every rank, of types as of `gather_objects`; it may be large."""
@@ -153,19 +161,23 @@ class World:
         """Overwrites the variables with those of rank 0; same ones and order on all ranks."""
         if self.size == 1:
             return
-        values = [raw(v) for v in variables]
+        tensors = [raw(variable) for variable in variables]
         with unoptimized():
-            sent = [v for v in values if v.dtype not in _NOT_SENT]
+            sent = [tensor for tensor in tensors if tensor.dtype not in _NOT_SENT]
             hvd.broadcast_variables(sent, root_rank=0)
-        if others := [v for v in values if v.dtype in _NOT_SENT]:
-            own = [np.asarray(v.numpy()) for v in others] if self.is_chief else None
-            known = self.broadcast_object(own, "broadcast.others")
-            for variable, value in zip(others, known):
-                variable.assign(value)
+        others = [tensor for tensor in tensors if tensor.dtype in _NOT_SENT]
+        if others:
+            values = None
+            if self.is_chief:
+                values = [np.asarray(tensor.numpy()) for tensor in others]
+            values = self.broadcast_object(values, "broadcast.others")
+            for tensor, value in zip(others, values):
+                tensor.assign(value)
 
     def check_same(self, fingerprint: str, what: str) -> None:
         """Raises Stop on every rank when `fingerprint` is not the same on all of them."""
-        if ranks := self.compare(fingerprint, f"same.{what}")[1]:
+        _, ranks = self.compare(fingerprint, f"same.{what}")
+        if ranks:
             raise Stop(BUG, f"{what} on rank {join(ranks)} differ from those on rank 0")
 
 
@@ -200,7 +212,7 @@ def connect(limit: int = 0) -> World:
         raise Stop(WRONG_USE, fault)
     with start.waiting("all ranks to start Horovod", limit):
         hvd.init()
-    faulthandler.enable(2)  # after MPI's own handlers, which then name the host
+    faulthandler.enable(2)  # It runs before MPI's own handlers, which then name the host.
     if hvd.size() < started:
         # Each would train alone, all into one folder.
         raise Stop(
@@ -209,8 +221,13 @@ def connect(limit: int = 0) -> World:
             f"{hvd.size()}: they know nothing of each other, or their MPI is not the one that "
             "Horovod was built with. Use horovodrun, that MPI's own mpirun, or srun --mpi=pmix",
         )
-    place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
-    return World(*place, messages.carrier())
+    return World(
+        rank=hvd.rank(),
+        size=hvd.size(),
+        local_rank=hvd.local_rank(),
+        local_size=hvd.local_size(),
+        carrier=messages.carrier(),
+    )
 
 
 def set_up(world: World, config: Settings) -> World:
@@ -219,9 +236,9 @@ def set_up(world: World, config: Settings) -> World:
     Then ranks prove that they are of one launch: not before, as TensorFlow may carry that.
     Raises Stop on all ranks where a host has too few GPUs, or TensorFlow does not see them.
     """
-    # Over Gloo, on one host, all see the same, and TensorFlow must not start.
-    own = encoding.pack(placement.see(devices.gpus(config.device)), "placement")
-    seen = [encoding.unpack(one) for one in world.carrier.beside(own)]
+    # TensorFlow must not start here. Over Gloo, on one host, all ranks see the same.
+    view = encoding.pack(placement.see(devices.gpus(config.device)), "placement")
+    seen = [encoding.unpack(message) for message in world.carrier.beside(view)]
     with world.fail_together("choosing a device", by_host=True):
         place = placement.place(seen, world.local_rank)
         if config.bind:
@@ -231,7 +248,8 @@ def set_up(world: World, config: Settings) -> World:
         devices.choose(config.device, place.gpu, threads, must=config.cpu_threads > 0)
     if config.device == "auto":
         _check_devices_alike(world)
-    secret = os.environ.pop("LAUNCH_SECRET", "").encode()  # programs that ranks start do not get it
+    # Programs that ranks start do not get the secret.
+    secret = os.environ.pop("LAUNCH_SECRET", "").encode()
     key = proof.prove(world.carrier, world.rank, world.size, secret=secret)
     if world.size > 1 and not secret and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         say(world, proof.OPEN)
@@ -285,26 +303,27 @@ def kept_numbers() -> Iterator[None]:
 
 def _seed_of_tensorflow() -> tuple[int | None, Any]:
     eager = context.context()
-    return eager._seed, getattr(eager, "_rng", None)  # where one was ever set
+    return eager._seed, getattr(eager, "_rng", None)  # It has a generator once a seed was set.
 
 
-def _set_seed_of_tensorflow(kept: tuple[int | None, Any]) -> None:
-    seed, generator = kept
-    tf.random.set_seed(seed)  # and begins its sequence anew
+def _set_seed_of_tensorflow(seed_and_generator: tuple[int | None, Any]) -> None:
+    seed, generator = seed_and_generator
+    tf.random.set_seed(seed)  # This begins the seed's sequence anew.
     if generator:
         context.context()._rng = generator
 
 
-def _seed_of_keras() -> tuple[Any, ...]:
-    return tuple(map(global_state.get_global_attribute, _SEEDS_OF_KERAS))
+def _seed_of_keras() -> list[Any]:
+    return [global_state.get_global_attribute(name) for name in _SEEDS_OF_KERAS]
 
 
-def _set_seed_of_keras(kept: tuple[Any, ...]) -> None:
-    for name, value in zip(_SEEDS_OF_KERAS, kept, strict=True):
+def _set_seed_of_keras(values: list[Any]) -> None:
+    for name, value in zip(_SEEDS_OF_KERAS, values, strict=True):
         global_state.set_global_attribute(name, value)
 
 
-_SEEDS_OF_KERAS = "global_random_seed", "global_seed_generator"
+_SEEDS_OF_KERAS = ("global_random_seed", "global_seed_generator")
+# Pairs of functions: what reads a number or state, and what sets it.
 _KEPT: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (keras.config.floatx, keras.config.set_floatx),
     (keras.config.dtype_policy, keras.config.set_dtype_policy),
@@ -327,14 +346,16 @@ def finish(world: World) -> None:
 def describe(world: World) -> str:
     """One line for a person: ranks, hosts, devices and what carries the gradients."""
     hosts = sorted(set(world.gather_objects(hostname(), "hosts")))
-    on_gpus = bool(tf.config.get_visible_devices("GPU"))
-    threads = devices.threads() or os.cpu_count()  # where TensorFlow started before
-    device = "one GPU each" if on_gpus else f"{threads} CPU thread(s) each"
+    ranks = "ranks" if world.size > 1 else "rank"
     carrier = "MPI" if hvd.mpi_enabled() else "Gloo"
-    if on_gpus and hvd.nccl_built():
-        carrier = f"NCCL, set up over {carrier}"
-    ranks = f"{world.size} rank" + ("s" if world.size > 1 else "")
-    return f"{ranks} on {len(hosts)} host(s) ({join(hosts, 4)}), {device}, {carrier}"
+    line = f"{world.size} {ranks} on {len(hosts)} host(s) ({join(hosts, 4)})"
+    if not gpu():
+        # There is no number where TensorFlow had started before.
+        threads = devices.threads() or os.cpu_count()
+        return line + f", {threads} CPU thread(s) each, {carrier}"
+    if hvd.nccl_built():
+        return line + f", one GPU each, NCCL, set up over {carrier}"
+    return line + f", one GPU each, {carrier}"
 
 
 def hostname() -> str:
@@ -362,7 +383,7 @@ def _unpacked(message: np.ndarray, rank: int, name: str) -> Any:
 
 
 def _digest(content: bytes) -> int:
-    """63 bits of it; of two contents they differ but for one case in 10^19."""
+    """63 bits of a hash; those of two contents differ but for one case in 10^19."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
