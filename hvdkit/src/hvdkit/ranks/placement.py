@@ -14,15 +14,9 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from hvdkit import logs
-
-if TYPE_CHECKING:
-    from hvdkit.ranks.world import World
+from typing import Any, NamedTuple
 
 _ROOT = Path("/")  # /sys and /proc lie there, but in tests.
-_MOST_ROWS = 32
 
 # UUID (a MIG instance has its own) and PCI address; "" where it is not known.
 Gpu = tuple[str, str]
@@ -160,46 +154,36 @@ def bind(place: Place) -> None:
             continue
 
 
-def report(world: World, place: Place) -> None:
-    """Rank 0 prints all places as a table, or, of many, a line; every rank must call it."""
+def row(place: Place) -> list[str]:
+    """A rank's line of `table`, but for its number."""
+    cores = place.cpus
     allowed = os.sched_getaffinity(0)
-    is_far = place.node >= 0 and not _cpus_of(place.node) & allowed
-    if world.size > _MOST_ROWS:
-        text = _summary(world, place, is_far)
-    else:
-        cores = _ranges(place.cpus or (allowed if len(allowed) == 1 else ()))
-        node = str(place.node) if place.node >= 0 else "-"
-        row = [
-            os.uname().nodename,
-            place.address or "-",
-            f"{node}, far" if is_far else node,
-            cores or f"not bound, {place.threads} thread(s)",
-        ]
-        text = _table(world.gather_objects(row, "places"))
-    if world.is_chief and world.size > 1:
-        logs.say(text)
+    if not cores and len(allowed) == 1:
+        cores = allowed
+    node = str(place.node) if place.node >= 0 else "-"
+    return [
+        os.uname().nodename,
+        place.address or "-",
+        f"{node}, far" if is_far(place) else node,
+        _ranges(cores) or f"not bound, {place.threads} thread(s)",
+    ]
 
 
-def _summary(world: World, place: Place, is_far: bool) -> str:
-    least, most = world.barrier_max("places.threads", -place.threads, place.threads)
-    some_far, some_free = world.barrier_max("places", is_far, not place.cpus)
-    text = f"placement: {-least} to {most} cores a rank"
-    if some_far:
-        text += ", some far from their GPU"
-    if some_free:
-        text += ", some not bound"
-    return text
+def is_far(place: Place) -> bool:
+    """Whether a rank may use none of the cores near its GPU."""
+    return place.node >= 0 and not _cpus_of(place.node) & os.sched_getaffinity(0)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    table = [["rank", "host", "GPU", "NUMA node", "cores"]]
-    for rank, row in enumerate(rows):
-        table.append([str(rank), *row])
-    widths = [max(len(cell) for cell in column) for column in zip(*table)]
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """All ranks' places, a line each."""
+    cells_of = [("rank", "host", "GPU", "NUMA node", "cores")]
+    for rank, cells in enumerate(rows):
+        cells_of.append((str(rank), *cells))
+    widths = [max(len(cell) for cell in column) for column in zip(*cells_of, strict=True)]
     lines = []
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
-        lines.append("  ".join(cells).rstrip())
+    for cells in cells_of:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths)]
+        lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)
 
 

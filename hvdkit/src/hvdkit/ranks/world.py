@@ -35,6 +35,7 @@ _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
 
 # Beyond its cache of tensors (by default 1,024) Horovod negotiates each anew.
 _CACHED = "8192"
+_MOST_ROWS = 32  # The places of more ranks are printed as one line.
 _OPEN_FILES = 65536  # Over Gloo a rank has a connection with each other one.
 
 
@@ -253,8 +254,25 @@ def set_up(world: World, config: Settings) -> World:
     key = proof.prove(world.carrier, world.rank, world.size, secret=secret)
     if world.size > 1 and not secret and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
         say(world, proof.OPEN)
-    placement.report(world, place if config.bind else place._replace(cpus=[]))
+    _report_places(world, place if config.bind else place._replace(cpus=[]))
     return dataclasses.replace(world, key=key, threads=place.threads)
+
+
+def _report_places(world: World, place: placement.Place) -> None:
+    """Rank 0 prints all places as a table, or, of many, a line; every rank must call it."""
+    if world.size <= _MOST_ROWS:
+        text = placement.table(world.gather_objects(placement.row(place), "places"))
+    else:
+        is_far = placement.is_far(place)
+        least, most = world.barrier_max("places.threads", -place.threads, place.threads)
+        some_far, some_free = world.barrier_max("places", is_far, not place.cpus)
+        text = f"placement: {-least} to {most} cores a rank"
+        if some_far:
+            text += ", some far from their GPU"
+        if some_free:
+            text += ", some not bound"
+    if world.size > 1:
+        say(world, text)
 
 
 def _check_devices_alike(world: World) -> None:
