@@ -21,6 +21,7 @@ that they are classes, a word of ours among other names is a class.
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,13 +33,25 @@ from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join
 
 ROLES = ("split", "kind", "class", "any")
-_SPLITS = {"train": "train training", "val": "val valid validation dev", "test": "test testing"}
-_IMAGE = "image images img imgs picture pictures photo photos input inputs rgb jpegimages"
-MASKS = "mask masks label labels labelids annotation annotations annot gt target targets "
-MASKS += "groundtruth ground_truth seg segmentation segmentations segmentationclass"
-_SPLIT_OF = {word: split for split, words in _SPLITS.items() for word in words.split()}
-_KIND_OF = dict.fromkeys(_IMAGE.split(), "image") | dict.fromkeys(MASKS.split(), "mask")
-_NOTES = (".txt", ".md", ".csv", ".json", ".xml", ".html", ".pdf")  # which may lie beside pictures
+# fmt: off
+_IMAGE_WORDS = (
+    "image", "images", "img", "imgs", "picture", "pictures", "photo", "photos", "input", "inputs",
+    "rgb", "jpegimages",
+)
+MASK_WORDS = (
+    "mask", "masks", "label", "labels", "labelids", "annotation", "annotations", "annot", "gt",
+    "target", "targets", "groundtruth", "ground_truth", "seg", "segmentation", "segmentations",
+    "segmentationclass",
+)
+# fmt: on
+_SPLIT_OF = (
+    dict.fromkeys(("train", "training"), "train")
+    | dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+    | dict.fromkeys(("test", "testing"), "test")
+)
+_KIND_OF = dict.fromkeys(_IMAGE_WORDS, "image") | dict.fromkeys(MASK_WORDS, "mask")
+# Files with these endings may lie beside pictures.
+_NOTES = (".txt", ".md", ".csv", ".json", ".xml", ".html", ".pdf")
 _WORD = "|".join([*_SPLIT_OF, *_KIND_OF])
 _NAME = re.compile(rf"[\W\d_]*({_WORD})(?:[\W\d_]*({_WORD}))?[\W\d_]*", re.IGNORECASE)
 
@@ -50,9 +63,31 @@ class Place(NamedTuple):
     split: str = ""
     kind: str = ""  # "image" or "mask"
     label: str = ""
-    names: tuple[str, ...] = ()  # of `any` levels
+    names: tuple[str, ...] = ()  # the names of its `any` levels
     files: Packed = packed([])
     others: tuple[str, ...] = ()
+
+    @property
+    def picture_count(self) -> int:
+        return len(self.files[1])
+
+
+class Subfolder(NamedTuple):
+    """A folder of the next level, whose role is not known yet."""
+
+    parent: Place
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.parent.folder / self.name
+
+
+class Meaning(NamedTuple):
+    """What a folder's name says ("": nothing)."""
+
+    split: str
+    kind: str
 
 
 def split_of(word: str) -> str:
@@ -60,30 +95,35 @@ def split_of(word: str) -> str:
     return _SPLIT_OF.get(word.lower(), "")
 
 
-def said(name: str) -> tuple[str, str]:
+def _meaning(name: str) -> Meaning:
     """The split and the kind that a folder's name says: ("train", "mask") of train_masks."""
-    found = _NAME.fullmatch(name)
-    words = [word.lower() for word in found.groups("")] if found else []
+    match = _NAME.fullmatch(name)
+    words = [word.lower() for word in match.groups("")] if match else []
     splits = [_SPLIT_OF[word] for word in words if word in _SPLIT_OF]
     kinds = [_KIND_OF[word] for word in words if word in _KIND_OF]
     if len(splits) > 1 or len(kinds) > 1:
-        return "", ""
-    return "".join(splits), "".join(kinds)
+        return Meaning("", "")
+    return Meaning("".join(splits), "".join(kinds))
 
 
 def levels(text: str) -> list[str]:
     """The roles that a --layout names; ValueError where it names others."""
     roles = text.split("/") if text else []
-    if unknown := [role for role in roles if role not in ROLES]:
-        what = f"--layout={text}: {unknown[0]!r} is none of {join(ROLES)}"
-        raise ValueError(f"{what}: say what the folders of each level are, as split/class")
+    for role in roles:
+        if role not in ROLES:
+            raise ValueError(
+                f"--layout={text}: {role!r} is none of {join(ROLES)}: say what the folders of each "
+                "level are, as split/class"
+            )
     return roles
 
 
-def arranged(root: Path, given: list[str], *, split: str = "") -> tuple[list[Place], list[Path]]:
+def arranged(
+    root: Path, given_roles: Sequence[str] = (), *, split: str = ""
+) -> tuple[list[Place], list[Path]]:
     """All folders, by role, and those that are left out because no picture is in them.
 
-    `given`: the roles of the levels, if they are known; `split`: only this split, which is a
+    `given_roles`: the roles of the levels, if they are known; `split`: only this split, which is a
     folder's name or a word for it. Raises ValueError, naming a folder, where no sentence fits.
     """
     roles: list[str] = []
@@ -91,46 +131,49 @@ def arranged(root: Path, given: list[str], *, split: str = "") -> tuple[list[Pla
     if split and (root / split).is_dir():
         roles = ["split"]
         level = [Place(root / split, split=split)]
-    depth = len(roles)
-    found: list[Place] = []
+
+    places: list[Place] = []
     left_out: list[Path] = []
     splits: set[str] = set()
     with ThreadPoolExecutor(listing.THREADS) as pool:
         while level:
-            listed = [*pool.map(_listed, level)]
-            found += [place for place, _ in listed]
-            below = [(place, name) for place, names in listed for name in names]
-            # An empty class is refused, other folders without pictures are notes.
-            if "kind" in roles or not {"split", "class"} & {*roles}:
-                empty = [pair for pair in below if not any(said(pair[1])) and not _holds(*pair)]
-                left_out += [place.folder / name for place, name in empty]
-                below = [pair for pair in below if pair[0].folder / pair[1] not in left_out]
+            below = []
+            for place, names in pool.map(_listed, level):
+                places.append(place)
+                below += [Subfolder(place, name) for name in names]
+            # An empty class is refused; other folders without pictures are notes.
+            if "kind" in roles or not ("split" in roles or "class" in roles):
+                empty = _without_pictures(below)
+                left_out += empty
+                below = [folder for folder in below if folder.path not in empty]
             if not below:
                 break
-            role = "any"
-            if len(roles) - depth < len(given):
-                role = given[len(roles) - depth]
-            elif not given:
-                role = _role(below, roles, known=bool(split))
-            elif any(split for split, _ in _words(below).values()):
-                first = below[0][0].folder / below[0][1]
-                what = f"may be a split, below the levels of --layout={'/'.join(given)}"
-                raise ValueError(f"{first} {what}: say what its level is, split or any")
-            level = _named(below, role)
+
+            role = _role(below, roles, given_roles, are_classes=bool(split))
+            level = _with_role(below, role)
             if split and role == "split":
                 splits = {place.split for place in level}
                 level = [place for place in level if place.split == split_of(split)]
             roles.append(role)
-    if split and ("split" not in roles or not any(place.split for place in found)):
-        how = f"put a folder for each class there, or type hvdkit start {root}, which makes splits"
-        if splits:
-            how = f"there is {join(sorted(splits))}: name another by --train_split or --val_split"
-        if "test" in splits and split_of(split) == "val":
-            how = "--val_split=test scores on the test split"
-        raise ValueError(f"{root / split} is missing; {how}")
-    if "kind" in roles:  # what looked like classes above was part of the pictures' names
-        found = [p._replace(label="", names=(*filter(None, [p.label]), *p.names)) for p in found]
-    return found, left_out
+
+    if split and ("split" not in roles or not any(place.split for place in places)):
+        raise _missing(root, split, splits)
+    if "kind" in roles:
+        # What looked like classes above images and masks is part of the pictures' names.
+        for number, place in enumerate(places):
+            if place.label:
+                places[number] = place._replace(label="", names=(place.label, *place.names))
+    return places, left_out
+
+
+def _missing(root: Path, split: str, splits: set[str]) -> ValueError:
+    """An error about a split that is not there; `splits`: those that are."""
+    way_out = f"put a folder for each class there, or type hvdkit start {root}, which makes splits"
+    if "test" in splits and split_of(split) == "val":
+        way_out = "--val_split=test scores on the test split"
+    elif splits:
+        way_out = f"there is {join(sorted(splits))}: name another by --train_split or --val_split"
+    return ValueError(f"{root / split} is missing; {way_out}")
 
 
 def by_class(places: list[Place]) -> dict[tuple[str, str], list[Place]]:
@@ -138,33 +181,46 @@ def by_class(places: list[Place]) -> dict[tuple[str, str], list[Place]]:
 
     Raises ValueError for a class without pictures, and for files that would be left out.
     """
-    found = defaultdict(list)
+    folders_of = defaultdict(list)
     for place in places:
-        if not place.label:
-            continue
-        if others := [name for name in place.others if not name.lower().endswith(_NOTES)]:
-            how = f"make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
-            what = f"{join(others)}, which would be left out: move pictures of folders up"
-            raise ValueError(f"{place.folder} holds {what}, {how}")
-        found[place.split, place.label].append(place)
-    full = {}
-    split_up = {label for split, label in found if split}
-    for key, folders in found.items():
-        full[key] = [place for place in folders if len(place.files[1])]
-        if key[1] in split_up and not key[0]:  # its splits are folders in it
-            if full.pop(key):
-                what = "holds pictures beside its splits: move them into one"
-                raise ValueError(f"{folders[0].folder} {what}")
-        elif not full[key]:
-            what = f"no picture ({', '.join(IMAGE_SUFFIXES)})"
-            how = "add some, or remove the class from every split"
-            raise ValueError(f"{folders[-1].folder} holds {what}; {how}")
-    return full
+        if place.label:
+            _check_others(place)
+            folders_of[place.split, place.label].append(place)
+
+    with_pictures = {}
+    split_up = {label for split, label in folders_of if split}
+    for (split, label), folders in folders_of.items():
+        full = [place for place in folders if place.picture_count]
+        if label in split_up and not split:  # the splits are folders in the class
+            if full:
+                raise ValueError(
+                    f"{folders[0].folder} holds pictures beside its splits: move them into one"
+                )
+        elif full:
+            with_pictures[split, label] = full
+        else:
+            raise ValueError(
+                f"{folders[-1].folder} holds no picture ({', '.join(IMAGE_SUFFIXES)}); add some, "
+                "or remove the class from every split"
+            )
+    return with_pictures
+
+
+def _check_others(place: Place) -> None:
+    """Raises ValueError for files of a class that would be left out."""
+    others = [name for name in place.others if not name.lower().endswith(_NOTES)]
+    if others:
+        raise ValueError(
+            f"{place.folder} holds {join(others)}, which would be left out: move pictures of "
+            f"folders up, make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
+        )
 
 
 def _listed(place: Place) -> tuple[Place, list[str]]:
-    """With its files, and the names of the folders in it; of those in a class the empty ones are
-    left out."""
+    """The place with its files, and the names of the folders in it.
+
+    Of the folders in a class, the empty ones are left out.
+    """
     folders = []
     others = []
     endings = (".png",) if place.kind == "mask" else IMAGE_SUFFIXES
@@ -174,134 +230,186 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
             listing.check_link(entry)
             others.append(entry.name)
             continue
-        target = Path(entry.path).resolve() if entry.is_symlink() else None
-        above = [place.folder, *place.folder.parents] if target else []
-        if any(folder.resolve().is_relative_to(target) for folder in above):
-            raise ValueError(f"{entry.path} leads to a folder that holds it: remove this link")
+        if entry.is_symlink():
+            _check_leads_elsewhere(entry.path, place.folder)
         if not place.label or any(listing.contents(Path(entry.path), ())):
             folders.append(entry.name)
     return place._replace(files=packed(files), others=tuple(others)), folders
 
 
-def _holds(place: Place, name: str) -> bool:
-    """Whether there is a picture in a folder or below."""
+def _check_leads_elsewhere(link: str, folder: Path) -> None:
+    """Raises ValueError for a link to a folder that holds the link: its levels would not end."""
+    target = Path(link).resolve()
+    for above in (folder, *folder.parents):
+        if above.resolve().is_relative_to(target):
+            raise ValueError(f"{link} leads to a folder that holds it: remove this link")
+
+
+def _without_pictures(folders: list[Subfolder]) -> list[Path]:
+    """The folders whose names say nothing, and that hold no picture, nor do those below."""
     endings = IMAGE_SUFFIXES + OTHER_SUFFIXES
-    there = listing.files(place.folder / name)
-    return any(file.name.lower().endswith(endings) for file in there)
+    empty = []
+    for folder in folders:
+        if not any(_meaning(folder.name)):
+            files = listing.files(folder.path)
+            if not any(file.name.lower().endswith(endings) for file in files):
+                empty.append(folder.path)
+    return empty
 
 
-def _words(below: list[tuple[Place, str]]) -> dict[str, tuple[str, str]]:
+def _meanings(below: list[Subfolder]) -> dict[str, Meaning]:
     """What each name of a level says, if need be without what all begin with."""
-    names = sorted({name for _, name in below})
-    words = {name: said(name) for name in names}
-    if all(map(any, words.values())):
-        return words
+    names = sorted({folder.name for folder in below})
     start = re.sub(r"[^\W_]*$", "", spelling.common_start(names))
-    without = {name: said(name.removeprefix(start)) for name in names}
-    return without if all(map(any, without.values())) else words
+    whole = {name: _meaning(name) for name in names}
+    without_start = {name: _meaning(name.removeprefix(start)) for name in names}
+    for meanings in (whole, without_start):
+        if all(any(meaning) for meaning in meanings.values()):
+            return meanings
+    return whole
 
 
-def _role(below: list[tuple[Place, str]], roles: list[str], *, known: bool) -> str:
+def _role(
+    below: list[Subfolder], roles: list[str], given_roles: Sequence[str], *, are_classes: bool
+) -> str:
     """The role of a level, by the names of its folders and the roles above it.
 
-    `known`: they are folders of classes, so a word of ours among other names is a class.
+    `are_classes`: the folders are known to be classes, so a word of ours among other names is one.
     """
-    first = {name: place.folder / name for place, name in reversed(below)}
-    words = _words(below)
-    others = [name for name, word in words.items() if not any(word)]
-    kinds = {kind for _, kind in words.values()}
-    as_classes = "/".join([*roles, "class"])
-    if "kind" not in roles and "mask" in kinds:
-        bare_splits = ("train", "") in words.values()
-        in_doubt = "image" in kinds or len(first) == 2
-        if in_doubt and others and not known and "class" not in roles:
-            rule = f"move it away, or say what the levels are, as --layout={as_classes}"
-            beside = join(name for name, (_, kind) in words.items() if kind)
-            raise ValueError(f"{first[others[0]]} lies beside {beside}, which may be masks: {rule}")
-        if not others and ("image" in kinds or bare_splits):
-            _check_once(below, words)
-            labels = {place.label: place.folder for place, _ in below}
-            _check_parts(labels, "/".join([*roles, "kind"]).replace("class", "any"))
-            return "kind"
-    if "split" not in roles and all(split for split, _ in words.values()):
-        _check_once(below, words)
+    meanings = _meanings(below)
+    if len(roles) < len(given_roles):
+        return given_roles[len(roles)]
+    if given_roles:
+        if any(meaning.split for meaning in meanings.values()):
+            raise ValueError(
+                f"{below[0].path} may be a split, below the levels of "
+                f"--layout={'/'.join(given_roles)}: say what its level is, split or any"
+            )
+        return "any"
+
+    paths = {folder.name: folder.path for folder in reversed(below)}
+    if _are_images_and_masks(paths, meanings, roles, are_classes=are_classes):
+        _check_once(below, meanings)
+        labels = {folder.parent.label: folder.parent.folder for folder in below}
+        _check_no_classes(labels, "/".join([*roles, "kind"]).replace("class", "any"))
+        return "kind"
+    if "split" not in roles and all(meaning.split for meaning in meanings.values()):
+        _check_once(below, meanings)
         return "split"
     if "kind" in roles:
-        _check_parts(first, "/".join([*roles, "any"]))
+        _check_no_classes(paths, "/".join([*roles, "any"]))
         return "any"
     if "class" in roles:
-        _check_below_classes(below, first, roles)
+        _check_below_classes(below, roles)
         return "any"
-    if len(first) == 1:
-        folder = below[0][0].folder / below[0][1]
-        is_class = known and "split" in roles and listing.contents(folder, IMAGE_SUFFIXES)[0]
-        return "class" if is_class else "any"
+    if len(paths) == 1:
+        if are_classes and "split" in roles:
+            pictures, _ = listing.contents(below[0].path, IMAGE_SUFFIXES)
+            return "class" if pictures else "any"
+        return "any"
     if "split" not in roles:
-        for name, (split, _) in words.items():
-            if split:
-                what = "may be a split or a class"
-                rule = f"rename it or move it away, or give --layout={as_classes}"
-                raise ValueError(f"{first[name]} {what}, beside {join(others)}: {rule}")
+        _check_no_split(paths, meanings, roles)
     return "class"
 
 
-def _check_once(below: list[tuple[Place, str]], words: dict[str, tuple[str, str]]) -> None:
+def _are_images_and_masks(
+    paths: dict[str, Path], meanings: dict[str, Meaning], roles: list[str], *, are_classes: bool
+) -> bool:
+    """Whether the folders of a level are those of images and of masks.
+
+    Raises ValueError where they may be, and one of them is neither.
+    """
+    kinds = {meaning.kind for meaning in meanings.values()}
+    if "kind" in roles or "mask" not in kinds:
+        return False
+    others = [name for name, meaning in meanings.items() if not any(meaning)]
+    if not others:
+        return "image" in kinds or ("train", "") in meanings.values()
+    if not are_classes and "class" not in roles and ("image" in kinds or len(paths) == 2):
+        beside = [name for name, meaning in meanings.items() if meaning.kind]
+        raise ValueError(
+            f"{paths[others[0]]} lies beside {join(beside)}, which may be masks: move it away, or "
+            f"say what the levels are, as --layout={'/'.join([*roles, 'class'])}"
+        )
+    return False
+
+
+def _check_no_split(paths: dict[str, Path], meanings: dict[str, Meaning], roles: list[str]) -> None:
+    """Raises ValueError where a folder among classes may be a split."""
+    others = [name for name, meaning in meanings.items() if not any(meaning)]
+    for name, meaning in meanings.items():
+        if meaning.split:
+            raise ValueError(
+                f"{paths[name]} may be a split or a class, beside {join(others)}: rename it or "
+                f"move it away, or give --layout={'/'.join([*roles, 'class'])}"
+            )
+
+
+def _check_once(below: list[Subfolder], meanings: dict[str, Meaning]) -> None:
     """Raises ValueError for two folders in one that say the same."""
-    names: dict[tuple[Path, tuple[str, str]], str] = {}
-    for place, name in below:
-        split, kind = words[name]
-        other = names.setdefault((place.folder, (split, kind)), name)
-        if other != name:
-            both = f"{place.folder / other} and {place.folder / name}"
-            raise ValueError(f"{both} say the same, {split} {kind}".rstrip() + ": remove one")
+    first_with: dict[tuple[Path, Meaning], Subfolder] = {}
+    for folder in below:
+        meaning = meanings[folder.name]
+        other = first_with.setdefault((folder.parent.folder, meaning), folder)
+        if other.name != folder.name:
+            raise ValueError(
+                f"{other.path} and {folder.path} say the same, {' '.join(meaning).rstrip()}: "
+                "remove one"
+            )
 
 
-def _check_parts(folders: dict[str, Path], levels: str) -> None:
+def _check_no_classes(folders: dict[str, Path], levels: str) -> None:
     """Raises ValueError where a set of pictures and masks may as well be one of classes.
 
     Names with a number (patient01, 2019) are no classes.
     """
     names = sorted(folders)
     if len(names) > 1 and not any(re.search(r"\d", name) for name in names):
-        what = f"{folders[names[0]]} and {names[1]} beside it may be classes, and there are masks"
-        how = f"--layout={levels} trains on the masks; for classes move the masks away"
-        raise ValueError(f"{what}: {how}")
+        raise ValueError(
+            f"{folders[names[0]]} and {names[1]} beside it may be classes, and there are masks: "
+            f"--layout={levels} trains on the masks; for classes move the masks away"
+        )
 
 
-def _check_below_classes(
-    below: list[tuple[Place, str]], first: dict[str, Path], roles: list[str]
-) -> None:
+def _check_below_classes(below: list[Subfolder], roles: list[str]) -> None:
     """Raises ValueError unless the folders in classes say nothing: one name, and all pictures."""
-    for place, name in below:
-        if len(place.files[1]):
-            what = f"holds {name}, which would be left out: move pictures of folders up"
-            raise ValueError(f"{place.folder} {what}, and remove the rest")
-    if len(first) > 1:
-        place, name = below[0]
-        both = f"{place.folder} and {name} in it may both be classes"
+    for parent, name in below:
+        if parent.picture_count:
+            raise ValueError(
+                f"{parent.folder} holds {name}, which would be left out: move pictures of folders "
+                "up, and remove the rest"
+            )
+    if len({folder.name for folder in below}) > 1:
         upper = "/".join([*roles, "any"])
         lower = "/".join([*roles, "class"]).replace("class", "any", 1)
-        raise ValueError(f"{both}: give hvdkit start --layout={upper} or --layout={lower}")
+        parent, name = below[0]
+        raise ValueError(
+            f"{parent.folder} and {name} in it may both be classes: give hvdkit start "
+            f"--layout={upper} or --layout={lower}"
+        )
 
 
-def _named(below: list[tuple[Place, str]], role: str) -> list[Place]:
+def _with_role(below: list[Subfolder], role: str) -> list[Place]:
     """The folders of a level with what its role says of them."""
-    words = _words(below)
-    of_kind = defaultdict(set)
-    for place, name in below:
-        of_kind[place.kind].add(name)
-    found = []
-    for place, name in below:
-        new = place._replace(folder=place.folder / name)
-        split, kind = words[name]
-        if role in ("split", "kind") and not (split if role == "split" else split or kind):
-            raise ValueError(f"{new.folder} says no {role}, as --layout= has it: rename it")
+    meanings = _meanings(below)
+    names_of_kind = defaultdict(set)
+    for parent, name in below:
+        names_of_kind[parent.kind].add(name)
+
+    places = []
+    for folder in below:
+        place = folder.parent._replace(folder=folder.path)
         if role == "class":
-            new = new._replace(label=name)
-        elif role != "any":
-            kind = kind or ("image" if role == "kind" else "")
-            new = new._replace(split=split or place.split, kind=kind or place.kind)
-        elif len(of_kind[place.kind]) > 1:
-            new = new._replace(names=(*place.names, name))
-        found.append(new)
-    return found
+            place = place._replace(label=folder.name)
+        elif role == "any":
+            if len(names_of_kind[place.kind]) > 1:
+                place = place._replace(names=(*place.names, folder.name))
+        else:
+            split, kind = meanings[folder.name]
+            if not split and (role == "split" or not kind):
+                raise ValueError(f"{place.folder} says no {role}, as --layout= has it: rename it")
+            if role == "kind" and not kind:  # train beside trainannot holds pictures
+                kind = "image"
+            place = place._replace(split=split or place.split, kind=kind or place.kind)
+        places.append(place)
+    return places

@@ -4,7 +4,6 @@ import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from hvdkit.logs import join
 
@@ -31,20 +30,24 @@ def check_classes(names: Iterable[str], where: object) -> None:
         alike[key].append(name)
     for same in alike.values():
         if len(same) > 1:
-            shown = join(map(ascii, same))
-            raise ValueError(f"{where}: {shown} look like one class: give it one name")
+            names = join(ascii(name) for name in same)
+            raise ValueError(f"{where}: {names} look like one class: give it one name")
 
 
 def near(name: str, others: Iterable[str]) -> str:
-    """ "; FILE is near" for the first of the others that looks like this name, or ""."""
+    """A note about the first of the others that looks like this name; "" where none does."""
     key = plain(name)
-    found = next((other for other in others if other != name and plain(other) == key), "")
-    return f"; {found!a} is spelled otherwise" if found else ""
+    for other in others:
+        if other != name and plain(other) == key:
+            return f"; {other!a} is spelled otherwise"
+    return ""
 
 
 def common_start(texts: Sequence[str]) -> str:
     """What all begin with."""
     least = min(texts, default="")
     most = max(texts, default="")
-    pairs = zip(least, most)  # the shorter ends
-    return "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    for place, (letter, other) in enumerate(zip(least, most)):
+        if letter != other:
+            return least[:place]
+    return least

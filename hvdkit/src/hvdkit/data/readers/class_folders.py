@@ -10,7 +10,7 @@ Labels are the places of the classes in their sorted order. A class is a folder'
 
 import filecmp
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +36,17 @@ class ClassFolders:
     """
 
     def __init__(self, root: Path, split: str, _: int = 0):
-        self.root, self._split = Path(root), split
+        self.root = Path(root)
+        self._split = split
         key = ("class_folders", str(root), split)
         listed = shared_listing.found(key, lambda: _list(self.root, split))
-        self.class_names, folders, counts, *names = listed
-        self._files, self._starts = Names(*names), np.cumsum([0, *counts], dtype=np.int64)
+        self.class_names, folders, counts, text, lengths = listed
         self.num_classes = len(self.class_names)
+        self._files = Names(text, lengths)
+        # The place of each class's first sample, and the number of samples.
+        self._starts = np.cumsum([0, *counts], dtype=np.int64)
         self._folders = [self.root / folder for folder in folders]
-        self._sizes = listing.sizes(key, self._looked_at)
+        self._sizes = listing.sizes(key, self._sampled_files)
         self.contents = contents.known(self.root, split)
 
     def __len__(self) -> int:
@@ -65,26 +68,31 @@ class ClassFolders:
 
     def sample_names(self) -> Iterator[bytes]:
         """Each picture's path in its split."""
-        folders = np.repeat([os.fsencode(name) for name in self.class_names], self.class_counts())
-        return (b"%s/%s" % pair for pair in zip(folders.tolist(), self._files))
+        return self._paths(self.class_names)
 
     def files(self) -> Iterator[bytes]:
         """Each file's path."""
-        folders = [os.fsencode(folder.relative_to(self.root)) for folder in self._folders]
-        names = np.repeat(folders, self.class_counts()).tolist()
-        return (b"%s/%s" % pair for pair in zip(names, self._files))
+        return self._paths([folder.relative_to(self.root) for folder in self._folders])
 
     picture_files = files
 
+    def _paths(self, folders: Sequence[str | Path]) -> Iterator[bytes]:
+        """The path of each picture; `folders`: that of each class."""
+        names = [os.fsencode(folder) for folder in folders]
+        folder_of_each = np.repeat(names, self.class_counts()).tolist()
+        return (b"%s/%s" % pair for pair in zip(folder_of_each, self._files))
+
     def shared_with(self, other: "ClassFolders") -> int:
         """How many pictures, of the first 100 of one name and class, are equal byte by byte."""
-        names = sorted({*self.sample_names()}.intersection(other.sample_names()))
-        places = [dict(zip(source.sample_names(), source.files())) for source in (self, other)]
-        found = 0
+        own_files = dict(zip(self.sample_names(), self.files()))
+        other_files = dict(zip(other.sample_names(), other.files()))
+        names = sorted(own_files.keys() & other_files.keys())
+        count = 0
         for name in names[:100]:
-            files = [os.fsdecode(place[name]) for place in places]
-            found += filecmp.cmp(self.root / files[0], other.root / files[1], shallow=False)
-        return found
+            own_path = self.root / os.fsdecode(own_files[name])
+            other_path = other.root / os.fsdecode(other_files[name])
+            count += filecmp.cmp(own_path, other_path, shallow=False)
+        return count
 
     def class_counts(self) -> np.ndarray:
         """Samples of each class, integer [classes]."""
@@ -92,41 +100,49 @@ class ClassFolders:
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, and the sizes of at most 1,000 spread over them."""
-        numbers = [self._starts.tolist(), self._sizes.tolist()]
-        parts = [self._split, *self.class_names, self._files.digest(), *map(str, numbers)]
-        return source.digest((part, 0) for part in parts)
+        names = [self._split, *self.class_names, self._files.digest()]
+        numbers = [str(self._starts.tolist()), str(self._sizes.tolist())]
+        return source.digest((part, 0) for part in names + numbers)
 
     def _folder(self, index: int) -> Path:
         return self._folders[np.searchsorted(self._starts, index, side="right") - 1]
 
-    def _looked_at(self) -> list[Path]:
+    def _sampled_files(self) -> list[Path]:
         indices = source.sampled(len(self))
         return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
 
 
 def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Packed]:
     """Classes, the folder of each in `root`, how many pictures each has, and these."""
-    places, _ = layout.arranged(root, [], split=split)
+    places, _ = layout.arranged(root, split=split)
     for place in places:
         if place.kind:
-            what = "are pictures and masks, no classes"
-            how = "hvdkit start finds out how to read them; if they are classes, rename them"
-            raise ValueError(f"{place.folder} and others beside it {what}: {how}")
-    of_class = {
-        label: folders[0] for (_, label), folders in sorted(layout.by_class(places).items())
-    }
-    loose = [place for place in places if not place.label and _pictures(place)]
-    if loose or not of_class:
-        files = _pictures(loose[0]) if loose else []
-        folder = loose[0].folder if loose else root / split
-        rule = "must hold a folder for each class, and no picture beside them"
-        how = "sort pictures in, ImageNet's val by synsets"
-        raise ValueError(f"{folder} {rule} ({join(files) or 'it has no folder'}): {how}")
-    spelling.check_classes(of_class, places[0].folder)
-    folders = [str(place.folder.relative_to(root)) for place in of_class.values()]
-    parts = [place.files for place in of_class.values()]
-    counts = np.array([len(lengths) for _, lengths in parts], np.int64)
-    return list(of_class), folders, counts, *map(np.concatenate, zip(*parts))
+            raise ValueError(
+                f"{place.folder} and others beside it are pictures and masks, no classes: hvdkit "
+                "start finds out how to read them; if they are classes, rename them"
+            )
+    classes = {}
+    for (_, label), folders in sorted(layout.by_class(places).items()):
+        classes[label] = folders[0]
+    for place in places:
+        if not place.label and _pictures(place):
+            raise _not_sorted(place.folder, join(_pictures(place)))
+    if not classes:
+        raise _not_sorted(root / split, "it has no folder")
+    spelling.check_classes(classes, places[0].folder)
+
+    folder_names = [str(place.folder.relative_to(root)) for place in classes.values()]
+    counts = np.array([place.picture_count for place in classes.values()], np.int64)
+    text = np.concatenate([place.files[0] for place in classes.values()])
+    lengths = np.concatenate([place.files[1] for place in classes.values()])
+    return list(classes), folder_names, counts, text, lengths
+
+
+def _not_sorted(folder: Path, holds: str) -> ValueError:
+    return ValueError(
+        f"{folder} must hold a folder for each class, and no picture beside them ({holds}): sort "
+        "pictures in, ImageNet's val by synsets"
+    )
 
 
 def _pictures(place: Place) -> list[str]:
