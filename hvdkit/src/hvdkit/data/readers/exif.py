@@ -21,7 +21,7 @@ _TAG = 0x0112
 # Bytes of a value by its type (TIFF 6.0, section 2), 0 where there is no such type.
 _UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4)
 _WHOLE = (3, 4, 6, 8, 9, 13)  # types of whole numbers, without the type of bytes
-_TAIL = 16  # zeros behind a file, so that its last bytes are read as others
+_TAIL = 16  # zeros appended to a file, so that reading its last bytes needs no special case
 
 # A function for what few pictures need, traced once a process. Inlined in each reader's graph, its
 # ops would cost time for every picture, even in a branch that is not taken.
@@ -47,11 +47,12 @@ def _is_bare(data: tf.Tensor) -> tf.Tensor:
 
     A shortcut: it takes a tenth of the time of the search.
     """
-    # substr fails beyond the end
+    # Bytes are appended, because substr fails beyond the end.
     head = tf.strings.join([tf.strings.substr(data, 0, 2**11), bytes(41)])
     jpeg = tf.strings.substr(head, 0, 6) == b"\xff\xd8\xff\xe0\x00\x10"
     jpeg &= tf.strings.substr(head, 20, 2) == b"\xff\xdb"
-    jpeg &= ~tf.strings.regex_full_match(head, rf"\C*(?:{_NAMES})\C*")  # behind the tables
+    # A name may also follow the tables.
+    jpeg &= ~tf.strings.regex_full_match(head, rf"\C*(?:{_NAMES})\C*")
     # After the 33 bytes of signature and header: length of the chunk, its name, the pixels, a
     # checksum, and 12 bytes of IEND.
     length = tf.io.decode_raw(tf.strings.substr(head, 33, 4), tf.int32, little_endian=False)[0]
@@ -61,22 +62,21 @@ def _is_bare(data: tf.Tensor) -> tf.Tensor:
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
 def _searched(data: tf.Tensor) -> tf.Tensor:
-    named = tf.strings.regex_full_match(data, rf"\C*(?:{_NAMES})\C*")  # in few pictures
-    return tf.cond(named, lambda: _found(data), lambda: tf.constant(1))
+    has_name = tf.strings.regex_full_match(data, rf"\C*(?:{_NAMES})\C*")
+    return tf.cond(has_name, lambda: _of_named(data), lambda: tf.constant(1))
 
 
-def _found(data: tf.Tensor) -> tf.Tensor:
-    kinds = [
-        (tf.io.is_jpeg(data), lambda: _walked(data, 2, _jpeg_step)),
-        (is_webp(data), lambda: _walked(data, 12, _webp_step)),
+def _of_named(data: tf.Tensor) -> tf.Tensor:
+    """The orientation, where the file holds one of _NAMES anywhere, maybe among its pixels."""
+    cases = [
+        (tf.io.is_jpeg(data), lambda: _directory(data, 2, _jpeg_step)),
+        (is_webp(data), lambda: _directory(data, 12, _webp_step)),
     ]
-    block, end = tf.case(kinds, default=lambda: _walked(data, 8, _png_step))
-    values = tf.cast(tf.io.decode_raw(block, tf.uint8), tf.int64)
-    broken = tf.cast(tf.size(values) > 0, tf.int32)
-    value = tf.cond(tf.size(values) >= 8, lambda: _of_directory(values), lambda: broken)
+    block, end = tf.case(cases, default=lambda: _directory(data, 8, _png_step))
+    value = _of_directory(block)
     head = tf.strings.substr(data, 0, end)
-    says = (value == 0) & tf.strings.regex_full_match(head, r"\C*tiff:Orientation\C*")
-    value = tf.cond(says, lambda: _of_xmp(head), lambda: value)
+    has_xmp = (value == 0) & tf.strings.regex_full_match(head, r"\C*tiff:Orientation\C*")
+    value = tf.cond(has_xmp, lambda: _of_xmp(head), lambda: value)
     return tf.where((value >= 1) & (value <= 8), value, 1)
 
 
@@ -90,7 +90,7 @@ def _of_xmp(head: tf.Tensor) -> tf.Tensor:
 _Step = Callable[..., tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
 
 
-def _walked(data: tf.Tensor, start: int, step: _Step) -> tuple[tf.Tensor, tf.Tensor]:
+def _directory(data: tf.Tensor, start: int, step: _Step) -> tuple[tf.Tensor, tf.Tensor]:
     """The bytes of the directory, and where the search ended, from a file's parts one by one."""
     length = tf.strings.length(data)
     padded = tf.strings.join([data, bytes(_TAIL)])
@@ -114,8 +114,9 @@ def _jpeg_step(
     data: tf.Tensor, place: tf.Tensor, block: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A segment: 0xFF, its kind, its length (2 bytes, itself included); several may be joined."""
-    head = _numbers(data, place, 4)
-    first, kind = head[0], head[1]
+    head = numbers(data, place, 4)
+    first = head[0]
+    kind = head[1]
     size = tf.maximum(head[2] * 2**8 + head[3], 2)
     without_length = (kind == 0) | (kind == 0xC8) | ((kind >= 0xD0) & (kind <= 0xD9))
     without_length |= (kind >= 0xF0) & (kind <= 0xFD)
@@ -135,7 +136,7 @@ def _png_step(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A chunk: its length (4 bytes), its name, its content, a checksum; the last one counts."""
     here = tf.cast(place, tf.int64)
-    size = _joined(_numbers(data, place, 4), big=True)
+    size = joined(numbers(data, place, 4), big=True)
     name = _part(data, here + 4, 4)
     content = _part(data, here + 8, size)
     is_exif = (name == b"eXIf") & (size > 0)
@@ -151,7 +152,7 @@ def _of_text(name: tf.Tensor, content: tf.Tensor) -> tf.Tensor:
     """The bytes that the text of a chunk spells in hexadecimal digits, behind three lines."""
     start = len("Raw profile type exif\0")
     text = tf.cond(
-        name == b"zTXt",  # the byte of the method before it
+        name == b"zTXt",  # its compressed text follows a byte that names the method
         lambda: tf.io.decode_compressed(tf.strings.substr(content, start + 1, 2**30), "ZLIB"),
         lambda: tf.strings.substr(content, start, 2**30),
     )
@@ -161,8 +162,13 @@ def _of_text(name: tf.Tensor, content: tf.Tensor) -> tf.Tensor:
     digits = np.zeros(256, np.int32)
     digits[list(_HEX)] = np.arange(16)
     nibbles = tf.gather(digits, tf.cast(tf.io.decode_raw(text, tf.uint8), tf.int32))
+    return to_bytes(nibbles[::2] * 16 + nibbles[1::2])
+
+
+def to_bytes(numbers: tf.Tensor) -> tf.Tensor:
+    """The bytes with these values, string scalar; numbers: int32 [n], 0 to 255."""
     every_byte = tf.constant([bytes([value]) for value in range(256)])
-    return tf.strings.reduce_join(tf.gather(every_byte, nibbles[::2] * 16 + nibbles[1::2]))
+    return tf.strings.reduce_join(tf.gather(every_byte, numbers))
 
 
 def _webp_step(
@@ -170,10 +176,10 @@ def _webp_step(
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A chunk (RFC 9649, 2.3): its name, its length (4 bytes), its content, even in all."""
     here = tf.cast(place, tf.int64)
-    size = _joined(_numbers(data, place + 4, 4), big=False)
+    size = joined(numbers(data, place + 4, 4), big=False)
     is_exif = (_part(data, here, 4) == b"EXIF") & (block == b"")
-    # The file's header says whether it counts.
-    is_exif &= (_part(data, 15, 1) == b"X") & (_numbers(data, 20, 1)[0] & 8 > 0)
+    # A bit of the file's header says whether it counts.
+    is_exif &= (_part(data, 15, 1) == b"X") & (numbers(data, 20, 1)[0] & 8 > 0)
     block = tf.cond(is_exif, lambda: _part(data, here + 8, size), lambda: block)
     return here + 8 + size + size % 2, tf.constant(False), block
 
@@ -185,53 +191,54 @@ def _part(data: tf.Tensor, place: tf.Tensor | int, size: tf.Tensor | int) -> tf.
     return tf.strings.substr(data, place, tf.maximum(size, 0))
 
 
-def _numbers(data: tf.Tensor, place: tf.Tensor | int, count: int) -> tf.Tensor:
+def numbers(data: tf.Tensor, place: tf.Tensor | int, count: int) -> tf.Tensor:
     """Bytes of a padded file as numbers, int64 [count]."""
     part = tf.io.decode_raw(_part(data, place, count), tf.uint8, fixed_length=count)
     return tf.cast(part, tf.int64)
 
 
-def _joined(parts: tf.Tensor, *, big: tf.Tensor | bool) -> tf.Tensor:
+def joined(parts: tf.Tensor, *, big: tf.Tensor | bool) -> tf.Tensor:
     """Numbers of bytes [..., count] in this order, the highest first if `big`: int64 [...]."""
     powers = 2 ** (8 * tf.range(parts.shape[-1], dtype=tf.int64))
     return tf.reduce_sum(parts * tf.where(big, powers[::-1], powers), axis=-1)
 
 
 def _of_directory(block: tf.Tensor) -> tf.Tensor:
-    """The orientation that the first directory of a block says; 0 if it says none, 1 if it is
-    broken; block: int64 [bytes].
+    """The orientation that the first directory of a block of bytes says.
+
+    It is 0 if the directory says none or the block is empty, and 1 if the block is broken.
 
     A block is the order of bytes (II: lowest first, or MM), 42, and the directory's place. This is
     the number of entries, and entries of 12 bytes: tag, type, number of values, and the value, or,
     if it takes more than 4 bytes, its place (TIFF 6.0, section 2).
     """
-    length = tf.size(block, tf.int64)
-    big = block[0] == ord("M")
-    orders = [[ord(letter)] * 2 for letter in "IM"]
-    known = tf.reduce_any(tf.reduce_all(block[:2] == tf.constant(orders, tf.int64), axis=1))
-    known &= (block[2] * block[3] == 0) & (block[2] + block[3] == 42)
-    start = _joined(tf.ensure_shape(block[4:8], [4]), big=big)
-    start = tf.where(known, tf.minimum(start, length), length)
-    block = tf.concat([block, tf.zeros([_TAIL], tf.int64)], axis=0)
-    count = _joined(tf.ensure_shape(block[start : start + 2], [2]), big=big)
+    length = tf.cast(tf.strings.length(block), tf.int64)
+    is_known = tf.strings.regex_full_match(block, r"(?:II|MM)(?:\*\x00|\x00\*)\C{4,}")
+    big = tf.strings.regex_full_match(block, r"M\C*")
+    block = tf.strings.join([block, bytes(_TAIL)])
+    start = joined(numbers(block, 4, 4), big=big)
+    start = tf.where(is_known, tf.minimum(start, length), length)
+
+    # The entries: tag, type, number of values, and a value or its place.
+    count = joined(numbers(block, start, 2), big=big)
     count = tf.minimum(count, tf.maximum(length - start - 2, 0) // 12)
-    entries = tf.reshape(block[start + 2 : start + 2 + 12 * count], [-1, 12])
+    entries = tf.io.decode_raw(_part(block, start + 2, 12 * count), tf.uint8)
+    entries = tf.cast(tf.reshape(entries, [-1, 12]), tf.int64)
     unit_of = tf.constant([*_UNITS, 0], tf.int64)
-    kinds = _joined(entries[:, 2:4], big=big)
+    kinds = joined(entries[:, 2:4], big=big)
     units = tf.gather(unit_of, tf.minimum(kinds, len(_UNITS)))
-    sizes = units * _joined(entries[:, 4:8], big=big)
+    sizes = units * joined(entries[:, 4:8], big=big)
     inside = start + 10 + 12 * tf.range(count)
-    places = tf.where(sizes > 4, _joined(entries[:, 8:12], big=big), inside)
-    valid = (_joined(entries[:, :2], big=big) == _TAG) & (sizes > 0) & (places + sizes <= length)
+    places = tf.where(sizes > 4, joined(entries[:, 8:12], big=big), inside)
+    valid = (joined(entries[:, :2], big=big) == _TAG) & (sizes > 0) & (places + sizes <= length)
 
     def value() -> tf.Tensor:
         entry = tf.argmax(tf.cast(valid, tf.int32))
-        place = places[entry]
-        wide = tf.ensure_shape(block[place : place + 4], [4])
-        numbers = [_joined(wide[:size], big=big) for size in (1, 2, 4)]
-        number = tf.gather(tf.stack(numbers), tf.minimum(units[entry] // 2, 2))
+        wide = numbers(block, places[entry], 4)
+        values = [joined(wide[:size], big=big) for size in (1, 2, 4)]
+        number = tf.gather(tf.stack(values), tf.minimum(units[entry] // 2, 2))
         whole = tf.reduce_any(kinds[entry] == tf.constant(_WHOLE, tf.int64))
         return tf.cast(tf.where(whole & (number >= 1) & (number <= 8), number, 1), tf.int32)
 
-    broken = tf.cast(~known, tf.int32)
+    broken = tf.cast(~is_known & (length > 0), tf.int32)
     return tf.cond(tf.reduce_any(valid), value, lambda: broken)

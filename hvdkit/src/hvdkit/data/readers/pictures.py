@@ -14,20 +14,33 @@ import tensorflow as tf
 from PIL import Image
 
 from hvdkit import whole_files
+from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
-from hvdkit.data.readers.exif import PNG_START, is_webp, orientation, seldom
+from hvdkit.data.readers.exif import (
+    PNG_START,
+    is_webp,
+    joined,
+    numbers,
+    orientation,
+    seldom,
+    to_bytes,
+)
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 # Endings of pictures that are not read; they are reported, not skipped silently.
-OTHER_SUFFIXES = (".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl")
-OTHER_SUFFIXES += (".avif", ".heic", ".heif", ".ppm", ".pgm", ".tga")
+OTHER_SUFFIXES = (
+    ".gif", ".bmp", ".tif", ".tiff", ".jfif", ".jpe", ".jp2", ".jxl", ".avif", ".heic", ".heif",
+    ".ppm", ".pgm", ".tga",
+)  # fmt: skip
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_MOST_SCANS = 100  # of a JPEG: each is decoded over the whole picture
-MOST_BYTES = 2**30  # of a file
-_GREY, _PALETTE = 0, 3  # PNG colour types (PNG specification, 11.2.2)
-_MOVES = 2  # in a WebP's byte 20, after VP8X: it is an animation
-_DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a header whose bit depth, byte 24, is 16
-_ADOBE = r"\C*\x00\x0eAdobe\x00\C*"  # segment APP14, after its marker
+_MOST_SCANS = 100  # a JPEG's scans are each decoded over the whole picture
+MOST_BYTES = 2**30  # the largest file that is read
+# PNG colour types (PNG specification, 11.2.2)
+_GREY = 0
+_PALETTE = 3
+_ANIMATION = 2  # this bit of a WebP's byte 20, after VP8X, says that it is an animation
+_DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a PNG's header whose bit depth, byte 24, is 16
+_ADOBE = r"\C*\x00\x0eAdobe\x00\C*"  # a JPEG with segment APP14, after its marker
 most_pixels = 64_000_000
 
 # By orientation, 0 to 8: how stored rows and columns become the displayed ones.
@@ -43,20 +56,22 @@ def swaps(orientation: tf.Tensor | int) -> tf.Tensor:
 
 def _upright(image: tf.Tensor, data: tf.Tensor) -> tf.Tensor:
     """The image [H, W, C] as viewers show it, from how `data` (string scalar, a file) stores it."""
-    found = orientation(data)
-    turned = tf.cond(found > 1, lambda: _turned(image, found), lambda: image)
-    return tf.ensure_shape(turned, [None, None, image.shape[-1]])  # a turn hides it
+    number = orientation(data)
+    turned = tf.cond(number > 1, lambda: _turned(image, number), lambda: image)
+    # _turned does not know the number of channels.
+    return tf.ensure_shape(turned, [None, None, image.shape[-1]])
 
 
 @seldom(input_signature=[tf.TensorSpec([None, None, None], tf.uint8), tf.TensorSpec([], tf.int32)])
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     height, width, channels = tf.unstack(tf.shape(image))
     swapped = swaps(orientation)
-    rows = tf.range(tf.where(swapped, width, height))[:, None]  # of the displayed picture
+    # Rows and columns of the picture as it is shown.
+    rows = tf.range(tf.where(swapped, width, height))[:, None]
     columns = tf.range(tf.where(swapped, height, width))[None]
     rows = tf.where(tf.gather(_UPSIDE_DOWN, orientation), rows[::-1], rows)
     columns = tf.where(tf.gather(_MIRRORED, orientation), columns[:, ::-1], columns)
-    # Not tf.transpose: oneDNN prints an error about it on CPUs without AVX-512.
+    # oneDNN prints an error about tf.transpose on CPUs without AVX-512.
     stored = tf.where(swapped, columns * width + rows, rows * width + columns)
     return tf.gather(tf.reshape(image, [-1, channels]), stored)
 
@@ -70,14 +85,18 @@ def limit(pixels: int) -> None:
 def _stored_size(data: tf.Tensor) -> tf.Tensor:
     """Height and width by the header of a PNG, JPEG or WebP, int32 [2]; zeros for other files."""
 
-    def of_png() -> tf.Tensor:  # big-endian after signature, length and name of the first chunk
+    def size_of_png() -> tf.Tensor:
+        # Width and height follow signature, length and name of the first chunk, big-endian.
         numbers = tf.strings.substr(data, 16, 8)
         return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
 
     is_png = tf.strings.substr(data, 0, 16) == PNG_START
-    kinds = [(tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]), (is_png, of_png)]
-    kinds.append((is_webp(data), lambda: _size_of_webp(data)))
-    return tf.case(kinds, default=lambda: tf.zeros([2], tf.int32))
+    cases = [
+        (tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]),
+        (is_png, size_of_png),
+        (is_webp(data), lambda: _size_of_webp(data)),
+    ]
+    return tf.case(cases, default=lambda: tf.zeros([2], tf.int32))
 
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
@@ -86,32 +105,39 @@ def _size_of_webp(data: tf.Tensor) -> tf.Tensor:
 
     Zeros for an animation: TensorFlow 2.21 would write all its frames into the memory of one.
     """
-    head = tf.io.decode_raw(tf.strings.substr(data, 0, 30), tf.uint8, fixed_length=30)
-    byte, kind = tf.cast(head, tf.int32), tf.strings.substr(data, 15, 1)
-    lossy = tf.stack([byte[28] + 2**8 * byte[29], byte[26] + 2**8 * byte[27]]) % 2**14
-    both = byte[21] + 2**8 * byte[22] + 2**16 * byte[23] + 2**24 * (byte[24] % 16)
+    kind = tf.strings.substr(data, 15, 1)
+    # VP8: width and height in 14 bits each, in two bytes.
+    lossy = joined(tf.reshape(numbers(data, 26, 4), [2, 2]), big=False)[::-1] % 2**14
+    # VP8L: both, less 1, in 28 bits.
+    both = joined(numbers(data, 21, 4), big=False) % 2**28
     lossless = 1 + tf.stack([both // 2**14, both % 2**14])
-    width, height = (byte[n] + 2**8 * byte[n + 1] + 2**16 * byte[n + 2] for n in (24, 27))
-    extended = (1 + tf.stack([height, width])) * tf.cast(byte[20] & _MOVES == 0, tf.int32)
-    return tf.where(kind == b" ", lossy, tf.where(kind == b"L", lossless, extended))
+    # VP8X: both, less 1, in three bytes each.
+    extended = 1 + joined(tf.reshape(numbers(data, 24, 6), [2, 3]), big=False)[::-1]
+    is_still = numbers(data, 20, 1) & _ANIMATION == 0
+    extended *= tf.cast(is_still, tf.int64)
+    size = tf.where(kind == b" ", lossy, tf.where(kind == b"L", lossless, extended))
+    return tf.cast(size, tf.int32)
 
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
 def _of_adobe(data: tf.Tensor) -> tf.Tensor:
-    """Whether a JPEG of four colours says how: decoders take it for inverted, or not, without."""
+    """Whether a JPEG of four colours says whether they are inverted: else decoders disagree."""
     return tf.strings.regex_full_match(data, _ADOBE)
 
 
 def fit(data: tf.Tensor) -> tf.Tensor:
-    """The data, or nothing, which fails to decode (an assertion would not come before that)."""
+    """The data, or b"" where it is not to be decoded: this fails to decode.
+
+    An assertion might run after the decoder.
+    """
     size = tf.cast(_stored_size(data), tf.int64)
-    fine = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
-    deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    kind = tf.cond(_has_four(data), lambda: _of_adobe(data), lambda: True)
-    return tf.where(fine & ~deep & kind, data, b"")
+    fits = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
+    is_deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
+    has_known_colours = tf.cond(_has_four_colours(data), lambda: _of_adobe(data), lambda: True)
+    return tf.where(fits & ~is_deep & has_known_colours, data, b"")
 
 
-def _has_four(data: tf.Tensor) -> tf.Tensor:
+def _has_four_colours(data: tf.Tensor) -> tf.Tensor:
     """Whether this is a JPEG of four colours, as for printing, bool scalar."""
     shape = tf.cond(
         tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data), lambda: tf.zeros([3], tf.int32)
@@ -121,7 +147,15 @@ def _has_four(data: tf.Tensor) -> tf.Tensor:
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
     """Fails the sample at run time; inside `tf.data` it needs no control dependency."""
-    tf.raw_ops.Assert(condition=condition, data=facts)  # tf.debugging's has other words if eager
+    # tf.debugging.Assert has other words in eager mode.
+    tf.raw_ops.Assert(condition=condition, data=facts)
+
+
+def require_classes(label: tf.Tensor, classes: int) -> None:
+    """Fails the sample whose label picture holds a value that is neither a class nor IGNORE."""
+    highest = tf.reduce_max(tf.where(label == IGNORE, tf.zeros_like(label), label))
+    way_out = f"is no class of 0 to {classes - 1} or {IGNORE}: map it by --label_map"
+    require(highest < classes, "label value", highest, way_out)
 
 
 def decode_image(data: tf.Tensor) -> tf.Tensor:
@@ -133,7 +167,7 @@ def decode_image(data: tf.Tensor) -> tf.Tensor:
     """
     image = tf.cond(
         is_webp(data),
-        # Its decoder gives the number of channels that the file has, and no other.
+        # The decoder of WebP gives the number of channels that the file has, and no other.
         lambda: tf.io.decode_image(fit(data), expand_animations=False)[..., :3],
         lambda: tf.io.decode_image(fit(data), channels=3, expand_animations=False),
     )
@@ -181,9 +215,11 @@ def decode_label(data: tf.Tensor) -> tf.Tensor:
     """
     depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
     is_palette = colour == _PALETTE
-    fine = is_palette | ((colour == _GREY) & (depth == 8))
-    fine &= tf.strings.substr(data, 0, 16) == PNG_START
-    require(fine, "a label must be an 8-bit grey or a palette PNG of class ids: map its values")
+    holds_ids = is_palette | ((colour == _GREY) & (depth == 8))
+    holds_ids &= tf.strings.substr(data, 0, 16) == PNG_START
+    require(
+        holds_ids, "a label must be an 8-bit grey or a palette PNG of class ids: map its values"
+    )
     data = fit(data)
     label = tf.cond(
         is_palette, lambda: _decode_palette(data, depth), lambda: tf.io.decode_png(data, channels=1)
@@ -198,15 +234,15 @@ def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     indices. The colour type is byte 25, the header's CRC is bytes 29 to 32. A CRC is linear over
     GF(2), so this change flips the same bits of every header's CRC.
     """
-    crcs = [zlib.crc32(b"IHDR" + bytes([*bytes(9), kind, 0, 0, 0])) for kind in (_GREY, _PALETTE)]
-    flips = (crcs[0] ^ crcs[1]).to_bytes(4, "big")
-    flips = np.frombuffer(bytes([_GREY ^ _PALETTE, 0, 0, 0]) + flips, np.uint8)
+    grey_crc = zlib.crc32(b"IHDR" + bytes([*bytes(9), _GREY, 0, 0, 0]))
+    palette_crc = zlib.crc32(b"IHDR" + bytes([*bytes(9), _PALETTE, 0, 0, 0]))
+    crc_flips = (grey_crc ^ palette_crc).to_bytes(4, "big")
+    flips = np.frombuffer(bytes([_GREY ^ _PALETTE, 0, 0, 0]) + crc_flips, np.uint8)
     stored = tf.io.decode_raw(tf.strings.substr(data, 25, 8), tf.uint8)
-    header = tf.bitwise.bitwise_xor(stored, flips)
-    every_byte = tf.constant([bytes([value]) for value in range(256)])
-    header = tf.strings.reduce_join(tf.gather(every_byte, tf.cast(header, tf.int32)))
+    start = tf.strings.substr(data, 0, 25)
+    header = to_bytes(tf.cast(tf.bitwise.bitwise_xor(stored, flips), tf.int32))
     rest = tf.strings.substr(data, 33, tf.int32.max)
-    as_grey = tf.io.decode_png(tf.strings.join([tf.strings.substr(data, 0, 25), header, rest]), 1)
+    as_grey = tf.io.decode_png(tf.strings.join([start, header, rest]), 1)
     # Grey of 1, 2 and 4 bits is stretched to 0..255 on decoding; indices are not brightnesses.
     largest = tf.bitwise.left_shift(1, tf.cast(depth, tf.int32)) - 1
     return as_grey // tf.cast(255 // largest, tf.uint8)
@@ -221,7 +257,8 @@ def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> 
     except ValueError as problem:
         return str(problem)
     except tf.errors.OpError as error:
-        return f"{' or '.join(map(str, paths))} cannot be read: {reason_of(error)}"
+        files = " or ".join(str(path) for path in paths)
+        return f"{files} cannot be read: {reason_of(error)}"
     return None
 
 
@@ -229,12 +266,14 @@ def check_decodes(path: Path) -> None:
     """Decodes a picture with Pillow; ValueError names the file and what is wrong."""
     try:
         data = whole_files.read(path, MOST_BYTES, links=True)
-        if not (fault := refused(data)):
+        fault = refused(data)
+        if not fault:
             Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")).load()
     except Image.UnidentifiedImageError:
-        what = f"starts with {data[:8]!r}" if data else "has zero bytes"
-        what = f"{path} is no PNG, JPEG or WebP (it {what})"
-        raise ValueError(f"{what}; convert it, or copy it again") from None
+        start = f"starts with {data[:8]!r}" if data else "has zero bytes"
+        raise ValueError(
+            f"{path} is no PNG, JPEG or WebP (it {start}); convert it, or copy it again"
+        ) from None
     except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
         raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
     if fault:
@@ -243,21 +282,27 @@ def check_decodes(path: Path) -> None:
 
 def refused(data: bytes) -> str:
     """Why a PNG, JPEG or WebP is not decoded, without its name; "" where its header is fine."""
-    if data[:8] == _PNG_SIGNATURE and data[24:25] == b"\x10":
-        what = "convert it to 8 bits, with the range of values that matters"
-        return f"has 16 bits a channel, but only the high 8 would be read: {what}"
-    if data[:8] == _PNG_SIGNATURE and data[:16] != PNG_START:
+    is_png = data[:8] == _PNG_SIGNATURE
+    if is_png and data[24:25] == b"\x10":
+        return (
+            "has 16 bits a channel, but only the high 8 would be read: convert it to 8 bits, with "
+            "the range of values that matters"
+        )
+    if is_png and data[:16] != PNG_START:
         return "does not begin with its header: make it again"
-    if data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and data[20:21] and data[20] & _MOVES:
+    is_extended_webp = data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and len(data) > 20
+    if is_extended_webp and data[20] & _ANIMATION:
         return "is an animation: save one picture of it"
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
         return f"has more than {_MOST_SCANS} scans, which take hours: save it again"
     try:
-        if _has_four(tf.constant(data)) and not _of_adobe(tf.constant(data)):
-            what = "is a JPEG of four colours without Adobe's segment, which says how to read them"
-            return f"{what}: save it as RGB"
+        if _has_four_colours(tf.constant(data)) and not _of_adobe(tf.constant(data)):
+            return (
+                "is a JPEG of four colours without Adobe's segment, which says how to read them: "
+                "save it as RGB"
+            )
         height, width = _stored_size(tf.constant(data)).numpy().tolist()
-    except (tf.errors.OpError, UnicodeDecodeError):  # its message may hold bytes of the file
+    except (tf.errors.OpError, UnicodeDecodeError):  # an OpError's text may hold bytes of the file
         return ""
     return too_large(width, height)
 
@@ -266,5 +311,7 @@ def too_large(width: int, height: int) -> str:
     """A message about a picture of more than --max_pixels, without its name; "" for others."""
     if width * height <= most_pixels:
         return ""
-    what = f"has {width:,} x {height:,} pixels, more than --max_pixels={most_pixels}"
-    return f"{what}: make it smaller, or raise the limit if you trust it"
+    return (
+        f"has {width:,} x {height:,} pixels, more than --max_pixels={most_pixels}: make it "
+        "smaller, or raise the limit if you trust it"
+    )
