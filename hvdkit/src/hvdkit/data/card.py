@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hvdkit import whole_files
 from hvdkit.data import classes
 from hvdkit.data.source import Source
@@ -21,18 +19,16 @@ from hvdkit.logs import join, printable
 from hvdkit.settings import Settings
 
 Card = Mapping[str, Any]
-_MOST_NAMES, _MOST_BYTES = 5_000_000, 2**31  # that are kept; of more, their number only
+# Limits of the file of names. Beyond them only the number of samples is kept.
+_MOST_NAMES = 5_000_000
+_MOST_BYTES = 2**31
 
 
 def made(config: Settings, train: Source, val: Source, *, augmentation: Card) -> dict[str, Any]:
     """The card of a run, as JSON; `augmentation`: what the task says that it does to samples."""
-    splits = {"train": (config.train_split, train), "val": (config.val_split, val)}
-    about = {}
-    for part, (name, source) in splits.items():
-        about[part] = {"split": name, "samples": len(source), "fingerprint": source.fingerprint()}
-        if contents := getattr(source, "contents", ""):  # where `hvdkit check --hash` found them
-            about[part]["contents"] = contents
-    return about | {
+    return {
+        "train": _split_card(config.train_split, train),
+        "val": _split_card(config.val_split, val),
         "class_names": classes.of(train),
         "num_classes": config.num_classes,
         "label_map": config.label_map,
@@ -40,6 +36,14 @@ def made(config: Settings, train: Source, val: Source, *, augmentation: Card) ->
         "image_size": config.image_size,
         "augmentation": json.loads(json.dumps(whole_files.without_nan(dict(augmentation)))),
     }
+
+
+def _split_card(name: str, source: Source) -> dict[str, Any]:
+    card = {"split": name, "samples": len(source), "fingerprint": source.fingerprint()}
+    # A source has `contents` where `hvdkit check --hash` found them.
+    if contents := getattr(source, "contents", ""):
+        card["contents"] = contents
+    return card
 
 
 def keep_names(run_dir: Path, card: Card, source: Source) -> None:
@@ -60,60 +64,74 @@ def check(
     `before`, `now`: the checkpoint's card and this run's; `source`: the training samples now;
     `accepted`: whether they may differ, else ValueError.
     """
-    was, there = before.get("train"), now.get("train")
-    if not was or not there:
+    train_before = before.get("train")
+    train_now = now.get("train")
+    if not train_before or not train_now:
         return []
     # Contents are known where `hvdkit check --hash` was called, then and now.
-    contents = was.get("contents"), there.get("contents")
-    if was["fingerprint"] != there["fingerprint"]:
-        old = _kept(_file(checkpoint.resolve().parent.parent, before))
-        what = _changed(old, before, now, source)
-    elif all(contents) and contents[0] != contents[1]:
-        what = f"the same {there['samples']:,} samples have files of other contents, by --hash"
+    contents_before = train_before.get("contents")
+    contents_now = train_now.get("contents")
+    if train_before["fingerprint"] != train_now["fingerprint"]:
+        old_names = _kept_names(_file(checkpoint.resolve().parent.parent, before))
+        change = _change(old_names, before, now, source)
+    elif contents_before and contents_now and contents_before != contents_now:
+        change = (
+            f"the same {train_now['samples']:,} samples have files of other contents, by --hash"
+        )
     else:
         return []
     if not accepted:
-        ways = "give --accept_changed_data, or begin anew with --resume=never or another --run_dir"
-        since = f"the training data changed since {checkpoint.name} ({what})"
-        raise ValueError(f"{since}: put them back, {ways}")
-    return [f"the training data changed: {what}"]
+        raise ValueError(
+            f"the training data changed since {checkpoint.name} ({change}): put them back, give "
+            "--accept_changed_data, or begin anew with --resume=never or another --run_dir"
+        )
+    return [f"the training data changed: {change}"]
 
 
-def _changed(old: list[bytes] | None, before: Card, now: Card, source: Source) -> str:
-    """What changed; `old`: the names of the samples of `before`, if they are known."""
-    was, there = before["train"], now["train"]
-    counts = f"{was['samples']:,} samples then, {there['samples']:,} now"
+def _change(old_names: list[bytes] | None, before: Card, now: Card, source: Source) -> str:
+    """What changed; `old_names`: those of the samples of `before`, if they are known."""
+    old_count = before["train"]["samples"]
+    count = now["train"]["samples"]
     if before.get("class_names") != now.get("class_names"):
-        return f"{counts}, other classes"
-    new = getattr(source, "sample_names", None)
-    if old is None or new is None:
-        return f"{counts}; which ones changed is not known"
-    new = list(new())
-    gone, added = sorted({*old} - {*new}), sorted({*new} - {*old})
-    if not gone and not added:
-        what = "in another order" if old != new else "of other sizes, or with other labels"
-        return f"the same {len(new):,} files {what}"
-    return f"{counts}: {len(gone):,} gone{_named(gone)}, {len(added):,} added{_named(added)}"
+        return f"{old_count:,} samples then, {count:,} now, other classes"
+    sample_names = getattr(source, "sample_names", None)
+    if old_names is None or sample_names is None:
+        return f"{old_count:,} samples then, {count:,} now; which ones changed is not known"
+
+    names = list(sample_names())
+    gone = set(old_names).difference(names)
+    added = set(names).difference(old_names)
+    if gone or added:
+        return (
+            f"{old_count:,} samples then, {count:,} now: {len(gone):,} gone{_shown(gone)}, "
+            f"{len(added):,} added{_shown(added)}"
+        )
+    if old_names != names:
+        return f"the same {len(names):,} files in another order"
+    return f"the same {len(names):,} files of other sizes, or with other labels"
 
 
 def lacking(name: str, source: Source) -> str:
     """A note about classes of which a split (train or val) has no sample, as far as is known."""
-    names, counts = classes.of(source), getattr(source, "class_counts", tuple)
-    missing = [names[n] for n in np.flatnonzero(np.equal(counts(), 0)) if n < len(names)]
+    class_counts = getattr(source, "class_counts", tuple)
+    counts = zip(classes.of(source), class_counts())
+    missing = [class_name for class_name, count in counts if count == 0]
     return f"the {name} split has no sample of {join(missing)}" if missing else ""
 
 
-def _named(names: list[bytes]) -> str:
-    return f" ({join([printable(os.fsdecode(name)) for name in names], 3)})" if names else ""
+def _shown(names: set[bytes]) -> str:
+    """The first of these names, in brackets; "" for none."""
+    first = [printable(os.fsdecode(name)) for name in sorted(names)]
+    return f" ({join(first, 3)})" if names else ""
 
 
 def _file(run_dir: Path, card: Card) -> Path:
-    # A source's fingerprint may be any text.
+    # A source's fingerprint may be any text, and its hash is a file's name.
     name = hashlib.sha256(card["train"]["fingerprint"].encode()).hexdigest()[:16]
     return run_dir / f"samples-{name}.z"
 
 
-def _kept(file: Path) -> list[bytes] | None:
+def _kept_names(file: Path) -> list[bytes] | None:
     """The names in a file of `keep_names`; None where it cannot be read."""
     try:
         data = zlib.decompressobj().decompress(whole_files.read(file, _MOST_BYTES), _MOST_BYTES)

@@ -37,8 +37,8 @@ _SIGNS = {
     "cifar100": ("train.bin", "cifar-100-binary/train.bin"),
     "class_folders": ("train/*/*",),
 }
-_VALUES = 256  # of a label picture
-_SHOWN = 40  # classes
+_VALUES = 256  # a label picture may hold so many values
+_SHOWN = 40  # at most so many classes are listed
 
 
 def check(
@@ -59,80 +59,111 @@ def check(
     training split's classes, filled by the first split that is read; `read`: the splits so far, to
     which this is added; `values`: as --label_map; `hashes`: whether contents are written.
     """
-    try:
-        source = _opened(reader_of(layout)(root, split, 0 if values else classes), read)
-        source = relabelled(source, values, classes or IGNORE) if values else source
-    except (ValueError, OSError) as error:
-        tell(str(error))
+    source = _opened(root, split, layout, classes=classes, tell=tell, read=read, values=values)
+    if source is None:
         return Counts()
     check_ids(kind_of(source), classes)
     try:
         source = numbered(source, root / split, names)
     except ValueError as error:
         tell(str(error))
-    if hashes and (reason := contents.why_not(source, split)):
-        tell(reason)
-        hashes = False
     names[:] = names or names_of(source)
+    if hashes:
+        reason = contents.why_not(source, split)
+        if reason:
+            tell(reason)
+            hashes = False
     if layout == "class_folders" and source.num_classes == 1:
         tell(one_class(root / split))
-    if not (known := classes or getattr(source, "num_classes", 0)):
-        raise ValueError("--num_classes: this reader does not say how many classes there are")
-    where = getattr(source, "where", f"sample {{}} of {root / split}".format)
-    highest, counted = -1, Counts(known, kind_of(source))
-    for index, found in enumerate(_samples(source)):
-        if isinstance(found, str):
-            tell(found)
-            continue
-        highest = max(highest, found.high)
-        if fault := found.fault(known):
-            tell(f"{where(index)}{fault}")
-        else:
-            counted.add(found)
+
+    counts = _counted(source, root / split, classes or getattr(source, "num_classes", 0), tell)
     # A folder of label pictures does not say how many classes there are.
     if not classes and (values or isinstance(source, ImageLabelFolder)):
-        counted.classes = highest + 1
-    if not values and counted.unit == "pixels" and (fault := doubt(source, counted.of)):
-        tell(fault)
-    for line in counted.lines(names_of(source)):
-        print(f"{logs.printable(split)}: {logs.printable(line)}", flush=True)
-    labels = f"labels 0 to {highest}" if highest >= 0 else "no label could be read"
+        counts.classes = counts.highest + 1
+    if not values and counts.unit == "pixels":
+        fault = doubt(source, counts.of)
+        if fault:
+            tell(fault)
+    for line in counts.lines(names_of(source)):
+        _print(split, line)
     if hashes:
-        _hash(source, split, tell)
-    counted.words = f"{len(source):,} samples, {labels}"
-    return counted
+        try:
+            _print(split, contents.write(source, split))
+        except OSError as error:
+            tell(str(error))
+    return counts
 
 
-def _opened(source: Source, read: list[Source]) -> Source:
-    """The source, added to those that are read; ValueError where they share a file."""
-    read.append(source)
-    check_once(*read)
-    return source
-
-
-def _hash(source: Source, split: str, tell: Callable[[str], None]) -> None:
+def _opened(
+    root: Path,
+    split: str,
+    layout: str,
+    *,
+    classes: int,
+    tell: Callable[[str], None],
+    read: list[Source],
+    values: Mapping[int, int | None] | None,
+) -> Source | None:
+    """The split, which is added to `read`; None where it cannot be opened."""
     try:
-        print(logs.printable(f"{split}: {contents.write(source, split)}"), flush=True)
-    except OSError as error:
+        # Values that are mapped need not be classes.
+        source = reader_of(layout)(root, split, 0 if values else classes)
+        read.append(source)
+        check_once(*read)
+        return relabelled(source, values, classes or IGNORE) if values else source
+    except (ValueError, OSError) as error:
         tell(str(error))
+        return None
+
+
+def _counted(source: Source, folder: Path, classes: int, tell: Callable[[str], None]) -> "Counts":
+    """Counts the sound samples; `tell` gets what is wrong with the others."""
+    if not classes:
+        raise ValueError("--num_classes: this reader does not say how many classes there are")
+    counts = Counts(classes, kind_of(source))
+    where = getattr(source, "where", f"sample {{}} of {folder}".format)
+    for index, sample in enumerate(_samples(source)):
+        if isinstance(sample, str):
+            tell(sample)
+            continue
+        counts.highest = max(counts.highest, sample.high)
+        fault = sample.fault(classes)
+        if fault:
+            tell(f"{where(index)}{fault}")
+        else:
+            counts.add(sample)
+    labels = f"labels 0 to {counts.highest}" if counts.highest >= 0 else "no label could be read"
+    counts.words = f"{len(source):,} samples, {labels}"
+    return counts
+
+
+def _print(split: str, text: str) -> None:
+    print(f"{logs.printable(split)}: {logs.printable(text)}", flush=True)
 
 
 class _Sample(NamedTuple):
-    """Labels are without ignored pixels; sizes are height and width."""
+    """A sample that could be read: labels without ignored pixels, sizes as height and width."""
 
     low: int
     high: int
-    values: np.ndarray  # pixels of each value, int64 [256]; [0] where the label is one class
+    values: np.ndarray  # pixels of each value, int64 [256]; empty where the label is one class
     size: tuple[int, int]
-    label_size: tuple[int, int]  # the picture's, where the label is no picture
+    label_size: tuple[int, int]  # the picture's size, where the label is no picture
 
     def fault(self, classes: int) -> str:
         """What is wrong with its label, or ""."""
         if self.size != self.label_size:
-            picture, label = (f"{h} x {w}" for h, w in (self.size, self.label_size))
-            return f" is {label} pixels (height x width), its picture {picture}"
-        wrong = [label for label in (self.low, self.high) if not 0 <= label < classes]
-        return f": label {wrong[0]} is no class; classes are 0 to {classes - 1}" if wrong else ""
+            label = _in_words(self.label_size)
+            return f" is {label} pixels (height x width), its picture {_in_words(self.size)}"
+        for label in (self.low, self.high):
+            if not 0 <= label < classes:
+                return f": label {label} is no class; classes are 0 to {classes - 1}"
+        return ""
+
+
+def _in_words(size: tuple[int, int]) -> str:
+    height, width = size
+    return f"{height} x {width}"
 
 
 def _samples(source: Source) -> Iterator[_Sample | str]:
@@ -143,44 +174,66 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
         sample = source.read(index)
         if not {"image", "label"} <= sample.keys():
             raise ValueError(f"samples need an image and a label to be checked: {[*sample]}")
-        label, values = tf.cast(sample["label"], tf.int64), tf.zeros([0], tf.int64)
+        label = tf.cast(sample["label"], tf.int64)
+        values = tf.zeros([0], tf.int64)
         # The picture's size is returned so that the picture is decoded: unused outputs are not.
-        size = label_size = tf.shape(sample["image"])[:2]
-        if label.shape.rank:  # one for each pixel
-            flat, label_size = tf.cast(tf.reshape(label, [-1]), tf.int32), tf.shape(label)[:2]
+        size = tf.shape(sample["image"])[:2]
+        label_size = size
+        if label.shape.rank:  # the label is a picture
+            label_size = tf.shape(label)[:2]
+            flat = tf.cast(tf.reshape(label, [-1]), tf.int32)
             values = tf.math.bincount(flat, minlength=_VALUES, maxlength=_VALUES, dtype=tf.int64)
             label = tf.where(label == IGNORE, tf.zeros_like(label), label)
         return tf.reduce_min(label), tf.reduce_max(label), values, size, label_size
 
-    # A list of pictures, or of pictures and then their labels.
-    names = source.files() if hasattr(source, "files") else ()
-    files = [source.root / os.fsdecode(name) for name in names]
-    faults = listing.unreadable(files, pictures.MOST_BYTES)
-    unread = {place % len(source): why for place, why in faults.items()}
-    indices = np.array([n for n in range(len(source)) if n not in unread], np.int64)
+    faults = _faults_of_files(source)
+    indices = np.array([n for n in range(len(source)) if n not in faults], np.int64)
     # After a sample fails, the iterator continues with the next one.
     samples = tf.data.Dataset.from_tensor_slices(indices).map(look, tf.data.AUTOTUNE)
-    samples = iter(samples.prefetch(64))
+    samples = samples.prefetch(64).as_numpy_iterator()
     for index in range(len(source)):
-        if index in unread:
-            yield unread[index]
+        if index in faults:
+            yield faults[index]
             continue
         try:
-            low, high, values, *sizes = (part.numpy() for part in next(samples))
-            yield _Sample(int(low), int(high), values, *(tuple(size.tolist()) for size in sizes))
+            low, high, values, size, label_size = next(samples)
+            yield _Sample(
+                low=int(low),
+                high=int(high),
+                values=values,
+                size=tuple(size.tolist()),
+                label_size=tuple(label_size.tolist()),
+            )
         except tf.errors.OpError as error:
-            again = f"sample {index} could be read a second time: {pipeline.reason_of(error)}"
-            yield source.explain(index) or again
+            reason = pipeline.reason_of(error)
+            fault = source.explain(index)
+            yield fault or f"sample {index} could be read a second time: {reason}"
         logs.progress("samples", index + 1, len(source))
 
 
+def _faults_of_files(source: Source) -> dict[int, str]:
+    """What is wrong with samples whose files are not to be read, by index."""
+    if not hasattr(source, "files"):
+        return {}
+    # These are pictures, or pictures and then their labels.
+    files = [source.root / os.fsdecode(name) for name in source.files()]
+    faults = listing.unreadable(files, pictures.MOST_BYTES)
+    return {place % len(source): fault for place, fault in faults.items()}
+
+
 class Counts:
-    """Counts over the good samples of a split; `words`: what was read."""
+    """Counts over the sound samples of a split.
+
+    `of`: samples, or pixels, of each class; `highest`: the highest label, -1: none could be read;
+    `words`: what was read.
+    """
 
     words = "not read"
+    highest = -1
 
     def __init__(self, classes: int = 0, kind: str = "") -> None:
-        self.classes, self.kind = classes, kind
+        self.classes = classes
+        self.kind = kind
         self.of = np.zeros(max(classes, _VALUES), np.int64)
         self.sizes: list[tuple[int, int]] = []
         self.unit = "samples"
@@ -198,12 +251,10 @@ class Counts:
         classes = self.classes
         if not self.sizes:
             return []
-        sizes = sorted(self.sizes, key=lambda size: size[0] * size[1])
-        sizes = sizes[0], sizes[-1], sizes[(len(sizes) - 1) // 2]
-        least, most, median = (f"{height} x {width}" for height, width in sizes)
-        shown = f"all {least}" if least == most else f"{least} to {most}, median {median}"
-        lines, counts = [f"pictures: {shown} (height x width)"], self.of[:classes]
-        names = names if len(names) == classes else [str(number) for number in range(classes)]
+        lines = [self._sizes_in_words()]
+        counts = self.of[:classes]
+        if len(names) != classes:
+            names = [str(number) for number in range(classes)]
         order = np.flatnonzero(counts)
         if len(order) > _SHOWN:
             rarest = np.argsort(counts[order], kind="stable")[:_SHOWN]
@@ -214,11 +265,21 @@ class Counts:
             shown = name if name == str(number) else f"{number} {name}"
             share = counts[number] / max(counts.sum(), 1)
             lines.append(f"  {shown:<24.24} {counts[number]:>16,} {self.unit}  {share:8.3%}")
-        if self.unit == "pixels" and (ignored := self.of[IGNORE]):
-            lines.append(f"  {'ignored':<24} {ignored:>16,} pixels")
-        if missing := [names[number] for number in np.flatnonzero(counts == 0)]:
+        if self.unit == "pixels" and self.of[IGNORE]:
+            lines.append(f"  {'ignored':<24} {self.of[IGNORE]:>16,} pixels")
+        missing = [names[number] for number in np.flatnonzero(counts == 0)]
+        if missing:
             lines.append(f"warning: {len(missing)} class(es) never occur: {logs.join(missing)}")
         return lines
+
+    def _sizes_in_words(self) -> str:
+        sizes = sorted(self.sizes, key=lambda size: size[0] * size[1])
+        least = _in_words(sizes[0])
+        most = _in_words(sizes[-1])
+        if least == most:
+            return f"pictures: all {least} (height x width)"
+        median = _in_words(sizes[(len(sizes) - 1) // 2])
+        return f"pictures: {least} to {most}, median {median} (height x width)"
 
     def weights(self) -> str:
         """The flag that gives all classes the same total weight: n / (classes * count of each).
@@ -236,14 +297,17 @@ class Counts:
 
 def layout_of(root: Path) -> str:
     """The layout that the folder shows, a key of READERS; "" where it shows none."""
-    signs = ((layout, sign) for layout, found in _SIGNS.items() for sign in found)
-    return next((layout for layout, sign in signs if any(root.glob(sign))), "")
+    for layout, signs in _SIGNS.items():
+        for sign in signs:
+            if any(root.glob(sign)):
+                return layout
+    return ""
 
 
 @logs.explained
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 all is well, 1 faults were found, 2 wrong use."""
-    of_project()  # it may add readers
+    of_project()  # the project may add readers
     parser = logs.parser(__doc__)
     parser.add_argument(
         "--data_dir", type=path_argument, required=True, help="folder of the data set"
@@ -260,17 +324,20 @@ def main(argv: list[str]) -> int:
 
     def tell(fault: str) -> None:
         faults.append(split)
-        if sys.stderr.isatty():  # below the bar, not behind it
+        if sys.stderr.isatty():  # the fault goes below the progress bar, not behind it
             print(file=sys.stderr, flush=True)
-        print(f"{logs.printable(split)}: {logs.printable(fault)}", flush=True)
+        _print(split, fault)
 
     if url := remote.url_of(args.data_dir):
         parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
     if not args.data_dir.exists():
         parser.error(f"--data_dir={args.data_dir} does not exist")
-    if not (layout := args.data_format or layout_of(args.data_dir)):
-        asks = f"is that the folder? Then give --data_format ({', '.join(READERS)})"
-        parser.error(f"--data_dir={args.data_dir} does not show its layout: {asks}")
+    layout = args.data_format or layout_of(args.data_dir)
+    if not layout:
+        parser.error(
+            f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "
+            f"--data_format ({', '.join(READERS)})"
+        )
     values = DataSettings(label_map=typed.path(args.label_map)).label_values
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
@@ -278,14 +345,24 @@ def main(argv: list[str]) -> int:
     opened: list[Source] = []
     trained = "train" if "train" in splits else splits[0]
     for split in sorted(splits, key=lambda name: name != trained):
-        if len(splits) != 2:  # two splits: training and validation; more: unknown purpose
+        # Of two splits the second has the classes of the first; of more this is not known.
+        if len(splits) != 2:
             names = []
-        how = {"classes": args.num_classes, "tell": tell, "names": names, "values": values}
-        how |= {"hashes": args.hash, "read": opened}
-        read = check(args.data_dir, split, layout, **how)
+        counts = check(
+            args.data_dir,
+            split,
+            layout,
+            classes=args.num_classes,
+            tell=tell,
+            names=names,
+            read=opened,
+            values=values,
+            hashes=args.hash,
+        )
         wrong = faults.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
-        print(f"{logs.printable(split)}: {read.words} ({layout}): {verdict}", flush=True)
-        if (weights := read.weights()) and not wrong and split == trained:
-            print(f"{logs.printable(split)}: to balance classes: {weights}", flush=True)
+        _print(split, f"{counts.words} ({layout}): {verdict}")
+        weights = counts.weights()
+        if weights and not wrong and split == trained:
+            _print(split, f"to balance classes: {weights}")
     return 1 if faults else 0

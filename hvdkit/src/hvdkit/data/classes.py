@@ -26,7 +26,8 @@ _known: list[str] = []  # names of the model's classes, by number
 def known(names: Sequence[str]) -> Iterator[None]:
     """Inside, `open_sources` numbers classes as this model does; []: by the training split."""
     global _known
-    before, _known = _known, list(names)
+    before = _known
+    _known = list(names)
     try:
         yield
     finally:
@@ -43,19 +44,24 @@ def numbered(source: Source, where: object, names: Sequence[str] = ()) -> Source
 
     It may lack some of these classes. Raises ValueError for classes that are none of them.
     """
-    own, model = of(source), list(names or _known)
-    if not own or not model or own == model:
+    own_names = of(source)
+    model_names = list(names or _known)
+    if not own_names or not model_names or own_names == model_names:
         return source
-    numbers = {composed(name): number for number, name in enumerate(model)}
-    if strange := [name for name in own if composed(name) not in numbers]:
-        has = {composed(name) for name in own}
-        lacks = [name for name in model if composed(name) not in has]
-        whose = "the training split" if names else "the model"
-        what = "has no such class" + f"; it lacks {join(lacks)}" * bool(lacks)
-        rule = f"name its classes as {whose} does, or leave them out"
-        raise ValueError(f"{where} has {join(strange)}, and {whose} {what}: {rule}")
-    table = np.array([numbers[composed(name)] for name in own], np.int64)
-    return Mapped(source, table, len(model), class_names=model)
+
+    number_of = {composed(name): number for number, name in enumerate(model_names)}
+    unknown = [name for name in own_names if composed(name) not in number_of]
+    if unknown:
+        present = {composed(name) for name in own_names}
+        missing = [name for name in model_names if composed(name) not in present]
+        owner = "the training split" if names else "the model"
+        lacks = f"; it lacks {join(missing)}" if missing else ""
+        raise ValueError(
+            f"{where} has {join(unknown)}, and {owner} has no such class{lacks}: name its classes "
+            f"as {owner} does, or leave them out"
+        )
+    table = np.array([number_of[composed(name)] for name in own_names], np.int64)
+    return Mapped(source, table, len(model_names), class_names=model_names)
 
 
 def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> Source:
@@ -66,14 +72,17 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
     if getattr(source, "kind", "class") != "map":
         raise ValueError("--label_map maps values of label pictures: rename classes instead")
     table = np.arange(256)
-    table[list(values)] = [IGNORE if to is None else to for to in values.values()]
+    for value, new_class in values.items():
+        table[value] = IGNORE if new_class is None else new_class
     return Mapped(source, table, count)
 
 
 def doubt(source: Source, values: np.ndarray) -> str:
     """Why labels with so many pixels of each value, integer [256], cannot be meant; or ""."""
-    of_reader = getattr(source, "doubt", None)
-    return without_foreground(values) or (of_reader(values) if of_reader else "")
+    fault = without_foreground(values)
+    if not fault and hasattr(source, "doubt"):
+        fault = source.doubt(values)
+    return fault
 
 
 def without_foreground(values: np.ndarray) -> str:
@@ -81,10 +90,11 @@ def without_foreground(values: np.ndarray) -> str:
     nothing but 0 and 255; "" for others."""
     if not values[IGNORE] or not values[0] or values[1:IGNORE].any():
         return ""
-    what = f"label pictures hold the values 0 and {IGNORE} only, and {IGNORE} means ignored"
-    give = f"--label_map={IGNORE}:1 if it is a class (--num_classes=2)"
-    give += f", or --label_map={IGNORE}:ignore if it is not"
-    return f"{what}, so there is nothing to learn: give {give}"
+    return (
+        f"label pictures hold the values 0 and {IGNORE} only, and {IGNORE} means ignored, so there "
+        f"is nothing to learn: give --label_map={IGNORE}:1 if it is a class (--num_classes=2), or "
+        f"--label_map={IGNORE}:ignore if it is not"
+    )
 
 
 class Mapped(Wrapper):
@@ -98,22 +108,24 @@ class Mapped(Wrapper):
         self, source: Source, table: np.ndarray, classes: int, *, class_names: Sequence[str] = ()
     ) -> None:
         super().__init__(source)
-        self.num_classes, self.class_names = classes, list(class_names)
+        self.num_classes = classes
+        self.class_names = list(class_names)
         if getattr(source, "kind", "class") == "map" and len(table) < 256:
-            table = np.r_[table, np.arange(len(table), 256)]  # IGNORE stays; others are no class
+            # IGNORE stays what it is, and so do values that are no class.
+            table = np.r_[table, np.arange(len(table), 256)]
         self._table = table
         if hasattr(source, "class_counts"):
-            own = source.class_counts
-            self.class_counts = lambda: np.bincount(self._table, own(), minlength=classes)
+            self.class_counts = self._class_counts
+
+    def _class_counts(self) -> np.ndarray:
+        return np.bincount(self._table, self._source.class_counts(), minlength=self.num_classes)
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = self._source.read(index)
         label = sample["label"]
         mapped = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))
         if label.shape.rank:
-            highest = tf.reduce_max(tf.where(mapped == IGNORE, tf.zeros_like(mapped), mapped))
-            words = f"is no class of 0 to {self.num_classes - 1}: add it to --label_map"
-            pictures.require(highest < self.num_classes, "label value", highest, words)
+            pictures.require_classes(mapped, self.num_classes)
         return {**sample, "label": tf.cast(mapped, label.dtype)}
 
     def explain(self, index: int) -> str | None:
@@ -122,7 +134,9 @@ class Mapped(Wrapper):
         try:
             self.read(tf.constant(index, tf.int64))
         except tf.errors.OpError as error:
-            file = getattr(self._source, "picture_file", lambda number: f"sample {number}")(index)
+            file = f"sample {index}"
+            if hasattr(self._source, "picture_file"):
+                file = self._source.picture_file(index)
             return f"the label of {file} cannot be used: {reason_of(error)}"
         return None
 

@@ -12,9 +12,10 @@ from hvdkit import logs, whole_files
 from hvdkit.data import shared_listing
 from hvdkit.data.source import Source
 
-_THREADS, _AT_ONCE = 16, 1_000
+_THREADS = 16
+_AT_ONCE = 1_000  # files are hashed between two reports of progress
 _MOST_BYTES = 2**32
-_SIGN = "# hvdkit check --hash"  # the first line; sha256sum takes it for a comment
+_SIGN = "# hvdkit check --hash"  # the first line, which sha256sum takes for a comment
 
 
 def known(root: Path, split: str) -> str:
@@ -39,10 +40,11 @@ def why_not(source: Source, split: str) -> str:
             "--hash is for files that are listed (class folders, pairs); records and CIFAR have "
             "checksums in their fingerprint, a reader of your own needs `files` and `root`"
         )
-    folder = _file(source.root, split).parent
-    whole_files.refuse_other(_file(source.root, split), _SIGN)
-    writable = os.access(folder, os.W_OK)
-    return "" if writable else f"--hash writes into {folder}, which is read-only for you"
+    file = _file(source.root, split)
+    whole_files.refuse_other(file, _SIGN)
+    if not os.access(file.parent, os.W_OK):
+        return f"--hash writes into {file.parent}, which is read-only for you"
+    return ""
 
 
 def write(source: Source, split: str) -> str:
@@ -50,9 +52,13 @@ def write(source: Source, split: str) -> str:
 
     Raises OSError for a file that cannot be read or written.
     """
-    file, names, lines = _file(source.root, split), [*source.files()], []
-    before = set(whole_files.read(file, _MOST_BYTES).splitlines()) if file.exists() else set()
-    before.discard(_SIGN.encode())
+    file = _file(source.root, split)
+    names = list(source.files())
+    before = set()
+    if file.exists():
+        before = set(whole_files.read(file, _MOST_BYTES).splitlines()) - {_SIGN.encode()}
+
+    lines: list[bytes] = []
     with ThreadPoolExecutor(_THREADS) as pool:
         for first in range(0, len(names), _AT_ONCE):
             part = names[first : first + _AT_ONCE]
@@ -64,17 +70,25 @@ def write(source: Source, split: str) -> str:
         partial.write_bytes(b"".join(line + b"\n" for line in [_SIGN.encode(), *lines]))
     new = [os.fsdecode(line.split(b"  ", 1)[1]) for line in lines if line not in before]
     if before and new:
-        what = f"{len(new):,} of {len(lines):,} files are new, or changed since the last --hash"
-        return f"{what}: {logs.join(new, 3)}"
-    then = ", as before" if before == {*lines} else f" ({len(before):,} before)" * bool(before)
-    return f"the contents of {len(lines):,} files are in {file}{then}"
+        return (
+            f"{len(new):,} of {len(lines):,} files are new, or changed since the last --hash: "
+            f"{logs.join(new, 3)}"
+        )
+    report = f"the contents of {len(lines):,} files are in {file}"
+    if before == set(lines):
+        report += ", as before"
+    elif before:
+        report += f" ({len(before):,} before)"
+    return report
 
 
 def _line(name: bytes, sha: str) -> bytes:
     """As sha256sum writes it: a name with a line break is escaped, and the line begins with \\."""
     escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")
-    return b"\\" * (escaped != name) + sha.encode() + b"  " + escaped
+    line = sha.encode() + b"  " + escaped
+    return line if escaped == name else b"\\" + line
 
 
 def _file(root: Path, split: str) -> Path:
-    return root / f"{Path(split)}.sha256"  # of train/ as of train
+    # Path removes the slash of train/.
+    return root / f"{Path(split)}.sha256"

@@ -4,16 +4,18 @@ import colorsys
 
 import numpy as np
 
-IGNORE = 255  # in a label picture: a pixel that loss and metrics leave out
+IGNORE = 255  # loss and metrics leave out pixels with this label
 
 
 def one_class(folder: object) -> str:
     """A message about a data set where `folder` holds a single class."""
-    asks = "is --data_dir one level too deep, or too high? A split holds a folder for each class"
-    return f"{folder} holds one class only, so there is nothing to classify: {asks}"
+    return (
+        f"{folder} holds one class only, so there is nothing to classify: is --data_dir one level "
+        "too deep, or too high? A split holds a folder for each class"
+    )
 
 
-# A colour a class, uint8 [256, 3]: background grey, neighbours far apart in hue.
+# Each class has a colour, uint8 [256, 3]: background grey, neighbours far apart in hue.
 _HSV = [((i * 0.618034) % 1.0, 0.75, 1.0 - 0.35 * (i % 2)) for i in range(256)]
 COLOURS = (np.array([colorsys.hsv_to_rgb(*hsv) for hsv in _HSV]) * 255).astype(np.uint8)
 COLOURS[0], COLOURS[IGNORE] = 63, 255

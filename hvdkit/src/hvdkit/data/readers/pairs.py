@@ -12,7 +12,6 @@ from pathlib import Path
 import tensorflow as tf
 
 from hvdkit.data import contents, shared_listing, source
-from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
 from hvdkit.data.scenes import MARKER
@@ -32,11 +31,12 @@ class PicturePairs:
 
     def __init__(self, root: Path, split: str, _: int = 0):
         key = (type(self).__name__, str(root), split)
-        found, *files = shared_listing.found(key, lambda: self.listed(Path(root), split))
-        self.root = Path(found)
-        self._images, self._labels = (Names(*names) for names in files)
-        self._folder = os.fsencode(os.path.join(found, ""))
-        self._sizes = listing.sizes(key, self._looked_at)
+        folder, images, labels = shared_listing.found(key, lambda: self.listed(Path(root), split))
+        self.root = Path(folder)
+        self._images = Names(*images)
+        self._labels = Names(*labels)
+        self._folder = os.fsencode(os.path.join(folder, ""))
+        self._sizes = listing.sizes(key, self._sampled_files)
         self.contents = contents.known(self.root, split)
 
     @staticmethod
@@ -55,23 +55,27 @@ class PicturePairs:
         label_path = tf.strings.join([self._folder, self._labels.at(index)])
         file = tf.io.read_file(image_path)
         label = pictures.decode_label(tf.io.read_file(label_path))
-        size, own = pictures.size(file), tf.shape(label)[:2]
-        words = "the label must be as large as the picture is shown (turned by EXIF), height, width"
-        pictures.require(tf.reduce_all(size == own), words, size, "and not", own)
-        image, label = pictures.decode_image(file), self.classes_of(label)
-        return {"image": image, "label": label, "file": file}
+        size = pictures.size(file)
+        label_size = tf.shape(label)[:2]
+        pictures.require(
+            tf.reduce_all(size == label_size),
+            "the label must be as large as the picture is shown (turned by EXIF), height, width",
+            size,
+            "and not",
+            label_size,
+        )
+        image = pictures.decode_image(file)
+        return {"image": image, "label": self.classes_of(label), "file": file}
 
     def classes_of(self, label: tf.Tensor) -> tf.Tensor:
         """The class of each value of a label file, or IGNORE: uint8 [H, W, 1]."""
         if self.num_classes < 256:
-            highest = tf.reduce_max(tf.where(label == IGNORE, tf.zeros_like(label), label))
-            words = f"is no class of 0 to {self.num_classes - 1} or {IGNORE}: give --label_map"
-            pictures.require(highest < self.num_classes, "label value", highest, words)
+            pictures.require_classes(label, self.num_classes)
         return label
 
     def explain(self, index: int) -> str | None:
-        paths = self.picture_file(index), self.root / self._labels[index]
-        return pictures.explained(self.read, index, *paths)
+        label_file = self.root / self._labels[index]
+        return pictures.explained(self.read, index, self.picture_file(index), label_file)
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]
@@ -88,15 +92,16 @@ class PicturePairs:
 
     def shared_with(self, other: "PicturePairs") -> int:
         """How many pictures are in both splits."""
-        found = {*other._images}.intersection(self._images)
-        return len(found) if self.root == other.root else 0
+        if self.root != other.root:
+            return 0
+        return len(set(other._images).intersection(self._images))
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, and the sizes of at most 1,000 pairs spread over them."""
-        names = [(names.digest(), 0) for names in (self._images, self._labels)]
-        return source.digest([*names, (str(self._sizes.tolist()), 0)])
+        parts = (self._images.digest(), self._labels.digest(), str(self._sizes.tolist()))
+        return source.digest((part, 0) for part in parts)
 
-    def _looked_at(self) -> list[Path]:
+    def _sampled_files(self) -> list[Path]:
         indices = source.sampled(len(self))
         names = [*self._images.pick(indices), *self._labels.pick(indices)]
         return [self.root / name for name in names]
