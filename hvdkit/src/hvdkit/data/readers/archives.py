@@ -14,6 +14,7 @@ import functools
 import os
 import re
 import tarfile
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,8 +30,8 @@ from hvdkit.data.readers import pictures
 from hvdkit.data.readers.records import AFTER, BEFORE
 from hvdkit.logs import join
 
-_THREADS = 16  # that wait for the disk
-# Key of the picture, key of the class, the first class.
+_THREADS = 16  # they wait for the disk
+# Examples hold a picture and a class under two of these keys, counted from the third on.
 _EXAMPLES = (("image/encoded", "image/class/label", 1), ("image", "label", 0))
 
 
@@ -41,29 +42,33 @@ class _Archives(source.ReadAhead):
     """
 
     kind = "class"
-    form = dict.fromkeys(("file", "fault"), tf.TensorSpec([], tf.string))
-    form["label"] = tf.TensorSpec([], tf.int64)
-    names = ""  # of files, a regular expression
+    names = ""  # a regular expression that the names of files fit
 
     def __init__(self, root: Path, split: str, _: int = 0) -> None:
-        self._files = _found(Path(root), split, self.names)
+        self.form = {
+            "file": tf.TensorSpec([], tf.string),
+            "fault": tf.TensorSpec([], tf.string),
+            "label": tf.TensorSpec([], tf.int64),
+        }
+        self._files = _files_of(Path(root), split, self.names)
         with ThreadPoolExecutor(_THREADS) as threads:
-            places = [*threads.map(self._listed, self._files)]
+            places = list(threads.map(self._listed, self._files))
         self._ends = np.cumsum([len(part) for part in places])
         if not len(self):
             raise ValueError(f"{self._files[0].parent}: the files of split {split} hold no sample")
-        self._places = np.concatenate([part for part in places if len(part)])
+        self._places = np.concatenate(places)
         self.bytes_each = float(self._places[:, 1].mean())
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
-        found = [self._one(index) for index in indices.tolist()]
-        return [*map(np.array, zip(*found), (object, object, np.int64))]
+        files, faults, labels = zip(*(self._one(index) for index in indices.tolist()))
+        return [np.array(files, object), np.array(faults, object), np.array(labels, np.int64)]
 
     def decode(self, parts: source.Parts) -> source.Parts:
-        file, label = source.sound(parts, "file"), tf.cast(parts["label"], tf.int32)
+        file = source.sound(parts, "file")
+        label = tf.cast(parts["label"], tf.int32)
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def explain(self, index: int) -> str | None:
@@ -73,23 +78,26 @@ class _Archives(source.ReadAhead):
             pictures.decode_image(tf.constant(data))
         except tf.errors.OpError as error:
             fault = fault or f"cannot be decoded: {reason_of(error)}"
-        file = self._files[int(np.searchsorted(self._ends, index, "right"))]
-        where = f"{file}, sample {index} (at byte {self._places[index, 0]})"
-        return f"{where} {fault}" if fault else None
+        if not fault:
+            return None
+        return f"{self._file(index)}, sample {index} (at byte {self._places[index, 0]}) {fault}"
 
     def fingerprint(self) -> str:
         return source.digest((path.name, path.stat().st_size) for path in self._files)
 
+    def _file(self, index: int) -> Path:
+        return self._files[int(np.searchsorted(self._ends, index, "right"))]
+
     def _one(self, index: int) -> tuple[bytes, str, int]:
         """The picture's file, what is wrong with the sample, or "", and its class."""
-        file = int(np.searchsorted(self._ends, index, "right"))
+        path = self._file(index)
         offset, length, label = self._places[index].tolist()
         try:
-            with self._files[file].open("rb") as opened:
-                data = os.pread(opened.fileno(), length, offset)
+            with path.open("rb") as file:
+                data = os.pread(file.fileno(), length, offset)
             if len(data) < length:
                 raise ValueError("is cut off")
-            data, label = self._sample(self._files[file], data, label)
+            data, label = self._sample(path, data, label)
         except (ValueError, OSError) as error:
             return b"", str(error), -1
         return data, "", label
@@ -97,7 +105,7 @@ class _Archives(source.ReadAhead):
     def _listed(self, path: Path) -> np.ndarray:
         """Place, length and class of each sample of a file, int64 [n, 3]."""
         try:
-            return np.array([*self._samples(path)], np.int64).reshape(-1, 3)
+            return np.array(list(self._samples(path)), np.int64).reshape(-1, 3)
         except (tarfile.TarError, tf.errors.OpError, EOFError) as error:
             raise ValueError(f"{path} cannot be read: {error}; copy it again") from None
 
@@ -105,7 +113,7 @@ class _Archives(source.ReadAhead):
         raise NotImplementedError
 
     def _sample(self, path: Path, data: bytes, label: int) -> tuple[bytes, int]:
-        """The picture's file and class, of what lies in a sample's place and was listed there."""
+        """The picture's file and its class, from the bytes and the class that were listed."""
         return data, label
 
 
@@ -115,7 +123,8 @@ class Tars(_Archives):
     names = r".*\.tar"
 
     def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
-        now, parts = "", {}
+        current = ""  # FOLDER/NAME of the sample
+        parts: dict[str, tarfile.TarInfo] = {}  # its files, by ending
         with path.open("rb") as file:
             for member in _members(path):
                 if member.isdir() or os.path.basename(member.name).startswith("."):
@@ -123,14 +132,16 @@ class Tars(_Archives):
                 if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
                     raise ValueError(f"{path}: {member.name} is a link: tar -h --hard-dereference")
                 folder, name = os.path.split(member.name)
-                name, _, ending = name.partition(".")
-                if (key := f"{folder}/{name}") != now:
-                    yield from _of_parts(file, parts, where=f"{path}, sample {now[1:]}")
-                    now, parts = key, {}
-                if (ending := f".{ending.lower()}") in parts:
-                    raise ValueError(f"{path}, sample {now[1:]} has {ending} twice")
+                stem, _, ending = name.partition(".")
+                ending = f".{ending.lower()}"
+                if f"{folder}/{stem}" != current:
+                    yield from _of_parts(file, parts, where=f"{path}, sample {current[1:]}")
+                    current = f"{folder}/{stem}"
+                    parts = {}
+                if ending in parts:
+                    raise ValueError(f"{path}, sample {current[1:]} has {ending} twice")
                 parts[ending] = member
-            yield from _of_parts(file, parts, where=f"{path}, sample {now[1:]}")
+            yield from _of_parts(file, parts, where=f"{path}, sample {current[1:]}")
 
 
 def _members(path: Path) -> Iterator[tarfile.TarInfo]:
@@ -141,17 +152,22 @@ def _members(path: Path) -> Iterator[tarfile.TarInfo]:
             end = tar.offset
     except (RecursionError, ValueError, ArithmeticError, LookupError) as error:
         raise tarfile.ReadError(f"a header is damaged: {error}") from None
-    with path.open("rb") as file:  # tarfile takes a damaged or missing header for the end
+    # tarfile takes a damaged or missing header for the end, but an archive ends with zeros.
+    with path.open("rb") as file:
         file.seek(end)
-        rest = [any(block) for block in iter(lambda: file.read(2**20), b"")]
-    if any(rest) or not rest:  # an archive ends with zeros
+        block = file.read(2**20)
+        ends_with_zeros = bool(block)
+        while block and ends_with_zeros:
+            ends_with_zeros = not any(block)
+            block = file.read(2**20)
+    if not ends_with_zeros:
         raise EOFError(f"it is damaged or cut off at byte {end}")
 
 
 def _of_parts(
     file: BinaryIO, parts: dict[str, tarfile.TarInfo], *, where: str
 ) -> list[tuple[int, int, int]]:
-    """Place, length and class of the sample that these files, by ending, make; none of none."""
+    """Place, length and class of the sample of these files, by ending; [] where there are none."""
     if not parts:
         return []
     images = [part for ending, part in parts.items() if ending in pictures.IMAGE_SUFFIXES]
@@ -171,10 +187,11 @@ class Examples(_Archives):
 
     def __init__(self, root: Path, split: str, _: int = 0) -> None:
         super().__init__(root, split)
-        self._damage = functools.cache(_damage)  # each file once, when it is first read
+        self._damage = functools.cache(_damage)  # it reads each file once, when it is needed
 
     def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
-        place, size = 0, path.stat().st_size
+        place = 0
+        size = path.stat().st_size
         with path.open("rb") as file:
             while place < size:
                 length = int.from_bytes(os.pread(file.fileno(), 8, place), "little")
@@ -184,7 +201,8 @@ class Examples(_Archives):
                 place += BEFORE + length + AFTER
 
     def _sample(self, path: Path, data: bytes, label: int) -> tuple[bytes, int]:
-        if damage := self._damage(path):
+        damage = self._damage(path)
+        if damage:
             raise ValueError(f"is in a file with damage: {damage}; copy the file again")
         try:
             parts = tf.train.Example.FromString(data).features.feature
@@ -192,13 +210,17 @@ class Examples(_Archives):
             raise ValueError("is no tf.train.Example") from None
         for image, name, first in _EXAMPLES:
             if image in parts and name in parts:
-                files, labels = parts[image].bytes_list.value, parts[name].int64_list.value
+                files = parts[image].bytes_list.value
+                labels = parts[name].int64_list.value
                 if len(files) != 1 or len(labels) != 1 or not first <= labels[0] < 10**9:
-                    what = f"has {len(files)} {image}, and {[*labels]} as {name}"
-                    raise ValueError(f"{what}: one number from {first} up was expected")
+                    raise ValueError(
+                        f"has {len(files)} {image}, and {[*labels]} as {name}: one number from "
+                        f"{first} up was expected"
+                    )
                 return files[0], labels[0] - first
+        keys = ", ".join(sorted(parts)) or "nothing"
         known = " or ".join(f"{image} and {name}" for image, name, _ in _EXAMPLES)
-        raise ValueError(f"has {', '.join(sorted(parts)) or 'nothing'}: {known} were expected")
+        raise ValueError(f"has {keys}: {known} were expected")
 
 
 def _damage(path: Path) -> str:
@@ -210,31 +232,57 @@ def _damage(path: Path) -> str:
     return ""
 
 
-def _found(root: Path, split: str, names: str) -> list[Path]:
+def _files_of(root: Path, split: str, names: str) -> list[Path]:
     """A split's files by name; ValueError if there is none, or some are missing."""
-    folder = root / split if (root / split).is_dir() else root
-    if folder == root:
+    folder = root / split
+    if not folder.is_dir():
+        folder = root
         names = rf"(?=(.*[-_.])?{re.escape(split)}[-_.]){names}"
-    found = sorted(path for path in folder.iterdir() if re.fullmatch(names, path.name))
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if re.fullmatch(names, path.name))
+    if not paths:
         raise ValueError(f"{folder} has no file of split {split} whose name fits {names}")
-    if len({re.sub(r"\d+", "0", re.sub(r"-of-\d+", "", path.name)) for path in found}) > 1:
-        raise ValueError(f"{folder} has files of several names for split {split}: {join(found)}")
-    if empty := [path for path in found if not path.stat().st_size]:
-        raise ValueError(f"{empty[0]} has zero bytes: copy it again")
-    of = {match[2] for path in found if (match := re.search(r"-(\d+)-of-(\d+)", path.name))}
-    if len(of) > 1:
-        raise ValueError(f"{folder} has split {split} in {' and in '.join(sorted(of))} files")
-    for count in of:
-        there = {int(m[1]) for p in found if (m := re.search(rf"-(\d+)-of-{count}", p.name))}
-        if missing := [number for number in range(int(count)) if number not in there]:
-            what = f"{len(missing)} of {int(count)} files are missing, number {missing[0]} first"
-            raise ValueError(f"{folder}, split {split}: {what}")
-    numbers = {int(re.findall(r"\d+", path.name)[-1]) for path in found[:-1] and found}
-    lacking = max(numbers, default=-1) + 1 - min(numbers, default=0) - len(numbers)
-    if 0 < lacking < len(found):  # more than that: dates, or the like
+    if len({_without_numbers(path.name) for path in paths}) > 1:
+        raise ValueError(f"{folder} has files of several names for split {split}: {join(paths)}")
+    for path in paths:
+        if not path.stat().st_size:
+            raise ValueError(f"{path} has zero bytes: copy it again")
+    _check_counted(paths, folder, split)
+    _check_numbered(paths, folder, split)
+    return paths
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "0", re.sub(r"-of-\d+", "", name))
+
+
+def _check_counted(paths: list[Path], folder: Path, split: str) -> None:
+    """Raises ValueError where of NAME-00003-of-00016 not all 16 are there."""
+    numbers_of: dict[str, set[int]] = defaultdict(set)  # the key is the total in the name
+    for path in paths:
+        if match := re.search(r"-(\d+)-of-(\d+)", path.name):
+            numbers_of[match[2]].add(int(match[1]))
+    if len(numbers_of) > 1:
+        totals = " and in ".join(sorted(numbers_of))
+        raise ValueError(f"{folder} has split {split} in {totals} files")
+    for total, numbers in numbers_of.items():
+        missing = [number for number in range(int(total)) if number not in numbers]
+        if missing:
+            raise ValueError(
+                f"{folder}, split {split}: {len(missing)} of {int(total)} files are missing, "
+                f"number {missing[0]} first"
+            )
+
+
+def _check_numbered(paths: list[Path], folder: Path, split: str) -> None:
+    """Raises ValueError where files between the first and the last one are missing."""
+    if len(paths) < 2:  # one file may have no number
+        return
+    numbers = {int(re.findall(r"\d+", path.name)[-1]) for path in paths}
+    count = max(numbers) - min(numbers) + 1 - len(numbers)
+    # Where more are missing than are there, the numbers are dates, or the like.
+    if 0 < count < len(paths):
         first = next(n for n in range(min(numbers), max(numbers)) if n not in numbers)
-        what = f"{lacking} files between {found[0].name} and {found[-1].name} are missing"
-        how = f"number {first} first: copy them, or number them anew"
-        raise ValueError(f"{folder}, split {split}: {what}, {how}")
-    return found
+        raise ValueError(
+            f"{folder}, split {split}: {count} files between {paths[0].name} and {paths[-1].name} "
+            f"are missing, number {first} first: copy them, or number them anew"
+        )

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdkit.data import source
 
-_PIXELS = 3 * 32 * 32  # bytes
+_PIXELS = 3 * 32 * 32  # bytes of a picture
 
 
 class Cifar:
@@ -24,10 +24,10 @@ class Cifar:
     Raises ValueError, naming the file, when one is missing, cut, or holds a label that is no class.
     """
 
-    folder: str  # what the archive unpacks to
-    train: tuple[str, ...]  # files
+    folder: str  # the archive unpacks to it
+    train: tuple[str, ...]  # the files of the training split
     val: str
-    names: str  # file of the classes' names
+    names: str  # the file of the classes' names
     num_classes: int
     labels: int  # bytes before the pixels of a record; the last of them is read
 
@@ -35,25 +35,31 @@ class Cifar:
         splits = {"train": self.train, "val": (self.val,)}
         if split not in splits:
             raise ValueError(f"{self.folder} has no split {split!r}, only train and val")
-        root = Path(root, self.folder) if Path(root, self.folder).is_dir() else Path(root)
+        root = Path(root)
+        if (root / self.folder).is_dir():
+            root = root / self.folder
         for name in (*self.train, self.val, self.names):
             if not (root / name).is_file():
                 raise ValueError(f"{root / name} is missing: unpack the archive again")
+        # The archives have five times as many records to train on as to validate on.
         whole = (root / self.val).stat().st_size * 5 // len(self.train)
-        for path in (root / name for name in self.train):
-            # The archives have five times as many records to train on.
-            if path.stat().st_size != whole or whole % (self.labels + _PIXELS) or not whole:
-                raise ValueError(f"{path} or the val split was cut: unpack the archive again")
+        for name in self.train:
+            size = (root / name).stat().st_size
+            if size != whole or whole % (self.labels + _PIXELS) or not whole:
+                raise ValueError(
+                    f"{root / name} or the val split was cut: unpack the archive again"
+                )
         self.class_names = (root / self.names).read_text().split()
         parts = {name: self._load(root / name) for name in splits[split]}
         self._listing = [(name, zlib.crc32(part)) for name, part in parts.items()]
-        with tf.device("CPU:0"):  # where it is read; it must not take GPU memory
+        with tf.device("CPU:0"):  # the pipeline reads it there; it must not take GPU memory
             self._records = tf.constant(np.concatenate([*parts.values()]))
 
     def _load(self, path: Path) -> np.ndarray:
         """The file's records, uint8 [n, bytes of a record]."""
         records = np.fromfile(path, np.uint8).reshape(-1, self.labels + _PIXELS)
-        if len(wrong := np.flatnonzero(records[:, self.labels - 1] >= self.num_classes)):
+        wrong = np.flatnonzero(records[:, self.labels - 1] >= self.num_classes)
+        if len(wrong):
             highest = self.num_classes - 1
             raise ValueError(f"{path}, record {wrong[0]}: its label is above {highest}")
         return records
@@ -63,7 +69,8 @@ class Cifar:
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         record = self._records[index]
-        planes, label = tf.reshape(record[-_PIXELS:], [3, 32, 32]), record[-_PIXELS - 1]
+        planes = tf.reshape(record[-_PIXELS:], [3, 32, 32])
+        label = record[-_PIXELS - 1]
         return {"image": tf.transpose(planes, [1, 2, 0]), "label": tf.cast(label, tf.int32)}
 
     def explain(self, index: int) -> str | None:
@@ -76,15 +83,19 @@ class Cifar:
 
 class Cifar10(Cifar):
     folder = "cifar-10-batches-bin"
-    train, val = tuple(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"
+    train = tuple(f"data_batch_{n}.bin" for n in range(1, 6))
+    val = "test_batch.bin"
     names = "batches.meta.txt"
-    num_classes, labels = 10, 1
+    num_classes = 10
+    labels = 1
 
 
 class Cifar100(Cifar):
     """With the 100 fine labels."""
 
     folder = "cifar-100-binary"
-    train, val = ("train.bin",), "test.bin"
+    train = ("train.bin",)
+    val = "test.bin"
     names = "fine_label_names.txt"
-    num_classes, labels = 100, 2
+    num_classes = 100
+    labels = 2

@@ -19,14 +19,15 @@ from hvdkit.data import shared_listing
 from hvdkit.data.spelling import composed
 from hvdkit.logs import join
 
-_LIST_BYTES = 2**30  # of a split, at most
+_LIST_BYTES = 2**30  # the largest list of a split that is read
 THREADS = 16  # they wait for a file server
-_NO_NUMBERS = (0, 2**32 - 1)  # what FUSE lists where it does not know a file's
+_NO_INODES = (0, 2**32 - 1)  # FUSE lists these where it does not know a file's inode
 # What operating systems and file servers put beside pictures, in lower case.
-_SYSTEMS = {"thumbs.db", "ehthumbs.db", "desktop.ini", "system volume information", "lost+found"}
-_SYSTEMS |= {"$recycle.bin", "recycler", "recycled", "__macosx", "network trash folder"}
-_SYSTEMS |= {"temporary items", "@eadir", "@tmp", "@recycle", "@recently-snapshot"}
-_SYSTEMS |= {"#recycle", "#snapshot", "~snapshot"}
+_SYSTEMS = {
+    "thumbs.db", "ehthumbs.db", "desktop.ini", "system volume information", "lost+found",
+    "$recycle.bin", "recycler", "recycled", "__macosx", "network trash folder", "temporary items",
+    "@eadir", "@tmp", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "~snapshot",
+}  # fmt: skip
 
 
 def is_of_system(name: str) -> bool:
@@ -40,21 +41,24 @@ def read_names(path: Path) -> dict[str, int]:
     Raises ValueError when there is no such list, it is not UTF-8, lists nothing, or a name twice.
     """
     if not path.is_file():
-        there = sorted(found.stem for found in path.parent.glob("*.txt"))
-        how = "give the folder that holds it, write the split's names there, one a line"
-        others = f"or choose another split (there are: {join(there) or 'none'})"
-        raise ValueError(f"{path} is missing: {how}, {others}")
+        splits = sorted(file.stem for file in path.parent.glob("*.txt"))
+        raise ValueError(
+            f"{path} is missing: give the folder that holds it, write the split's names there, one "
+            f"a line, or choose another split (there are: {join(splits) or 'none'})"
+        )
     try:
         text = whole_files.read(path, _LIST_BYTES, links=True).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        what = "save it as UTF-8, and give files that it names names in UTF-8"
-        raise ValueError(f"{path} is not UTF-8 text ({error}); {what}") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error}); save it as UTF-8, and give files that it names "
+            "names in UTF-8"
+        ) from None
     names: dict[str, int] = {}
-    known: dict[str, int] = {}
-    # Not str.splitlines: it splits at characters that a name may hold.
+    line_of: dict[str, int] = {}
+    # str.splitlines would split at characters that a name may hold.
     for number, line in enumerate(text.split("\n"), start=1):
         if name := line.strip():
-            first = known.setdefault(composed(os.path.normpath(name)), number)
+            first = line_of.setdefault(composed(os.path.normpath(name)), number)
             if first != number:
                 raise ValueError(f"{path}, line {number}: {name} is on line {first} already")
             if ".." in name.split("/"):
@@ -71,26 +75,29 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     Lists folders instead of looking up files one by one: on a network file system that is one
     request for thousands of files. Raises ValueError for names with no file, or with two.
     """
-    found: dict[str, str] = {}
-    spelled = {composed(name): name for name in names}
+    paths: dict[str, str] = {}
+    listed_name = {composed(name): name for name in names}
     for parent in sorted({os.path.dirname(name) for name in names}):
         for entry in _entries(folder / parent) if (folder / parent).is_dir() else ():
             path = os.path.join(parent, entry.name)
             stem, suffix = os.path.splitext(path)
-            stem = spelled.get(composed(stem))
-            if suffix.lower() not in suffixes or stem is None:
+            name = listed_name.get(composed(stem))
+            if suffix.lower() not in suffixes or name is None:
                 continue
             _check_file(entry)
-            if stem in found:
-                twice = f"{found[stem]} and {path} have one name; remove one of them"
-                raise ValueError(f"{folder}: {twice}")
-            found[stem] = path
-    if missing := [name for name in names if name not in found]:
-        first = f"line {names[missing[0]]} of the split's list; names there have no ending"
-        what = f"{' or '.join(suffixes)} for {join(missing)} (the first is on {first})"
-        how = "add the files, or remove the names from the list"
-        raise ValueError(f"{folder} has no file {what}; {how}")
-    return [f"{folder.name}/{found[name]}" for name in names]
+            if name in paths:
+                raise ValueError(
+                    f"{folder}: {paths[name]} and {path} have one name; remove one of them"
+                )
+            paths[name] = path
+    missing = [name for name in names if name not in paths]
+    if missing:
+        raise ValueError(
+            f"{folder} has no file {' or '.join(suffixes)} for {join(missing)} (the first is on "
+            f"line {names[missing[0]]} of the split's list; names there have no ending); add the "
+            "files, or remove the names from the list"
+        )
+    return [f"{folder.name}/{paths[name]}" for name in names]
 
 
 def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os.DirEntry]]:
@@ -99,7 +106,8 @@ def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os
     Both are sorted, without hidden and system files. Links with such an ending count as files and
     are not followed. Raises ValueError for a folder with such an ending.
     """
-    files, rest = [], []
+    files = []
+    rest = []
     for entry in _entries(folder):
         if is_of_system(entry.name):
             continue
@@ -148,29 +156,31 @@ def sizes(key: Hashable, files: Callable[[], Sequence[Path]]) -> np.ndarray:
 
     def compare(expected: np.ndarray) -> None:
         paths = files()
-        for path, size, other in zip(paths, _ask(paths), expected, strict=True):
+        for path, size, other in zip(paths, _sizes(paths), expected, strict=True):
             if size != other:
-                both = f"{size} bytes on {os.uname().nodename} and {other} on rank 0's host"
-                raise ValueError(f"{path} has {both}: copy the data to every host again")
+                raise ValueError(
+                    f"{path} has {size} bytes on {os.uname().nodename} and {other} on rank 0's "
+                    "host: copy the data to every host again"
+                )
 
-    return shared_listing.found(("sizes", key), lambda: _ask(files()), compare)
+    return shared_listing.found(("sizes", key), lambda: _sizes(files()), compare)
 
 
 def check_once(paths: Iterable[bytes]) -> None:
     """Raises ValueError, naming both, where two paths lead to one file, or are spelled alike.
 
     Folders are listed, and only links are asked for one by one. A path that comes again counts
-    once; a dead link is told of where it is read.
+    once; a dead link is reported where it is read.
     """
-    of_folder: dict[bytes, dict[bytes, None]] = defaultdict(dict)
+    names_in: dict[bytes, dict[bytes, None]] = defaultdict(dict)
     for path in paths:
         folder, _, name = path.rpartition(b"/")
-        of_folder[folder][name] = None
+        names_in[folder][name] = None
     first: dict[object, bytes] = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        identities = pool.map(_identities, of_folder, of_folder.values())
-        for (folder, names), found in zip(of_folder.items(), identities):
-            for name, identity in zip(names, found):
+        all_identities = pool.map(_identities, names_in, names_in.values())
+        for (folder, names), identities in zip(names_in.items(), all_identities):
+            for name, identity in zip(names, identities):
                 path = folder + b"/" + name
                 other = first.setdefault(identity, path)
                 if other != path and os.path.samefile(path, other):
@@ -182,48 +192,51 @@ def check_once(paths: Iterable[bytes]) -> None:
 
 
 def _refuse_two(path: bytes, other: bytes) -> None:
-    both = f"{os.fsdecode(other)} and {os.fsdecode(path)}"
-    raise ValueError(f"{both} are one picture under two names: remove one")
+    raise ValueError(
+        f"{os.fsdecode(other)} and {os.fsdecode(path)} are one picture under two names: remove one"
+    )
 
 
 def _identities(folder: bytes, names: Iterable[bytes]) -> list[object]:
-    """Of files in one folder a number that others have not; of what tells none, its path."""
+    """Of each file device and inode as one number; its path where they are not known."""
     device = os.stat(folder).st_dev
     with os.scandir(folder) as entries:
-        by_name = {entry.name: entry for entry in entries}
-    found: list[object] = []
+        entry_of = {entry.name: entry for entry in entries}
+    identities: list[object] = []
     for name in names:
-        path = os.path.join(folder, name)
-        entry = by_name.get(name)
+        path = folder + b"/" + name
+        entry = entry_of.get(name)
         identity: object = path
         if entry and not entry.is_symlink():
-            if entry.inode() not in _NO_NUMBERS:
+            if entry.inode() not in _NO_INODES:
                 identity = (device << 64) + entry.inode()
         else:
             with contextlib.suppress(OSError):  # a dead link
-                asked = os.stat(path)
-                identity = (asked.st_dev << 64) + asked.st_ino
-        found.append(identity)
-    return found
+                target = os.stat(path)
+                identity = (target.st_dev << 64) + target.st_ino
+        identities.append(identity)
+    return identities
 
 
 def unreadable(paths: Sequence[Path], most: int) -> dict[int, str]:
-    """What is wrong with files that are not to be read, by their place: as in `sizes`, or they have
-    more bytes than `most`."""
+    """What is wrong with files that are not to be read, by their place in `paths`.
 
-    def fault(path: Path) -> str:
+    They are missing, are no regular files, or have more bytes than `most`.
+    """
+
+    def fault_of(path: Path) -> str:
         try:
             size = _size(path)
         except ValueError as error:
             return str(error)
-        much = f"{path} has {size:,} bytes, more than {most:,}; remove it"
-        return much if size > most else ""
+        return f"{path} has {size:,} bytes, more than {most:,}; remove it" if size > most else ""
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return {place: why for place, why in enumerate(pool.map(fault, paths)) if why}
+        faults = pool.map(fault_of, paths)
+        return {place: fault for place, fault in enumerate(faults) if fault}
 
 
-def _ask(paths: Sequence[Path]) -> np.ndarray:
+def _sizes(paths: Sequence[Path]) -> np.ndarray:
     with ThreadPoolExecutor(THREADS) as pool:
         return np.fromiter(pool.map(_size, paths), np.int64, len(paths))
 
@@ -231,12 +244,12 @@ def _ask(paths: Sequence[Path]) -> np.ndarray:
 def _size(path: Path) -> int:
     """In bytes; ValueError where a link leads nowhere, or to what has no end, as a device."""
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
-    if not stat.S_ISREG(about.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} leads to what is no regular file; remove it")
-    return about.st_size
+    return status.st_size
 
 
 def _entries(folder: Path) -> list[os.DirEntry]:
@@ -251,7 +264,7 @@ def _check_file(entry: os.DirEntry) -> None:
     raise ValueError(f"{entry.path} is a folder or no regular file; rename or remove it")
 
 
-_NARROW = 2**32  # bytes of text that 32-bit places reach
+_NARROW = 2**32  # 32-bit places reach so many bytes of text
 Packed = tuple[np.ndarray, np.ndarray]  # names' bytes, uint8, and the length of each, uint16
 
 
@@ -266,8 +279,9 @@ class Names:
         """Of names that are `packed`: ranks send each other those."""
         starts = np.zeros(len(lengths) + 1, np.uint32 if len(text) < _NARROW else np.int64)
         np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
-        with tf.device("CPU:0"):  # where files are read
-            self._text, self._starts = tf.constant(text.tobytes()), tf.constant(starts)
+        with tf.device("CPU:0"):  # files are read there
+            self._text = tf.constant(text.tobytes())
+            self._starts = tf.constant(starts)
 
     def __len__(self) -> int:
         return int(self._starts.shape[0]) - 1
@@ -277,7 +291,8 @@ class Names:
 
     def pick(self, indices: Iterable[int]) -> list[str]:
         """Many names at once, which is faster than one by one."""
-        text, starts = self._text.numpy(), self._starts.numpy()
+        text = self._text.numpy()
+        starts = self._starts.numpy()
         return [os.fsdecode(text[starts[i] : starts[i + 1]]) for i in indices]
 
     def at(self, index: tf.Tensor) -> tf.Tensor:
@@ -287,7 +302,8 @@ class Names:
         return tf.strings.substr(self._text, start, end - start)
 
     def __iter__(self) -> Iterator[bytes]:
-        text, starts = self._text.numpy(), self._starts.numpy().tolist()
+        text = self._text.numpy()
+        starts = self._starts.numpy().tolist()
         return (text[start:end] for start, end in itertools.pairwise(starts))
 
     def digest(self) -> str:
@@ -299,8 +315,8 @@ class Names:
 
 def packed(names: Iterable[str]) -> Packed:
     """The names' bytes as in the file system, concatenated, and the length of each."""
-    as_bytes = list(map(os.fsencode, names))
-    lengths = np.fromiter(map(len, as_bytes), np.uint16, len(as_bytes))
+    as_bytes = [os.fsencode(name) for name in names]
+    lengths = np.array([len(name) for name in as_bytes], np.uint16)
     return np.frombuffer(b"".join(as_bytes), np.uint8), lengths
 
 

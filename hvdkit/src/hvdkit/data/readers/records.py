@@ -18,7 +18,6 @@ import operator
 import os
 import threading
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,13 +31,15 @@ from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
 from hvdkit.logs import join
 
-META, INDEX = "pack.json", "index.bin"
+META = "pack.json"
+INDEX = "index.bin"
 VERSION = 5
-BEFORE, AFTER = 12, 4  # bytes of a TFRecord around its data: length and its CRC, the data's CRC
-# Of a record's data, little-endian: its first byte's place in the shard, its bytes, its CRC-32.
+BEFORE = 12  # bytes of a TFRecord before its data: the length, and the length's CRC
+AFTER = 4  # bytes after its data: the data's CRC
+# The data of a record, little-endian: place of the first byte in the shard, bytes, CRC-32.
 PLACE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc", "<u4")])
-_threads = ThreadPoolExecutor(32)  # that wait for the disk
-_OPEN = 512  # shards at a time: a process may have 1,024 files
+_threads = ThreadPoolExecutor(32)  # they wait for the disk
+_OPEN = 512  # shards are open at a time: a process may have 1,024 files
 _INDEX = -1  # stands for the index among the shards
 _AGAIN = "copy it again, or pack again"
 
@@ -67,24 +68,25 @@ class Records(source.ReadAhead):
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
-        self.is_demo: bool = meta.get("is_demo", False)  # packed from one of hvdkit's own
+        self.is_demo: bool = meta.get("is_demo", False)  # hvdkit itself made what was packed
         self.is_shuffled: bool = meta.get("is_shuffled", False)
         self._index_sha256: str = meta["index_sha256"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         self.shard_sizes = [shard["records"] for shard in meta["shards"]]
         self._ends = np.cumsum(self.shard_sizes)
-        self.form = {name: tf.TensorSpec([], tf.string) for name in ("data", "fault")}
+        self.form = {"data": tf.TensorSpec([], tf.string), "fault": tf.TensorSpec([], tf.string)}
         self.shard_bytes = [size for _, size in self._shards]
         self.index_bytes = PLACE.itemsize * len(self)
         self.bytes_each = sum(self.shard_bytes) / len(self)
         self._cache = remote.Cache(self._server, meta["checksum"]) if url else None
-        self._index_is_sound = False  # on this host's disk, when it was opened first
-        self._opens_index = threading.Lock()  # many threads ask for it at once
+        self._index_is_sound = False  # whether its checksum was right when it was opened first
+        self._opens_index = threading.Lock()  # many threads may open it at once
         self.keep_open(_OPEN)
 
     def keep_open(self, files: int) -> None:
         """How many shards are open at a time, at most; the index is too."""
-        self._open, self._index = (functools.lru_cache(n)(self._opened) for n in (files, 1))
+        self._open = functools.lru_cache(files)(self._opened)
+        self._index = functools.lru_cache(1)(self._opened)
 
     def fetch_shard(self, shard: int) -> None:
         """Of a remote set: has a shard on this host's disk, used just now."""
@@ -95,8 +97,8 @@ class Records(source.ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         """Records, and what is wrong with each, or ""."""
-        found = _threads.map(self._fetch, indices.tolist())
-        return [np.array(part, object) for part in zip(*found)]
+        fetched = _threads.map(self._fetch, indices.tolist())
+        return [np.array(part, object) for part in zip(*fetched)]
 
     def _fetch(self, index: int) -> tuple[bytes, str]:
         try:
@@ -124,7 +126,8 @@ class Records(source.ReadAhead):
 
     def _place(self, index: int) -> tuple[int, int, int]:
         """PLACE of a record; read, not mapped: a mapped file that is cut ends the process."""
-        file = self._index(_INDEX)  # held, or it may be closed before it is read
+        # The variable keeps the file open until it is read.
+        file = self._index(_INDEX)
         place = os.pread(file.fileno(), PLACE.itemsize, PLACE.itemsize * index)
         if len(place) < PLACE.itemsize:
             raise ValueError(f"is not in {self._path(INDEX)}, which was cut; {_AGAIN}")
@@ -146,13 +149,14 @@ class Records(source.ReadAhead):
 
     def _opened_index(self, name: str) -> BinaryIO:
         file = self._cache.open(name, self.index_bytes, self._fault_of_index)
-        # A record tells of its bytes, nothing of the index's.
-        if not self._index_is_sound and (fault := self._fault_of_index(file)):
-            if not self._cache.fetch_again(name, file):
-                raise ValueError(f"{self._path(name)} {fault}; the disk of this host spoils it")
-            return self._opened_index(name)
-        self._server.allowed = True
-        return file
+        # The checksums of records say nothing about the index's bytes.
+        fault = "" if self._index_is_sound else self._fault_of_index(file)
+        if not fault:
+            self._server.allowed = True
+            return file
+        if not self._cache.fetch_again(name, file):
+            raise ValueError(f"{self._path(name)} {fault}; the disk of this host spoils it")
+        return self._opened_index(name)
 
     def _path(self, name: str) -> Path | str:
         return f"{self.folder}/{name}" if self.is_remote else self.folder / name
@@ -172,8 +176,11 @@ class Records(source.ReadAhead):
         return ""
 
     def decode(self, parts: source.Parts) -> source.Parts:
-        kinds = {"image": tf.string, "label": tf.string if self.kind == "map" else tf.int64}
-        features = {name: tf.io.FixedLenFeature([], kind) for name, kind in kinds.items()}
+        label_dtype = tf.string if self.kind == "map" else tf.int64
+        features = {
+            "image": tf.io.FixedLenFeature([], tf.string),
+            "label": tf.io.FixedLenFeature([], label_dtype),
+        }
         sample = tf.io.parse_single_example(source.sound(parts, "data"), features)
         if self.kind == "map":
             label = tf.io.decode_png(pictures.fit(sample["label"]), channels=1)
@@ -186,8 +193,8 @@ class Records(source.ReadAhead):
         where = self.where(index)
         try:
             record = tf.train.Example.FromString(self._data(index))
-            for part in record.features.feature.values():
-                for data in part.bytes_list.value:
+            for feature in record.features.feature.values():
+                for data in feature.bytes_list.value:
                     if fault := pictures.refused(data):
                         return f"{where} holds a picture that {fault}"
             self.read(tf.constant(index, tf.int64))
@@ -208,14 +215,16 @@ class Records(source.ReadAhead):
 
     def fingerprint(self) -> str:
         """SHA-256 over shards' names and sizes, the index with its checksums, and `is_demo`."""
-        about = [("is_demo", 0)] if self.is_demo else []
-        return source.digest([*self._shards, (self._index_sha256, len(self)), *about])
+        parts = [*self._shards, (self._index_sha256, len(self))]
+        if self.is_demo:
+            parts.append(("is_demo", 0))
+        return source.digest(parts)
 
     def _checked(self) -> dict[str, Any]:
         """What pack.json says, once all files fit it."""
         if self._server:
-            read = functools.partial(self._server.read, META, 0, whole_files.TABLE_BYTES)
-            return _parsed(f"{self.folder}/{META}", read)
+            data = self._server.read(META, 0, whole_files.TABLE_BYTES)
+            return _parsed(f"{self.folder}/{META}", data)
         meta = _read_meta(self.folder)
         _check_shards(self.folder, meta, range(len(meta["shards"])))
         _check_index(self.folder / INDEX, meta)
@@ -224,10 +233,12 @@ class Records(source.ReadAhead):
     def _compare(self, meta: dict[str, Any]) -> None:
         if self._server:
             return  # each host takes from the server what fits rank 0's pack.json
-        if (own := _read_meta(self.folder)) != meta:
-            here = f"{self.folder} on {os.uname().nodename} is another pack"
-            what = f"than on rank 0's host ({own['packed_from']}): copy it to every host again"
-            raise ValueError(f"{here} {what}")
+        local_meta = _read_meta(self.folder)
+        if local_meta != meta:
+            raise ValueError(
+                f"{self.folder} on {os.uname().nodename} is another pack than on rank 0's host "
+                f"({local_meta['packed_from']}): copy it to every host again"
+            )
         _check_shards(self.folder, meta, source.sampled(len(meta["shards"])))
         _check_size(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
 
@@ -254,16 +265,16 @@ def _checksum(meta: dict[str, Any]) -> str:
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     if not path.is_file():
-        there = sorted(found.parent.name for found in folder.parent.glob(f"[!.]*/{META}"))
-        others = f"(packed in {folder.parent}: {join(there) or 'none'})"
-        how = "pack the split with hvdkit pack, or choose another"
-        raise ValueError(f"{path} is missing; {how} {others}")
-    return _parsed(path, lambda: whole_files.read(path, whole_files.TABLE_BYTES, links=True))
+        splits = sorted(meta.parent.name for meta in folder.parent.glob(f"[!.]*/{META}"))
+        raise ValueError(
+            f"{path} is missing; pack the split with hvdkit pack, or choose another (packed in "
+            f"{folder.parent}: {join(splits) or 'none'})"
+        )
+    return _parsed(path, whole_files.read(path, whole_files.TABLE_BYTES, links=True))
 
 
-def _parsed(path: object, read: Callable[[], bytes]) -> dict[str, Any]:
-    """What pack.json holds; `read` may raise OSError, or ValueError where it names the file."""
-    data = read()
+def _parsed(path: object, data: bytes) -> dict[str, Any]:
+    """What pack.json holds; ValueError where it is not as `write_meta` writes it."""
     try:
         meta = whole_files.from_json(data, path)
         if meta["version"] != VERSION:
@@ -278,48 +289,58 @@ def _parsed(path: object, read: Callable[[], bytes]) -> dict[str, Any]:
 
 def _check_types(meta: dict[str, Any]) -> None:
     """Raises KeyError, TypeError or ValueError for what is not as `write_meta` has it."""
+    # join raises TypeError for what is no text, range and index for what is no whole number.
     "".join([meta["kind"], meta["packed_from"], *meta.get("class_names", [])])
     range(meta["num_classes"])
     for shard in meta["shards"]:
-        count, size = operator.index(shard["records"]), operator.index(shard["bytes"])
+        count = operator.index(shard["records"])
+        size = operator.index(shard["bytes"])
         if "/" in shard["name"] or not 0 <= count * (BEFORE + AFTER) <= size < 2**60:
             raise ValueError(f"shard {shard}")
     if not sum(shard["records"] for shard in meta["shards"]):
         raise ValueError("no record")
 
 
-def _check_shards(folder: Path, meta: dict[str, Any], which: range) -> None:
-    listed = meta["shards"]
-
-    def problem(number: int) -> str:
-        path, size = folder / listed[number]["name"], listed[number]["bytes"]
+def _check_shards(folder: Path, meta: dict[str, Any], numbers: range) -> None:
+    def fault_of(number: int) -> str:
+        shard = meta["shards"][number]
+        path = folder / shard["name"]
         if not path.is_file():
             return f"{path} is missing"
-        found = path.stat().st_size
-        return "" if found == size else f"{path} has {found} bytes where {size} were written"
+        size = path.stat().st_size
+        if size != shard["bytes"]:
+            return f"{path} has {size} bytes where {shard['bytes']} were written"
+        return ""
 
-    if problems := [*filter(None, _threads.map(problem, which))]:
-        raise ValueError(f"{join(problems)}; {_AGAIN}")
+    faults = [fault for fault in _threads.map(fault_of, numbers) if fault]
+    if faults:
+        raise ValueError(f"{join(faults)}; {_AGAIN}")
 
 
 def _check_size(path: Path, records: int) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {_AGAIN}")
-    if (size := path.stat().st_size) != PLACE.itemsize * records or not size:
-        wanted = f"{PLACE.itemsize} for each of {records}"
-        raise ValueError(f"{path} has {size} bytes, not {wanted}; {_AGAIN}")
+    size = path.stat().st_size
+    if size != PLACE.itemsize * records or not size:
+        raise ValueError(
+            f"{path} has {size} bytes, not {PLACE.itemsize} for each of {records}; {_AGAIN}"
+        )
 
 
 def _check_index(path: Path, meta: dict[str, Any]) -> None:
     counts = [shard["records"] for shard in meta["shards"]]
     _check_size(path, sum(counts))
-    outside, sha = False, hashlib.sha256()
+    has_outside = False
+    sha = hashlib.sha256()
     with path.open("rb") as file:
-        for count, shard in zip(counts, meta["shards"]):  # a part of it in memory at a time
-            sha.update(places := np.fromfile(file, PLACE, count))
+        for count, shard in zip(counts, meta["shards"]):  # one shard's places are in memory
+            places = np.fromfile(file, PLACE, count)
+            sha.update(places)
+            # An end that overflows is less than its offset.
             ends = places["offset"] + places["length"]
-            outside |= bool((places["offset"] > ends).any() or (ends > shard["bytes"]).any())
+            if (places["offset"] > ends).any() or (ends > shard["bytes"]).any():
+                has_outside = True
     if sha.hexdigest() != meta["index_sha256"]:
         raise ValueError(f"{path} does not match its checksum in {META}; {_AGAIN}")
-    if outside:
+    if has_outside:
         raise ValueError(f"{path} has a record outside its shard; {_AGAIN}")

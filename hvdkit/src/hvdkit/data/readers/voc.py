@@ -33,14 +33,17 @@ class Voc(PicturePairs):
     Raises ValueError as `ImageLabelFolder` does.
     """
 
-    class_names, num_classes = CLASS_NAMES, NUM_CLASSES
+    class_names = CLASS_NAMES
+    num_classes = NUM_CLASSES
 
     @staticmethod
     def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
         if (root / "VOC2012").is_dir():
             root = root / "VOC2012"
-        elif not (root / "ImageSets").is_dir() and (years := sorted(root.glob("VOC20??"))):
-            raise ValueError(f"{root} holds {join(years)}: give the folder of one year")
+        elif not (root / "ImageSets").is_dir():
+            years = sorted(root.glob("VOC20??"))
+            if years:
+                raise ValueError(f"{root} holds {join(years)}: give the folder of one year")
         names = listing.read_names(root / "ImageSets" / "Segmentation" / f"{split}.txt")
         folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
         images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
