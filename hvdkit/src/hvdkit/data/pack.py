@@ -34,7 +34,8 @@ from hvdkit.settings.typed import path_argument
 from hvdkit.stop import launch_rank, launched_ranks, left_of_a_launch
 
 _SHARD_BYTES = 2**28
-_LOCK = ".lock"  # in the folder of an unfinished pack
+_AT_ONCE = 32  # records are read back at a time
+_LOCK = ".lock"  # a file in the folder of an unfinished pack
 
 
 def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from: str = "") -> Path:
@@ -47,113 +48,140 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     if shards < 0:
         raise ValueError(f"--shards={shards}: give at least 1")
     if not split or split.startswith(".") or "/" in split:  # hidden ones are unfinished packs
-        rule = "it must be a folder's name that does not begin with '.'; give another --as"
-        raise ValueError(f"{split!r} cannot be the name of a packed split: {rule}")
+        raise ValueError(
+            f"{split!r} cannot be the name of a packed split: it must be a folder's name that does "
+            "not begin with '.'; give another --as"
+        )
     out.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(out / split):
         raise ValueError(f"{out / split} is there already; remove it, or give another --out")
     encoder = _Encoder(source)
     if not shards:
-        some = [len(data) for data, _ in encoder.of(sampled(len(source), 32))]
-        shards = -(-len(source) * sum(some) // (len(some) * _SHARD_BYTES))
+        sizes = [len(data) for data, _ in encoder.examples(sampled(len(source), 32))]
+        # The product of the number of samples and their mean size is rounded up.
+        shards = -(-len(source) * sum(sizes) // (len(sizes) * _SHARD_BYTES))
     shards = min(shards, len(source))
     fault = left_of_a_launch()
     if fault:
         raise ValueError(fault)
-    rank, (ranks, _) = launch_rank(), launched_ranks()
+    rank = launch_rank()
+    ranks, _ = launched_ranks()
     if rank >= ranks:
         raise ValueError(f"the launcher gives rank {rank}, and not of how many: use mpirun or srun")
     key = digest([(f"{source.fingerprint()} {packed_from} {records.VERSION}", shards)])
     with _unfinished(out, split, key, rank=rank) as work:
         for number in range(rank, shards, ranks):
-            _pack_shard(encoder, work, number, indices=range(*share(len(source), number, shards)))
+            indices = range(*share(len(source), number, shards))
+            _pack_shard(encoder, work / f"{number:05d}", indices)
         if not rank:
             _join(source, work, shards, split=split, packed_from=packed_from)
-            (work / "whole").rename(out / split)  # onto nothing, or it fails
-            (work / key).unlink()  # first: what is left of a kill is of no use
+            (work / "whole").rename(out / split)  # this fails where something has that name
+            # Without the key, the next pack uses nothing of the rest if this one is killed here.
+            (work / key).unlink()
     if not rank:
-        # Not earlier: on NFS a file that is open, as the lock is, stays.
+        # The lock is closed by now: on NFS a file that is open stays.
         shutil.rmtree(work, ignore_errors=True)
     return out / split
 
 
-def _pack_shard(encoder: "_Encoder", work: Path, number: int, *, indices: range) -> None:
-    """A shard by itself, as the packed split WORK/NUMBER, once it is read back."""
-    folder, partial = work / f"{number:05d}", work / f".{number:05d}"
-    if folder.exists():  # of an earlier try
+def _pack_shard(encoder: "_Encoder", folder: Path, indices: range) -> None:
+    """A shard by itself, as a packed split in `folder`, once it is read back."""
+    if folder.exists():  # an earlier try packed it
         return
+    partial = folder.with_name(f".{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    index, highest, path = [], 0, partial / "shard"
+
+    places = []
+    highest = 0
+    path = partial / "shard"
     offset = records.BEFORE
     with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
-        for number, (data, label) in zip(indices, encoder.of(indices)):
+        for index, (data, label) in zip(indices, encoder.examples(indices)):
             writer.write(data)
-            index.append((offset, len(data), zlib.crc32(data)))
+            places.append((offset, len(data), zlib.crc32(data)))
             offset += len(data) + records.AFTER + records.BEFORE
             highest = max(highest, label)
-            logs.progress("packed", number + 1, encoder.count)
-    meta = {"packed_from": "", "kind": encoder.kind, "num_classes": highest + 1}
-    size = path.stat().st_size
-    meta["shards"] = [{"name": path.name, "records": len(index), "bytes": size}]
-    records.write_meta(partial, meta, np.array(index, records.PLACE))
-    for file in (*partial.iterdir(), partial):
-        whole_files.flush(file)
-    _verify(records.Records(work, partial.name), indices, encoder.count)
+            logs.progress("packed", index + 1, encoder.count)
+    shard = {"name": path.name, "records": len(places), "bytes": path.stat().st_size}
+    meta = {
+        "packed_from": "",
+        "kind": encoder.kind,
+        "num_classes": highest + 1,
+        "shards": [shard],
+    }
+    records.write_meta(partial, meta, np.array(places, records.PLACE))
+    _flush(partial)
+
+    packed = records.Records(partial.parent, partial.name)
+    for first in range(0, len(indices), _AT_ONCE):
+        _, faults = packed.fetch(np.arange(len(indices))[first : first + _AT_ONCE])
+        for index, fault in zip(indices[first:], faults):
+            if fault:
+                raise ValueError(f"what was read back differs from what was packed: {fault}")
+            logs.progress("verified", index + 1, encoder.count)
     partial.rename(folder)
 
 
-def _verify(packed: records.Records, indices: range, count: int) -> None:
-    for part in np.array_split(np.arange(len(packed)), -(-len(packed) // 32)):
-        if faults := [*filter(None, packed.fetch(part)[1])]:
-            raise ValueError(f"what was read back differs from what was packed: {faults[0]}")
-        for number in part.tolist():
-            logs.progress("verified", indices[number] + 1, count)
+def _flush(folder: Path) -> None:
+    """Has a folder and its files on the disk, so that they outlast a power cut."""
+    for path in (*folder.iterdir(), folder):
+        whole_files.flush(path)
 
 
 def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: str) -> None:
-    """WORK/whole of all shards; if it is cut off, the next try goes on."""
-    folder = work / "whole"
+    """Makes WORK/whole of all shards; if it is cut off, the next try goes on."""
     parts = [work / f"{number:05d}" for number in range(shards)]
-    said = 0
-    while missing := [part.name for part in parts if not part.exists()]:
-        if len(missing) != said:
-            print(f"waits for other ranks' shards {logs.join(missing)}", file=sys.stderr)
-        said = len(missing)
-        time.sleep(0.2)
+    _wait_for(parts)
+    folder = work / "whole"
     folder.mkdir(exist_ok=True)
-    metas = [
-        whole_files.from_json((part / records.META).read_text(), part / records.META)
-        for part in parts
-    ]
-    listed, index = [], []
-    for number, (part, meta) in enumerate(zip(parts, metas)):
-        (shard,) = meta["shards"]
-        path = folder / f"{split}-{number:05d}-of-{shards:05d}.tfrecord"
-        index.append(np.fromfile(part / records.INDEX, records.PLACE))
+
+    places = []
+    listed = []
+    num_classes = 0
+    for number, part in enumerate(parts):
+        file = part / records.META
+        part_meta = whole_files.from_json(file.read_text(), file)
+        num_classes = max(num_classes, part_meta["num_classes"])
+        places.append(np.fromfile(part / records.INDEX, records.PLACE))
+        (shard,) = part_meta["shards"]
+        name = f"{split}-{number:05d}-of-{shards:05d}.tfrecord"
         if (part / shard["name"]).exists():
-            (part / shard["name"]).rename(path)
-        listed.append(shard | {"name": path.name})
-    meta = {"packed_from": packed_from, "kind": metas[0]["kind"]}
-    meta["num_classes"] = max(meta["num_classes"] for meta in metas)
-    if names := getattr(source, "class_names", ()):
-        meta["class_names"] = list(names)
-    meta |= {name: True for name in ("is_demo", "is_shuffled") if getattr(source, name, False)}
+            (part / shard["name"]).rename(folder / name)
+        listed.append(shard | {"name": name})
+
+    meta = {"packed_from": packed_from, "kind": part_meta["kind"], "num_classes": num_classes}
+    class_names = getattr(source, "class_names", ())
+    if class_names:
+        meta["class_names"] = list(class_names)
+    for name in ("is_demo", "is_shuffled"):
+        if getattr(source, name, False):
+            meta[name] = True
     meta["shards"] = listed
-    records.write_meta(folder, meta, np.concatenate(index))
+    records.write_meta(folder, meta, np.concatenate(places))
     try:
         records.Records(work, folder.name)
     except ValueError as error:
         raise ValueError(f"{error}; before that, remove {work}") from None
-    for file in (*folder.iterdir(), folder):
-        whole_files.flush(file)
+    _flush(folder)
+
+
+def _wait_for(parts: list[Path]) -> None:
+    """Returns once all ranks have packed their shards."""
+    reported = 0
+    while missing := [part.name for part in parts if not part.exists()]:
+        if len(missing) != reported:
+            print(f"waits for other ranks' shards {logs.join(missing)}", file=sys.stderr)
+        reported = len(missing)
+        time.sleep(0.2)
 
 
 class _Encoder:
     """Makes records of a source's samples; `kind`: "map" or "class"."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self.count = source, len(source)
+        self._source = source
+        self.count = len(source)
         encode = tf.function(self._encoded, autograph=False)
         self._encode = encode.get_concrete_function(tf.TensorSpec([], tf.int64))
         is_map = self._encode.structured_outputs["label"].shape.rank == 3
@@ -163,17 +191,18 @@ class _Encoder:
         sample = self._source.read(index)
         if not {"image", "label"} <= sample.keys():
             raise ValueError(f"samples need an image and a label to be packed: {[*sample]}")
-        image, label = sample["image"], sample["label"]
+        image = sample["image"]
+        label = sample["label"]
         _check_kept(image, label)
-        # Sources that do not read files have none.
-        file = sample["file"] if "file" in sample else tf.io.encode_png(image)
-        again = pictures.decode_image(file)  # the same, unless it was replaced since it was decoded
-        alike = tf.reduce_all(tf.shape(again) == tf.shape(image))
-        same = tf.cond(alike, lambda: tf.reduce_all(again == image), lambda: False)
+        file = _file_of(sample)
+        # It decodes to the same picture, unless it was replaced since the source decoded it.
+        again = pictures.decode_image(file)
+        same_shape = tf.reduce_all(tf.shape(again) == tf.shape(image))
+        same = tf.cond(same_shape, lambda: tf.reduce_all(again == image), lambda: False)
         ids = tf.io.encode_png(label) if label.shape.rank == 3 else b""
         return {"file": file, "label": label, "ids": ids, "same": same}
 
-    def of(self, indices: range) -> Iterator[tuple[bytes, int]]:
+    def examples(self, indices: range) -> Iterator[tuple[bytes, int]]:
         """A tf.train.Example of each, and its highest class; ValueError: one cannot be read."""
         ids = tf.data.Dataset.range(indices.start, indices.stop, indices.step)
         samples = ids.map(pipeline.as_written(self._encode), tf.data.AUTOTUNE, deterministic=True)
@@ -184,28 +213,37 @@ class _Encoder:
             except tf.errors.OpError as error:
                 fault = self._source.explain(index) or pipeline.reason_of(error)
                 raise ValueError(fault) from None
-            label, is_map = sample["label"], self.kind == "map"
             if not sample["same"]:
-                why = "its file changed meanwhile; pack again"
-                raise ValueError(f"sample {index} differs from what was packed of it: {why}")
-            parts = (example := tf.train.Example()).features.feature
-            parts["image"].bytes_list.value.append(sample["file"])
-            if is_map:
-                parts["label"].bytes_list.value.append(sample["ids"])
+                raise ValueError(
+                    f"sample {index} differs from what was packed of it: its file changed "
+                    "meanwhile; pack again"
+                )
+            example = tf.train.Example()
+            features = example.features.feature
+            features["image"].bytes_list.value.append(sample["file"])
+            label = sample["label"]
+            if self.kind == "map":
+                features["label"].bytes_list.value.append(sample["ids"])
+                highest = int(np.max(label, initial=0, where=label != IGNORE))
             else:
-                parts["label"].int64_list.value.append(int(label))
-            counted = label != IGNORE if is_map else True  # in class folders, 255 is a class
-            yield example.SerializeToString(), int(np.max(label, initial=0, where=counted))
+                features["label"].int64_list.value.append(int(label))
+                highest = max(int(label), 0)
+            yield example.SerializeToString(), highest
+
+
+def _file_of(sample: dict[str, tf.Tensor]) -> tf.Tensor:
+    """The sample's file; a PNG of its picture where it was read from none."""
+    return sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
 
 
 def _check_kept(image: tf.Tensor, label: tf.Tensor) -> None:
     """Raises ValueError for what a record cannot hold as it is."""
-    picture = (
+    is_picture = (
         image.dtype == tf.uint8 and image.shape.rank in (3, None) and image.shape[-1] in (3, None)
     )
-    one = label.shape.rank in (0, None) and (label.dtype.is_integer or label.dtype.is_bool)
-    pixels = label.shape.rank == 3 and label.dtype == tf.uint8 and label.shape[-1] in (1, None)
-    if not picture or not (one or pixels):
+    is_number = label.shape.rank in (0, None) and (label.dtype.is_integer or label.dtype.is_bool)
+    is_map = label.shape.rank == 3 and label.dtype == tf.uint8 and label.shape[-1] in (1, None)
+    if not is_picture or not (is_number or is_map):
         raise ValueError(
             "a pack holds pictures, uint8 [height, width, 3], with a whole number or a map of "
             f"classes, uint8 [height, width, 1], as label: not {image.dtype.name} {image.shape} "
@@ -223,27 +261,28 @@ class Smaller(Wrapper):
 
     def __init__(self, larger: Source, short_side: int, quality: int) -> None:
         if short_side < 1 or not 1 <= quality <= 100:
-            rule = "give at least 1 pixel, and a quality of 1 to 100"
-            raise ValueError(f"--short_side={short_side} --quality={quality}: {rule}")
+            raise ValueError(
+                f"--short_side={short_side} --quality={quality}: give at least 1 pixel, and a "
+                "quality of 1 to 100"
+            )
         super().__init__(larger)
-        self._side, self._quality = short_side, quality
+        self._side = short_side
+        self._quality = quality
 
     def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
         sample = self._source.read(index)
-        image, label = sample["image"], sample["label"]
+        image = sample["image"]
+        label = sample["label"]
         shape = tf.shape(image)[:2]
         shorter = tf.reduce_min(shape)
-        # Integer arithmetic, so that the shorter side is exact.
+        # Integer arithmetic makes the shorter side exact.
         scaled = tf.maximum((2 * shape * self._side + shorter) // (2 * shorter), 1)
 
         def encoded() -> tf.Tensor:
             small = tf.image.resize(image, scaled, antialias=True)
             return tf.io.encode_jpeg(tf.cast(small + 0.5, tf.uint8), quality=self._quality)
 
-        def as_it_was() -> tf.Tensor:
-            return sample["file"] if "file" in sample else tf.io.encode_png(image)
-
-        file = tf.cond(shorter > self._side, encoded, as_it_was)
+        file = tf.cond(shorter > self._side, encoded, lambda: _file_of(sample))
         if label.shape.rank == 3:
             label = image_ops.nearest(label, tf.where(shorter > self._side, scaled, shape))
         return {"image": pictures.decode_image(file), "label": label, "file": file}
@@ -267,8 +306,8 @@ class Shuffled(Wrapper):
         return self._source.read(permuted(index, len(self), self._seed))
 
     def explain(self, index: int) -> str | None:
-        own = permuted(tf.constant(index, tf.int64), len(self), self._seed)
-        return self._source.explain(int(own))
+        ordered_index = permuted(tf.constant(index, tf.int64), len(self), self._seed)
+        return self._source.explain(int(ordered_index))
 
     def fingerprint(self) -> str:
         return digest([(self._source.fingerprint(), self._seed), ("shuffled", 0)])
@@ -280,7 +319,8 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
 
     Rank 0 empties what has another key, and holds a lock, so that one pack at a time uses it.
     """
-    work = out / f".{name}.packing"  # in the same folder: only then a rename is atomic
+    # It lies in the same folder, because only then a rename is atomic.
+    work = out / f".{name}.packing"
     if rank:
         end = time.monotonic() + 60
         while not (work / key).exists():
@@ -290,16 +330,20 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
         yield work
         return
     work.mkdir(exist_ok=True)
-    with whole_files.held(work), contextlib.ExitStack() as locks:  # it must be no link
+    # `held` refuses a link.
+    with whole_files.held(work), contextlib.ExitStack() as locks:
         try:
             locks.enter_context(whole_files.lock(work / _LOCK))
         except BlockingIOError:
-            what = "is being written by another process: wait until it ends, or give another --as"
-            raise ValueError(f"{out / name} {what}") from None
+            raise ValueError(
+                f"{out / name} is being written by another process: wait until it ends, or give "
+                "another --as"
+            ) from None
         except whole_files.NoLocks:
             pass
         if not (work / key).exists():
-            for path in sorted(work.iterdir(), key=lambda path: path.is_dir()):  # keys first
+            # Files come first, as the key of another pack must go before its shards.
+            for path in sorted(work.iterdir(), key=lambda path: path.is_dir()):
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 elif path.name != _LOCK:
@@ -309,7 +353,7 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
 
 
 def main(argv: list[str]) -> int:
-    of_project()  # it may add readers
+    of_project()  # the project may add readers
     formats = [name for name in PACK_ONLY | READERS if name != "records"]
     parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
     parser.add_argument("--from", dest="layout", choices=formats, required=True)
@@ -334,23 +378,32 @@ def main(argv: list[str]) -> int:
         parser.error(f"--root={args.root} does not exist")
     name = args.split if args.name is None else args.name
     try:
-        source = reader_of(args.layout)(args.root, args.split, 0)
-        check_once(source)
-        packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
-        if args.short_side is not None:
-            quality = 90 if args.quality is None else args.quality
-            source = Smaller(source, args.short_side, quality)
-            packed_from += f", short side {args.short_side}, quality {quality}"
-        if args.shuffle is not None:
-            source = Shuffled(source, args.shuffle)
-            packed_from += f", shuffled with seed {args.shuffle}"
+        source, packed_from = _opened(args)
         folder = pack(source, args.out, name, shards=args.shards, packed_from=packed_from)
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{logs.printable(error)}\n")
-    if launch_rank():
-        return 0
-    packed = records.Records(args.out, name)
-    ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
-    what = f"{len(source)} samples, labels below {packed.num_classes}{ignored}"
-    print(logs.printable(f"{folder}: {what}, read back and found the same"))
+    if not launch_rank():
+        packed = records.Records(args.out, name)
+        ignored = f" ({IGNORE} is ignored)" if packed.kind == "map" else ""
+        print(
+            logs.printable(
+                f"{folder}: {len(source)} samples, labels below {packed.num_classes}{ignored}, "
+                "read back and found the same"
+            )
+        )
     return 0
+
+
+def _opened(args: argparse.Namespace) -> tuple[Source, str]:
+    """The samples to pack, and what they are, for pack.json."""
+    source = reader_of(args.layout)(args.root, args.split, 0)
+    check_once(source)
+    packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
+    if args.short_side is not None:
+        quality = 90 if args.quality is None else args.quality
+        source = Smaller(source, args.short_side, quality)
+        packed_from += f", short side {args.short_side}, quality {quality}"
+    if args.shuffle is not None:
+        source = Shuffled(source, args.shuffle)
+        packed_from += f", shuffled with seed {args.shuffle}"
+    return source, packed_from

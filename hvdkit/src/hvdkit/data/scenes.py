@@ -18,15 +18,15 @@ from hvdkit import logs
 from hvdkit.data import shipped
 from hvdkit.data.labels import IGNORE
 
-# Columns that a split may use of both photographs, 640 wide; its digits are those of shipped.ROWS.
+# Each split has its own columns of both photographs, 640 wide, and its own digits, shipped.ROWS.
 COLUMNS = {"train": range(480), "val": range(480, 640)}
 MARKER = "scenes.json"  # written last: a folder without it is not a finished set
 
 Place = tuple[slice, slice]  # rows, columns
 _INK = 0.45  # share of full ink above which a pixel belongs to the digit
-_TRIES = 30  # to find a place for a digit before it is left out
-_CONTRAST = (0.3, 0.7)  # of digit and background; 1: black on white
-_OVERLAP = 0.1  # largest share of a digit that a later digit may cover
+_TRIES = 30  # a digit for which so many tries find no place is left out
+_CONTRAST = (0.3, 0.7)  # range of the contrast of digit and background; 1 is black on white
+_OVERLAP = 0.1  # a later digit may cover this share of a digit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
     if (root / MARKER).is_file():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
-    # Beside it, as only a rename inside one file system is atomic.
+    # It is made beside `root`: only a rename inside one file system is atomic.
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.making-") as scratch:
         work = Path(scratch, "set")
         for folder in ("images", "labels", "splits"):
@@ -89,11 +89,13 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
             _write_split(work, split, settings)
         (work / MARKER).write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
         try:
-            work.rename(root)  # onto nothing or an empty folder; fails on anything else
+            work.rename(root)  # this fails where `root` holds anything
         except OSError as error:
             if not (root / MARKER).is_file():
-                what = f"{root} cannot become a demo set ({error.strerror})"
-                raise ValueError(f"{what}: give another folder, or remove this one") from None
+                raise ValueError(
+                    f"{root} cannot become a demo set ({error.strerror}): give another folder, or "
+                    "remove this one"
+                ) from None
 
 
 def _background(
@@ -106,10 +108,12 @@ def _background(
     side = int(rng.integers(min(size, largest), largest, endpoint=True))
     left = int(rng.integers(columns.start, columns.stop - side, endpoint=True))
     top = int(rng.integers(photo.height - side, endpoint=True))
-    # Crop, then resize: the filter must not read columns of the other split.
+    # The crop comes before resizing, whose filter must not read columns of the other split.
     crop = photo.crop((left, top, left + side, top + side))
-    crop = np.asarray(crop.resize((size, size), Image.Resampling.BILINEAR), np.float32) / 255
-    return np.array(crop[:, ::-1] if rng.random() < 0.5 else crop), (which, left, top, side)
+    pixels = np.array(crop.resize((size, size), Image.Resampling.BILINEAR), np.float32) / 255
+    if rng.random() < 0.5:
+        pixels = pixels[:, ::-1].copy()
+    return pixels, (which, left, top, side)
 
 
 def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
