@@ -14,7 +14,6 @@ import functools
 import os
 import re
 import tarfile
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -246,8 +245,7 @@ def _files_of(root: Path, split: str, names: str) -> list[Path]:
     for path in paths:
         if not path.stat().st_size:
             raise ValueError(f"{path} has zero bytes: copy it again")
-    _check_counted(paths, folder, split)
-    _check_numbered(paths, folder, split)
+    _check_complete(paths, folder, split)
     return paths
 
 
@@ -255,34 +253,31 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\d+", "0", re.sub(r"-of-\d+", "", name))
 
 
-def _check_counted(paths: list[Path], folder: Path, split: str) -> None:
-    """Raises ValueError where of NAME-00003-of-00016 not all 16 are there."""
-    numbers_of: dict[str, set[int]] = defaultdict(set)  # the key is the total in the name
+def _check_complete(paths: list[Path], folder: Path, split: str) -> None:
+    """Raises ValueError where a number is missing: one of 00000-of-00016, or one in between."""
+    numbers = set()
+    totals = set()
     for path in paths:
         if match := re.search(r"-(\d+)-of-(\d+)", path.name):
-            numbers_of[match[2]].add(int(match[1]))
-    if len(numbers_of) > 1:
-        totals = " and in ".join(sorted(numbers_of))
-        raise ValueError(f"{folder} has split {split} in {totals} files")
-    for total, numbers in numbers_of.items():
-        missing = [number for number in range(int(total)) if number not in numbers]
-        if missing:
-            raise ValueError(
-                f"{folder}, split {split}: {len(missing)} of {int(total)} files are missing, "
-                f"number {missing[0]} first"
-            )
-
-
-def _check_numbered(paths: list[Path], folder: Path, split: str) -> None:
-    """Raises ValueError where files between the first and the last one are missing."""
-    if len(paths) < 2:  # one file may have no number
+            numbers.add(int(match[1]))
+            totals.add(match[2])
+    if len(totals) > 1:
+        raise ValueError(f"{folder} has split {split} in {' and in '.join(sorted(totals))} files")
+    if totals:
+        first = 0
+        end = int(min(totals))
+    elif len(paths) > 1:  # one file may have no number
+        numbers = {int(re.findall(r"\d+", path.name)[-1]) for path in paths}
+        first = min(numbers)
+        end = max(numbers) + 1
+    else:
         return
-    numbers = {int(re.findall(r"\d+", path.name)[-1]) for path in paths}
-    count = max(numbers) - min(numbers) + 1 - len(numbers)
-    # Where more are missing than are there, the numbers are dates, or the like.
-    if 0 < count < len(paths):
-        first = next(n for n in range(min(numbers), max(numbers)) if n not in numbers)
+
+    count = end - first - sum(first <= number < end for number in numbers)
+    # Without totals, where most numbers are missing, they are dates, or the like.
+    if count and (totals or count < len(paths)):
+        missing = next(number for number in range(first, end) if number not in numbers)
         raise ValueError(
-            f"{folder}, split {split}: {count} files between {paths[0].name} and {paths[-1].name} "
-            f"are missing, number {first} first: copy them, or number them anew"
+            f"{folder}, split {split}: {count} files are missing, number {missing} first: copy "
+            "them, or number them anew"
         )
