@@ -210,10 +210,14 @@ def _check_others(place: Place) -> None:
     """Raises ValueError for files of a class that would be left out."""
     others = [name for name in place.others if not name.lower().endswith(_NOTES)]
     if others:
-        raise ValueError(
-            f"{place.folder} holds {join(others)}, which would be left out: move pictures of "
-            f"folders up, make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
-        )
+        raise _left_out(place, others)
+
+
+def _left_out(place: Place, names: list[str]) -> ValueError:
+    return ValueError(
+        f"{place.folder} holds {join(names)}, which would be left out: move pictures of folders "
+        f"up, make others {' or '.join(IMAGE_SUFFIXES)}, and remove the rest"
+    )
 
 
 def _listed(place: Place) -> tuple[Place, list[str]]:
@@ -375,10 +379,7 @@ def _check_below_classes(below: list[Subfolder], roles: list[str]) -> None:
     """Raises ValueError unless the folders in classes say nothing: one name, and all pictures."""
     for parent, name in below:
         if parent.picture_count:
-            raise ValueError(
-                f"{parent.folder} holds {name}, which would be left out: move pictures of folders "
-                "up, and remove the rest"
-            )
+            raise _left_out(parent, [name])
     if len({folder.name for folder in below}) > 1:
         upper = "/".join([*roles, "any"])
         lower = "/".join([*roles, "class"]).replace("class", "any", 1)
