@@ -74,7 +74,7 @@ def _of_named(data: tf.Tensor) -> tf.Tensor:
     ]
     block, end = tf.case(cases, default=lambda: _directory(data, 8, _png_step))
     value = _of_directory(block)
-    head = tf.strings.substr(data, 0, end)
+    head = _part(data, 0, end)
     has_xmp = (value == 0) & tf.strings.regex_full_match(head, r"\C*tiff:Orientation\C*")
     value = tf.cond(has_xmp, lambda: _of_xmp(head), lambda: value)
     return tf.where((value >= 1) & (value <= 8), value, 1)
@@ -92,18 +92,17 @@ _Step = Callable[..., tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
 
 def _directory(data: tf.Tensor, start: int, step: _Step) -> tuple[tf.Tensor, tf.Tensor]:
     """The bytes of the directory, and where the search ended, from a file's parts one by one."""
-    length = tf.strings.length(data)
+    length = tf.cast(tf.strings.length(data), tf.int64)
     padded = tf.strings.join([data, bytes(_TAIL)])
 
     def once(place: tf.Tensor, _: tf.Tensor, block: tf.Tensor) -> list[tf.Tensor]:
         after, done, block = step(padded, place, block)
-        after = tf.cast(tf.minimum(after, tf.cast(length, tf.int64)), tf.int32)
-        return [after, done, block]
+        return [tf.minimum(after, length), done, block]
 
     def goes_on(place: tf.Tensor, done: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
         return (place < length) & ~done
 
-    state = [tf.constant(start), tf.constant(False), tf.constant(b"")]
+    state = [tf.constant(start, tf.int64), tf.constant(False), tf.constant(b"")]
     place, _, block = tf.while_loop(goes_on, once, state)
     # At most two names may stand before the directory.
     block = tf.strings.regex_replace(block, r"^(?:Exif\x00\x00){1,2}", "")
@@ -120,12 +119,11 @@ def _jpeg_step(
     size = tf.maximum(head[2] * 2**8 + head[3], 2)
     without_length = (kind == 0) | (kind == 0xC8) | ((kind >= 0xD0) & (kind <= 0xD9))
     without_length |= (kind >= 0xF0) & (kind <= 0xFD)
-    here = tf.cast(place, tf.int64)
-    after = tf.where(without_length, here + 2, here + 2 + size)
-    after = tf.where((first != 0xFF) | (kind == 0xFF), here + 1, after)
-    content = _part(data, here + 4, size - 2)
+    after = tf.where(without_length, place + 2, place + 2 + size)
+    after = tf.where((first != 0xFF) | (kind == 0xFF), place + 1, after)
+    content = _part(data, place + 4, size - 2)
     is_exif = (first == 0xFF) & (kind == 0xE1)
-    is_exif &= tf.strings.substr(_part(data, here + 4, _TAIL), 0, 6) == b"Exif\0\0"
+    is_exif &= tf.strings.substr(_part(data, place + 4, _TAIL), 0, 6) == b"Exif\0\0"
     more = tf.strings.regex_replace(content, r"^Exif\x00\x00", "")
     block = tf.cond(is_exif, lambda: tf.strings.join([block, more]), lambda: block)
     return after, (first == 0xFF) & (kind == 0xDA), block
@@ -135,17 +133,16 @@ def _png_step(
     data: tf.Tensor, place: tf.Tensor, block: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A chunk: its length (4 bytes), its name, its content, a checksum; the last one counts."""
-    here = tf.cast(place, tf.int64)
     size = joined(numbers(data, place, 4), big=True)
-    name = _part(data, here + 4, 4)
-    content = _part(data, here + 8, size)
+    name = _part(data, place + 4, 4)
+    content = _part(data, place + 8, size)
     is_exif = (name == b"eXIf") & (size > 0)
     is_text = (name == b"tEXt") | (name == b"zTXt")
     is_text &= tf.strings.regex_full_match(content, r"Raw profile type exif\x00\C*")
     is_text &= block == b""
     cases = [(is_exif, lambda: content), (is_text, lambda: _of_text(name, content))]
     block = tf.case(cases, default=lambda: block)
-    return here + 12 + size, name == b"IEND", block
+    return place + 12 + size, name == b"IEND", block
 
 
 def _of_text(name: tf.Tensor, content: tf.Tensor) -> tf.Tensor:
@@ -175,13 +172,12 @@ def _webp_step(
     data: tf.Tensor, place: tf.Tensor, block: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """A chunk (RFC 9649, 2.3): its name, its length (4 bytes), its content, even in all."""
-    here = tf.cast(place, tf.int64)
     size = joined(numbers(data, place + 4, 4), big=False)
-    is_exif = (_part(data, here, 4) == b"EXIF") & (block == b"")
+    is_exif = (_part(data, place, 4) == b"EXIF") & (block == b"")
     # A bit of the file's header says whether it counts.
     is_exif &= (_part(data, 15, 1) == b"X") & (numbers(data, 20, 1)[0] & 8 > 0)
-    block = tf.cond(is_exif, lambda: _part(data, here + 8, size), lambda: block)
-    return here + 8 + size + size % 2, tf.constant(False), block
+    block = tf.cond(is_exif, lambda: _part(data, place + 8, size), lambda: block)
+    return place + 8 + size + size % 2, tf.constant(False), block
 
 
 def _part(data: tf.Tensor, place: tf.Tensor | int, size: tf.Tensor | int) -> tf.Tensor:
