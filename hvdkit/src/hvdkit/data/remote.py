@@ -1,11 +1,12 @@
 """Packed sets on a server: shards are fetched whole, compared, and kept in a folder of the host.
 
-CACHE/packed-KEY/NAME           a file of a set; KEY: of its URL and the checksum in its pack.json
+CACHE/packed-KEY/NAME           a file of a set; KEY: a hash of its URL and its pack.json's checksum
 CACHE/packed-KEY/.NAME.partial  the same while it is fetched, with all its bytes from the start on
 CACHE/packed-KEY/.NAME.lock     locked by who fetches it
 
-Who uses a file has it open and locked (flock, shared). Of the others those not used for the longest
-time go where the bound would be exceeded. Ranks of a host, and several runs, share the cache.
+A process that uses a file has it open and locked (flock, shared). Where a new file would exceed the
+bound, files that nobody uses are deleted, those not used for the longest time first. Ranks of a
+host, and several runs, share the cache.
 """
 
 import contextlib
@@ -24,35 +25,44 @@ from typing import Any, BinaryIO
 
 from hvdkit import whole_files
 from hvdkit.data.source import Source
+from hvdkit.logs import one_line
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
 _PREFIX = "packed-"
 _OF_SETS = re.compile(_PREFIX + "[0-9a-f]{32}")  # other folders beside these are never touched
 _CHUNK = 2**23  # bytes of a request
-_AHEAD = 2  # threads that fetch ahead: one may be trying again
-_PAUSE = 0.2  # seconds between their looks
-_OPEN = 8  # files at a time where not all fit: what is open cannot go
-_LOCKED = 150  # seconds, at most, for another who fetches a file and makes no progress
-_WAIT = 60  # seconds, at most, for others to close files where there is no space
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "https": "aiohttp", "http": "aiohttp"}
-_PACKAGES |= {"file": "", "memory": ""}
+_AHEAD = 2  # threads fetch ahead: while one tries again, the other goes on
+_PAUSE = 0.2  # seconds between polls for shards to fetch
+_OPEN = 8  # files are open at a time where not all fit: an open file cannot be deleted
+_LOCKED = 150  # seconds that a process which fetches a file may make no progress
+_WAIT = 60  # seconds that others have to close files where there is no space
+_PACKAGES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "https": "aiohttp",
+    "http": "aiohttp",
+    "file": "",
+    "memory": "",
+}
 _CLIENTS = ("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "gcsfs", "google")
-_folder, _bound = "", 100e9
+_folder = ""
+_bound = 100e9
 
 
 def limit(folder: str, gigabytes: float) -> None:
     """Where files are kept, and how much of them; for all sets that are opened later."""
     global _folder, _bound
-    _folder, _bound = folder, gigabytes * 1e9
+    _folder = folder
+    _bound = gigabytes * 1e9
 
 
 def url_of(root: object) -> str:
     """The URL, also one that was made a Path, which takes a slash from it; "" for a folder."""
-    found = re.fullmatch(r"([A-Za-z][A-Za-z0-9+]+):/(/?)(.+)", str(root))
-    if not found or (not found[2] and Path(root).exists()):
+    match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+]+):/(/?)(.+)", str(root))
+    if not match or (not match[2] and Path(root).exists()):
         return ""
-    return f"{found[1]}://{found[3].rstrip('/')}"
+    return f"{match[1]}://{match[3].rstrip('/')}"
 
 
 class Server:
@@ -60,8 +70,10 @@ class Server:
 
     def __init__(self, url: str) -> None:
         """Raises ValueError: the protocol is unknown, or its package is missing."""
-        self.url, protocol = url, url.partition(":")[0]
-        self.allowed = False  # once: credentials that end in mid-run spoil no sample
+        self.url = url
+        protocol = url.partition(":")[0]
+        # Whether access was allowed once: credentials that end in mid-run spoil no sample.
+        self.allowed = False
         if protocol not in _PACKAGES:
             raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
         if "@" in url.split("/")[2] or (protocol.startswith("http") and set("?@") & set(url)):
@@ -69,22 +81,24 @@ class Server:
         try:
             import fsspec
 
-            how: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-            if protocol in ("http", "https"):
-                import aiohttp  # its limit of 5 minutes a file would hold for large ones too
+            options: dict[str, Any] = {}
+            if protocol.startswith("http"):
+                import aiohttp
 
-                timeout = aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=15)
-                headers = {"Accept-Encoding": "identity"}  # what is packed anew has no ranges
-                how["client_kwargs"] = {
-                    "timeout": timeout,
-                    "headers": headers,
+                options["client_kwargs"] = {
+                    # By default a file has 5 minutes in all.
+                    "timeout": aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=15),
+                    # A compressed file has no ranges.
+                    "headers": {"Accept-Encoding": "identity"},
                     "trust_env": True,
                     "auto_decompress": False,  # it grows what a server sends
                 }
-            self._files = fsspec.filesystem(protocol, **how)
+            self._files = fsspec.filesystem(
+                protocol, skip_instance_cache=True, use_listings_cache=False, **options
+            )
         except ImportError as error:
-            needs = f"fsspec {_PACKAGES[protocol]}".strip()
-            raise ValueError(f"{url} is read by fsspec: pip install {needs} ({error})") from None
+            packages = " ".join(["fsspec", _PACKAGES[protocol]]).strip()
+            raise ValueError(f"{url} is read by fsspec: pip install {packages} ({error})") from None
 
     def read(self, name: str, first: int, last: int) -> bytes:
         """Bytes from `first` to before `last`, or to the file's end.
@@ -94,38 +108,40 @@ class Server:
         Raises OSError where the network fails, in words that `stop.passes` knows; ValueError for
         what will not pass.
         """
-        where = f"{self.url}/{name}"
+        url = self.url + "/" + name
         try:
-            if where.startswith("http"):
+            if url.startswith("http"):
                 from fsspec.asyn import sync
 
-                data = sync(self._files.loop, self._part, where, first, last)
+                data = sync(self._files.loop, self._part, url, first, last)
             else:
-                data = self._files.cat_file(where, start=first, end=last)
+                data = self._files.cat_file(url, start=first, end=last)
             self.allowed = True
             return data
         except FileNotFoundError:
-            asks = "is that what hvdkit pack wrote, and --data_dir its folder above the splits?"
-            raise ValueError(f"{where} is missing: {asks}") from None
-        except Exception as error:  # each client has its own
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's may be a signature
+            raise ValueError(
+                f"{url} is missing: is that what hvdkit pack wrote, and --data_dir its folder "
+                "above the splits?"
+            ) from None
+        except Exception as error:  # each client has its own errors
+            text = one_line(f"{type(error).__name__}: {error}")
+            text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's query may be a signature
             refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
             refused |= _status(error) in (401, 403)
             if passes(error) or _of_network(error) or (self.allowed and refused):
-                raise OSError(f"{os.strerror(errno.EREMOTEIO)}: {where}: {text}") from None
-            raise ValueError(f"{where} cannot be read: {text}") from None
+                raise OSError(f"{os.strerror(errno.EREMOTEIO)}: {url}: {text}") from None
+            raise ValueError(f"{url} cannot be read: {text}") from None
 
-    async def _part(self, where: str, first: int, last: int) -> bytes:
+    async def _part(self, url: str, first: int, last: int) -> bytes:
         """As `read`; fsspec would take all that a server sends before it looks at its length."""
         if first >= last:
             return b""
         session = await self._files.set_session()
         headers = {"Range": f"bytes={first}-{last - 1}"}
         data = bytearray()
-        async with session.get(self._files.encode_url(where), headers=headers) as response:
+        async with session.get(self._files.encode_url(url), headers=headers) as response:
             if response.status == 404:
-                raise FileNotFoundError(where)
+                raise FileNotFoundError(url)
             response.raise_for_status()
             while len(data) <= last - first:
                 part = await response.content.read(last - first + 1 - len(data))
@@ -141,12 +157,14 @@ def _status(error: Exception) -> Any:
 
 def _of_network(error: Exception) -> bool:
     """Whether a server or the way to it failed, not the request."""
-    if isinstance(status := _status(error), int):
+    status = _status(error)
+    if isinstance(status, int):
         return status >= 500 or status in (408, 429)
-    wrong = re.search("Credential|InvalidU|Validation|ProfileNot", type(error).__name__)
-    refused = isinstance(error, PermissionError) or wrong
-    ours = type(error).__module__.startswith(_CLIENTS) or isinstance(error, OSError | EOFError)
-    return ours and not refused
+    if isinstance(error, PermissionError):
+        return False
+    if re.search("Credential|InvalidU|Validation|ProfileNot", type(error).__name__):
+        return False
+    return type(error).__module__.startswith(_CLIENTS) or isinstance(error, OSError | EOFError)
 
 
 class Cache:
@@ -154,12 +172,13 @@ class Cache:
 
     def __init__(self, server: Server, checksum: str) -> None:
         key = hashlib.sha256(f"{server.url}\0{checksum}".encode()).hexdigest()[:32]
-        self._server, self._bound = server, _bound
+        self._server = server
+        self._bound = _bound
         self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
-        self._own = self._all / f"{_PREFIX}{key}"
+        self._folder = self._all / (_PREFIX + key)
         try:
             self._make_folders()
-            with contextlib.suppress(BlockingIOError):  # another has it
+            with contextlib.suppress(BlockingIOError):  # another process holds the lock
                 whole_files.lock(self._all / ".lock").close()
         except whole_files.NoLocks as error:
             raise ValueError(
@@ -173,24 +192,25 @@ class Cache:
             ) from None
         except OSError as error:
             raise ValueError(f"--cache_dir={self._all}: {error.strerror}") from None
-        self._damaged: dict[str, str] = {}  # what is wrong with a file, by name
+        # By the names of files: what is wrong, which were fetched again, when and why it failed.
+        self._damaged: dict[str, str] = {}
         self._again: set[str] = set()
-        self._failed: dict[str, tuple[float, str]] = {}  # when, and why, by name
+        self._failed: dict[str, tuple[float, str]] = {}
 
     def _make_folders(self) -> None:
         """Raises ValueError where another user could put links or files in place of this one's."""
         self._all.mkdir(parents=True, exist_ok=True)
-        self._own.mkdir(mode=0o700, exist_ok=True)
-        why = _why_not_safe(self._all)
-        if why:
-            raise ValueError(f"--cache_dir={self._all} {why}: name a folder of your own")
-        if not _is_of_this_user(self._own):
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        fault = _why_not_safe(self._all)
+        if fault:
+            raise ValueError(f"--cache_dir={self._all} {fault}: name a folder of your own")
+        if not _is_of_this_user(self._folder):
             raise ValueError(
-                f"--cache_dir={self._all}: {self._own} is a link, or of another user: remove it, "
-                "or name a folder of your own"
+                f"--cache_dir={self._all}: {self._folder} is a link, or of another user: remove "
+                "it, or name a folder of your own"
             )
         # Another user who may open a file here may also lock it.
-        self._own.chmod(0o700)
+        self._folder.chmod(0o700)
 
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
@@ -198,26 +218,28 @@ class Cache:
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
         asked = time.monotonic()
-        self._make_folders()  # anew, if somebody cleaned up
-        with _locked(self._own / f".{name}.lock"):
+        self._make_folders()  # somebody may have removed them
+        with _locked(self._folder / f".{name}.lock"):
             if name in self._damaged:
                 raise ValueError(self._damaged[name])
-            if file := self._there(name, size):
+            file = self._cached(name, size)
+            if file:
                 return file
-            failed, why = self._failed.get(name, (0, ""))
-            if failed > asked:  # else each that waits here would wait as long again
-                raise OSError(why)
+            # A thread that waited for one which failed would else wait as long again.
+            failed_at, reason = self._failed.get(name, (0, ""))
+            if failed_at > asked:
+                raise OSError(reason)
             try:
                 return self._fetched(name, size, check)
             except OSError as error:
-                self._failed[name] = time.monotonic(), str(error)
+                self._failed[name] = (time.monotonic(), str(error))
                 raise
 
     def fetch_again(self, name: str, spoiled: BinaryIO) -> bool:
         """Deletes a file that the disk spoiled, unless another took its place since it was opened;
         False where one was deleted before."""
-        path = self._own / name
-        with _locked(self._own / f".{name}.lock"), contextlib.suppress(FileNotFoundError):
+        path = self._folder / name
+        with _locked(self._folder / f".{name}.lock"), contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(spoiled.fileno()), path.stat()):
                 if name in self._again:
                     return False
@@ -225,52 +247,57 @@ class Cache:
                 path.unlink()
         return True
 
-    def _there(self, name: str, size: int) -> BinaryIO | None:
+    def _cached(self, name: str, size: int) -> BinaryIO | None:
         try:
-            file = (self._own / name).open("rb")
+            file = (self._folder / name).open("rb")
         except FileNotFoundError:
             return None
-        _wait_for_lock(file, fcntl.LOCK_SH, self._own / name)
-        about = os.fstat(file.fileno())
-        if about.st_nlink and about.st_size == size:
-            os.utime(self._own / name)
+        _wait_for_lock(file, fcntl.LOCK_SH, self._folder / name)
+        status = os.fstat(file.fileno())
+        if status.st_nlink and status.st_size == size:
+            os.utime(self._folder / name)
             return file
-        return None  # deleted, or cut, meanwhile
+        return None  # it was deleted, or cut, meanwhile
 
     def _fetched(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
+        """Tries twice, as the way may damage a file too."""
         for _ in range(2):
             file, partial = self._reserved(name, size)
-            try:
-                for first in range(0, size, _CHUNK):
-                    last = min(first + _CHUNK, size)
-                    data = self._server.read(name, first, last)
-                    if len(data) != last - first:
-                        fault = f"sends {len(data)} bytes, not the {last - first} asked for"
-                        fault += " (it must know Range)" * (len(data) > last - first)
-                        break
-                    if os.pwrite(file.fileno(), data, first) < len(data):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(partial))
-                    heartbeat.beat()  # a server that is slow is not one that hangs
-                else:
-                    if not (fault := check(file)):
-                        os.fsync(file)  # else a power cut may leave zeros under its name
-                        partial.rename(self._own / name)
-                        return file
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                file.close()
-                raise
-            partial.unlink(missing_ok=True)
-            file.close()
-        again = "copy it again, or pack again; start again, if this was done meanwhile"
-        self._damaged[name] = f"{self._server.url}/{name} {fault}; {again}"
+            with contextlib.ExitStack() as undo:
+                undo.callback(file.close)
+                undo.callback(partial.unlink, missing_ok=True)
+                fault = self._copy(name, size, file) or check(file)
+                if not fault:
+                    os.fsync(file)  # else a power cut may leave zeros under its name
+                    partial.rename(self._folder / name)
+                    undo.pop_all()
+                    return file
+        self._damaged[name] = (
+            f"{self._server.url}/{name} {fault}; copy it again, or pack again; start again, if "
+            "this was done meanwhile"
+        )
         raise ValueError(self._damaged[name])
+
+    def _copy(self, name: str, size: int, file: BinaryIO) -> str:
+        """Writes what the server sends into a file; returns what is wrong with that, or ""."""
+        for first in range(0, size, _CHUNK):
+            asked = min(_CHUNK, size - first)
+            data = self._server.read(name, first, first + asked)
+            if len(data) > asked:
+                return f"sends {len(data)} bytes, not the {asked} asked for (it must know Range)"
+            if len(data) < asked:
+                return f"sends {len(data)} bytes, not the {asked} asked for"
+            if os.pwrite(file.fileno(), data, first) < asked:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+            heartbeat.beat()  # a server that is slow is not one that hangs
+        return ""
 
     def _reserved(self, name: str, size: int) -> tuple[BinaryIO, Path]:
         """An empty file of this size, within the bound."""
         if size > self._bound:
             raise ValueError(f"--cache_gb={self._bound / 1e9:g} is less than {name}, {size} bytes")
-        partial, until = self._own / f".{name}.partial", time.monotonic() + _WAIT
+        partial = self._folder / f".{name}.partial"
+        until = time.monotonic() + _WAIT
         while True:
             with _locked(self._all / ".lock"):
                 partial.unlink(missing_ok=True)
@@ -285,57 +312,63 @@ class Cache:
                         partial.unlink()
                         raise
             if time.monotonic() > until:
-                full = f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
-                raise OSError(f"{full}{self._all}, or of its disk, is in use: raise it")
+                raise OSError(
+                    f"{os.strerror(errno.ENOSPC)}: all of --cache_gb={self._bound / 1e9:g} in "
+                    f"{self._all}, or of its disk, is in use: raise it"
+                )
             heartbeat.beat()
             time.sleep(0.2)
 
     def _free(self, size: int) -> bool:
-        """Deletes what is not in use until so many bytes are free, on the disk too; whether they
-        are."""
-        found = []
+        """Deletes what is not in use until so many bytes are free; returns whether they are.
+
+        They must be free within the bound, and on the disk.
+        """
+        files = []
         for path in self._files_of_sets():
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
-                about = path.lstat()
-                if stat.S_ISREG(about.st_mode):
-                    found.append((about.st_mtime, about.st_size, path))
-        excess = sum(each for _, each, _ in found) + size - self._bound
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode):
+                    files.append((status.st_mtime, status.st_size, path))
+        excess = sum(bytes_used for _, bytes_used, _ in files) + size - self._bound
         excess = max(excess, size - shutil.disk_usage(self._all).free)
-        for _, each, path in sorted(found):
-            if excess > 0 and each and _deleted(path):
-                excess -= each
+        for _, bytes_used, path in sorted(files):
+            if excess > 0 and bytes_used and _deleted(path):
+                excess -= bytes_used
         return excess <= 0
 
     def _files_of_sets(self) -> Iterator[Path]:
         for folder in self._all.iterdir():
             if _OF_SETS.fullmatch(folder.name):
-                with contextlib.suppress(FileNotFoundError):  # somebody cleaned up
+                with contextlib.suppress(FileNotFoundError):  # somebody removed the folder
                     if _is_of_this_user(folder):
                         yield from folder.iterdir()
 
 
 def _is_of_this_user(folder: Path) -> bool:
     """Whether it is a folder, no link to one, that only this user may write in."""
-    about = folder.lstat()
-    is_own = about.st_uid == os.geteuid() and not about.st_mode & 0o022
-    return is_own and stat.S_ISDIR(about.st_mode)
+    status = folder.lstat()
+    is_writable_by_others = bool(status.st_mode & 0o022)
+    is_own = status.st_uid == os.geteuid() and not is_writable_by_others
+    return is_own and stat.S_ISDIR(status.st_mode)
 
 
 def _why_not_safe(folder: Path) -> str:
     """Why others may replace what this user makes in a folder, or ""."""
-    own = os.geteuid()
-    for about in (folder.lstat(), folder.stat()):  # of a link to it too
-        if about.st_uid not in (own, 0):
-            return f"is of another user (number {about.st_uid})"
-    others = 0o002 if about.st_uid == own else 0o022
-    if about.st_mode & others and not about.st_mode & stat.S_ISVTX:
-        return f"may be changed by other users (mode {stat.S_IMODE(about.st_mode):o})"
+    user = os.geteuid()
+    status = folder.stat()
+    for owner in (folder.lstat().st_uid, status.st_uid):  # a link has an owner of its own
+        if owner not in (user, 0):
+            return f"is of another user (number {owner})"
+    others = 0o002 if status.st_uid == user else 0o022
+    if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+        return f"may be changed by other users (mode {stat.S_IMODE(status.st_mode):o})"
     return ""
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Raises OSError where who has it makes no progress for long, as a suspended process."""
+    """Inside, this process holds the lock. Raises OSError as `_wait_for_lock`."""
     # 0600: another user who may read the file may also lock it.
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "ab") as file:
@@ -346,7 +379,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _wait_for_lock(file: BinaryIO, kind: int, path: Path) -> None:
     """Locks an open file; `kind`: fcntl.LOCK_EX or LOCK_SH.
 
-    Raises OSError where who has it makes no progress for long, as a suspended process.
+    Raises OSError where the holder of the lock makes no progress for long: it may be suspended.
     """
     since = time.monotonic()
     partial = path.with_suffix(".partial")
@@ -368,7 +401,7 @@ def _wait_for_lock(file: BinaryIO, kind: int, path: Path) -> None:
 
 
 def _deleted(path: Path) -> bool:
-    """Deletes a file that nobody has open; whether it did."""
+    """Deletes a file that nobody has open; returns whether it did."""
     try:
         with path.open("r+b") as file:  # NFS locks only what may be written
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -381,22 +414,28 @@ def _deleted(path: Path) -> bool:
 def check_fits(shuffled: int, train: Source, val: Source) -> None:
     """Raises ValueError where --cache_gb is too small for two remote sets, or their windows.
 
-    `shuffled`: --shuffle_shards. Else, where not all fit, each has few files open from then on.
+    `shuffled`: --shuffle_shards. Where the windows fit and the sets do not, each set has few files
+    open from then on.
     """
     sources = [source for source in (train, val) if getattr(source, "is_remote", False)]
     if sum(sum(source.shard_bytes) + source.index_bytes for source in sources) <= _bound:
         return
-    at_once = {id(train): 2 * shuffled}  # of validation the ends of two shards may be read at once
-    needed = sum(
-        sum(sorted(source.shard_bytes)[-at_once.get(id(source), 3) :]) + source.index_bytes
-        for source in sources
-    )
-    if not shuffled or needed > _bound:
-        why = "give --shuffle_shards, which reads few shards at a time, or raise --cache_gb"
-        if shuffled:
-            why = f"two windows of --shuffle_shards={shuffled} and some shards of validation take "
-            why += f"{needed / 1e9:.3g} GB: lower it, or raise --cache_gb"
-        raise ValueError(f"--cache_gb={_bound / 1e9:g} is less than the remote sets: {why}")
+    if not shuffled:
+        raise ValueError(
+            f"--cache_gb={_bound / 1e9:g} is less than the remote sets: give --shuffle_shards, "
+            "which reads few shards at a time, or raise --cache_gb"
+        )
+    needed = 0
+    for source in sources:
+        # Validation reads a few at a time: two end while a third begins.
+        shards = 2 * shuffled if source is train else 3
+        needed += sum(sorted(source.shard_bytes)[-shards:]) + source.index_bytes
+    if needed > _bound:
+        raise ValueError(
+            f"--cache_gb={_bound / 1e9:g} is less than the remote sets: two windows of "
+            f"--shuffle_shards={shuffled} and some shards of validation take "
+            f"{needed / 1e9:.3g} GB: lower it, or raise --cache_gb"
+        )
     for source in sources:
         source.keep_open(min(_OPEN, shuffled if source is train else 1))
 
@@ -405,23 +444,29 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
 def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Inside, threads fetch the shards that `coming()` lists, the first ones first; []: all.
 
-    Listed shards are used anew time and again, so that others go before them.
+    Listed shards are marked as used each time, so that others are deleted before them.
     """
     ended = threading.Event()
 
     def fetch(first: int) -> None:
         while not ended.wait(_PAUSE):
-            listed, failed = coming(), False
-            for shard in (listed or range(len(source.shard_sizes)))[first::_AHEAD]:
+            failed = False
+            listed = coming()
+            shards = listed or range(len(source.shard_sizes))
+            for shard in shards[first::_AHEAD]:
                 if ended.is_set():
                     return
                 try:
                     source.fetch_shard(shard)
-                except (ValueError, OSError):  # who reads it tells; this tries again
+                except (
+                    ValueError,
+                    OSError,
+                ):  # reading the shard reports it; here it is tried again
                     failed = True
-            if not listed and not failed:
+            if failed:
+                ended.wait(2)
+            elif not listed:
                 return  # all are there
-            ended.wait(2 * failed)
 
     threads = [threading.Thread(target=fetch, args=(n,), daemon=True) for n in range(_AHEAD)]
     for thread in threads:
