@@ -59,8 +59,15 @@ def check(
     training split's classes, filled by the first split that is read; `read`: the splits so far, to
     which this is added; `values`: as --label_map; `hashes`: whether contents are written.
     """
-    source = _opened(root, split, layout, classes=classes, tell=tell, read=read, values=values)
-    if source is None:
+    try:
+        # Values that are mapped need not be classes.
+        source = reader_of(layout)(root, split, 0 if values else classes)
+        read.append(source)
+        check_once(*read)
+        if values:
+            source = relabelled(source, values, classes or IGNORE)
+    except (ValueError, OSError) as error:
+        tell(str(error))
         return Counts()
     check_ids(kind_of(source), classes)
     try:
@@ -92,28 +99,6 @@ def check(
         except OSError as error:
             tell(str(error))
     return counts
-
-
-def _opened(
-    root: Path,
-    split: str,
-    layout: str,
-    *,
-    classes: int,
-    tell: Callable[[str], None],
-    read: list[Source],
-    values: Mapping[int, int | None] | None,
-) -> Source | None:
-    """The split, which is added to `read`; None where it cannot be opened."""
-    try:
-        # Values that are mapped need not be classes.
-        source = reader_of(layout)(root, split, 0 if values else classes)
-        read.append(source)
-        check_once(*read)
-        return relabelled(source, values, classes or IGNORE) if values else source
-    except (ValueError, OSError) as error:
-        tell(str(error))
-        return None
 
 
 def _counted(source: Source, folder: Path, classes: int, tell: Callable[[str], None]) -> "Counts":

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
-from hvdkit.data.source import Source, Wrapper, digest
+from hvdkit.data.source import Parts, Source, Wrapper, digest
 from hvdkit.data.spelling import composed
 from hvdkit.logs import join
 
@@ -120,7 +120,7 @@ class Mapped(Wrapper):
     def _class_counts(self) -> np.ndarray:
         return np.bincount(self._table, self._source.class_counts(), minlength=self.num_classes)
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, index: tf.Tensor) -> Parts:
         sample = self._source.read(index)
         label = sample["label"]
         mapped = tf.gather(tf.constant(self._table), tf.cast(label, tf.int32))

@@ -27,7 +27,7 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import check_once, reader_of
 from hvdkit.data.readers import pictures, records
 from hvdkit.data.sampler import permuted, share
-from hvdkit.data.source import Source, Wrapper, digest, sampled
+from hvdkit.data.source import Parts, Source, Wrapper, digest, sampled
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.settings.typed import path_argument
@@ -187,7 +187,7 @@ class _Encoder:
         is_map = self._encode.structured_outputs["label"].shape.rank == 3
         self.kind = "map" if is_map else "class"
 
-    def _encoded(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _encoded(self, index: tf.Tensor) -> Parts:
         sample = self._source.read(index)
         if not {"image", "label"} <= sample.keys():
             raise ValueError(f"samples need an image and a label to be packed: {[*sample]}")
@@ -231,7 +231,7 @@ class _Encoder:
             yield example.SerializeToString(), highest
 
 
-def _file_of(sample: dict[str, tf.Tensor]) -> tf.Tensor:
+def _file_of(sample: Parts) -> tf.Tensor:
     """The sample's file; a PNG of its picture where it was read from none."""
     return sample["file"] if "file" in sample else tf.io.encode_png(sample["image"])
 
@@ -269,7 +269,7 @@ class Smaller(Wrapper):
         self._side = short_side
         self._quality = quality
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, index: tf.Tensor) -> Parts:
         sample = self._source.read(index)
         image = sample["image"]
         label = sample["label"]
@@ -302,7 +302,7 @@ class Shuffled(Wrapper):
         super().__init__(ordered)
         self._seed = seed
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, index: tf.Tensor) -> Parts:
         return self._source.read(permuted(index, len(self), self._seed))
 
     def explain(self, index: int) -> str | None:

@@ -67,7 +67,7 @@ class Cifar:
     def __len__(self) -> int:
         return int(self._records.shape[0])
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, index: tf.Tensor) -> source.Parts:
         record = self._records[index]
         planes = tf.reshape(record[-_PIXELS:], [3, 32, 32])
         label = record[-_PIXELS - 1]

@@ -52,7 +52,7 @@ class ClassFolders:
     def __len__(self) -> int:
         return len(self._files)
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, index: tf.Tensor) -> source.Parts:
         # The class is the last one that starts at or before the sample.
         label = tf.searchsorted(self._starts, index[None], side="right")[0] - 1
         folder = tf.gather([os.fsencode(folder) for folder in self._folders], label)

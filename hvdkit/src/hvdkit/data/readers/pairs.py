@@ -47,7 +47,7 @@ class PicturePairs:
     def __len__(self) -> int:
         return len(self._images)
 
-    def read(self, index: tf.Tensor) -> dict[str, tf.Tensor]:
+    def read(self, index: tf.Tensor) -> source.Parts:
         """Raises tf.errors.InvalidArgumentError (when it runs) for a file that cannot be decoded,
         sizes that differ, and label values that are no class; `explain` names the files.
         """

@@ -44,12 +44,14 @@ ROWS = {"train": range(1438), "val": range(1438, 1797)}
 class Digits(Arrays):
     """A Source of one split: {"image": uint8 [8, 8, 3], ink is white; "label": int64, 0 to 9}."""
 
-    num_classes, is_demo = NUM_CLASSES, True
+    num_classes = NUM_CLASSES
+    is_demo = True
 
     def __init__(self, _: object, split: str, _classes: int = 0) -> None:
         if split not in ROWS:
             raise ValueError(f"digits: no split {split!r}; there are {sorted(ROWS)}")
-        (scans, labels), rows = digits(), list(ROWS[split])
+        scans, labels = digits()
+        rows = list(ROWS[split])
         shades = np.rint(scans[rows] * (255 / 16)).astype(np.uint8)
         images = np.repeat(shades[..., None], 3, axis=-1)
         super().__init__(image=images, label=labels[rows].astype(np.int64))
