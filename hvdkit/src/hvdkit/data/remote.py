@@ -260,7 +260,7 @@ class Cache:
         return None  # it was deleted, or cut, meanwhile
 
     def _fetched(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
-        """Tries twice, as the way may damage a file too."""
+        """Tries twice, as the network may damage a file too."""
         for _ in range(2):
             file, partial = self._reserved(name, size)
             with contextlib.ExitStack() as undo:
@@ -458,10 +458,7 @@ def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterat
                     return
                 try:
                     source.fetch_shard(shard)
-                except (
-                    ValueError,
-                    OSError,
-                ):  # reading the shard reports it; here it is tried again
+                except (ValueError, OSError):  # who reads the shard reports it
                     failed = True
             if failed:
                 ended.wait(2)
