@@ -113,14 +113,18 @@ def _pack_shard(encoder: "_Encoder", folder: Path, indices: range) -> None:
     records.write_meta(partial, meta, np.array(places, records.PLACE))
     _flush(partial)
 
-    packed = records.Records(partial.parent, partial.name)
+    _verify(records.Records(partial.parent, partial.name), indices, encoder.count)
+    partial.rename(folder)
+
+
+def _verify(packed: records.Records, indices: range, count: int) -> None:
+    """Reads all records back; `indices`: those of their samples, of `count` samples in all."""
     for first in range(0, len(indices), _AT_ONCE):
         _, faults = packed.fetch(np.arange(len(indices))[first : first + _AT_ONCE])
         for index, fault in zip(indices[first:], faults):
             if fault:
                 raise ValueError(f"what was read back differs from what was packed: {fault}")
-            logs.progress("verified", index + 1, encoder.count)
-    partial.rename(folder)
+            logs.progress("verified", index + 1, count)
 
 
 def _flush(folder: Path) -> None:
