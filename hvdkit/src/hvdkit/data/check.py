@@ -7,6 +7,7 @@ code 0: all is well; 1: faults found; 2: wrong flags.
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -289,10 +290,8 @@ def layout_of(root: Path) -> str:
     return ""
 
 
-@logs.explained
-def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 all is well, 1 faults were found, 2 wrong use."""
-    of_project()  # the project may add readers
+def _arguments(argv: list[str]) -> Namespace:
+    """The command's flags, with the layout as `data_format`."""
     parser = logs.parser(__doc__)
     parser.add_argument(
         "--data_dir", type=path_argument, required=True, help="folder of the data set"
@@ -304,7 +303,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hash", action="store_true", help="keep the SHA-256 of each file")
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
+    if url := remote.url_of(args.data_dir):
+        parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
+    if not args.data_dir.exists():
+        parser.error(f"--data_dir={args.data_dir} does not exist")
+    args.data_format = args.data_format or layout_of(args.data_dir)
+    if not args.data_format:
+        parser.error(
+            f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "
+            f"--data_format ({', '.join(READERS)})"
+        )
+    return args
+
+
+@logs.explained
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 all is well, 1 faults were found, 2 wrong use."""
+    of_project()  # the project may add readers
+    args = _arguments(argv)
     pictures.limit(args.max_pixels)
+    layout = args.data_format
     faults: list[str] = []
 
     def tell(fault: str) -> None:
@@ -313,16 +331,6 @@ def main(argv: list[str]) -> int:
             print(file=sys.stderr, flush=True)
         _print(split, fault)
 
-    if url := remote.url_of(args.data_dir):
-        parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
-    if not args.data_dir.exists():
-        parser.error(f"--data_dir={args.data_dir} does not exist")
-    layout = args.data_format or layout_of(args.data_dir)
-    if not layout:
-        parser.error(
-            f"--data_dir={args.data_dir} does not show its layout: is that the folder? Then give "
-            f"--data_format ({', '.join(READERS)})"
-        )
     values = DataSettings(label_map=typed.path(args.label_map)).label_values
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
