@@ -5,7 +5,7 @@
 #
 #   daemon.sh ssh OPTIONS... -- HOST COMMAND...   mpirun's command for a login shell, by ssh
 #   daemon.sh ID GUARD FOLDER ORTED WORDS...      GUARD: the guard's file, or - for none
-#   daemon.sh prove WORD PORT ADDRESS...          for reach.py: that it runs, and reaches that host
+#   daemon.sh prove WORD PORT ADDRESS... -- PATH...  for reach.py: that it runs, reaches that host, and has these
 #
 # FOLDER is the one of the host that starts this daemon: its name is among the words.
 set -eu
@@ -29,12 +29,18 @@ ssh) # mpirun writes for the shell of its own host: what comes before the daemon
 prove)
     word=$2 port=$3
     shift 3
+    addresses=()
+    while [ "$1" != -- ]; do addresses+=("$1") && shift; done
+    shift
+    for path; do
+        [ -e "$path" ] || { printf '\n%s missing %s\n' "$word" "$path" && break; }
+    done
     read -r from _ own _ <<<"${SSH_CONNECTION:-}"
     network=$(PATH=$PATH:/usr/sbin:/sbin ip -4 -o address show to "$own" 2>/dev/null | sed 's/^[0-9]*: lo .*/lo/;s/.* inet //;s/ .*//;q')
     printf '\n%s from %s\n%s network %s\n' "$word" "$from" "$word" "$network"
     # shellcheck disable=SC2016 # the inner bash expands it
     connect='exec 3<>"/dev/tcp/$0/$1" && read -r line <&3 && echo "$line"'
-    for address in $from "$@"; do
+    for address in $from ${addresses[@]+"${addresses[@]}"}; do
         {
             said=$(LC_ALL=C timeout 8 bash -c "$connect" "$address" "$port" 2>&1) || true
             echo "$word back $address ${said##*: }"

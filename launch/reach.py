@@ -50,6 +50,7 @@ class Answer:
     network: str = ""  # the other host's address with its network, 10.0.0.7/24; or lo
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
     reached: list[str] = dataclasses.field(default_factory=list)  # addresses of this host
+    missing: str = ""  # a file or folder of the command that is not there
 
 
 class Door:
@@ -92,11 +93,25 @@ def is_here(name: str) -> bool:
     return any(address in own or address.startswith("127.") for address in addresses)
 
 
-def ask(name: str, ssh: list[str], door: Door, limit: int) -> tuple[Answer | None, str]:
+def needed(command: list[str]) -> list[str]:
+    """What each host needs at the same place: the program and its script."""
+    paths = []
+    for word in command:
+        if word.startswith("-"):
+            break
+        if os.path.exists(word):
+            paths.append(os.path.abspath(word))
+    return paths
+
+
+def ask(
+    name: str, ssh: list[str], door: Door, *, limit: int, paths: list[str]
+) -> tuple[Answer | None, str]:
     """What daemon.sh says on that host; or why it says nothing, as an error's text."""
     script = Path(__file__).resolve().with_name("daemon.sh")
     given = [address for _, address in facts.ways() if ":" not in address]
     words = ["bash", shlex.quote(str(script)), "prove", door.word, str(door.port), *given]
+    words += ["--", *map(shlex.quote, paths)]
     seconds = min(_ANSWER, limit or _ANSWER)
     try:
         ended = subprocess.run(
@@ -112,6 +127,8 @@ def ask(name: str, ssh: list[str], door: Door, limit: int) -> tuple[Answer | Non
     output = ended.stdout.decode(errors="replace")
     answer = _read(output, door.word)
     said = (output.strip().splitlines() or ["nothing"])[-1]
+    if answer.missing:
+        return None, f"cannot start on {name}: no {answer.missing} there: is its disk mounted?"
     if answer.runs:
         return answer, ""
     if ended.returncode == 255:
@@ -146,6 +163,8 @@ def _read(output: str, word: str) -> Answer:
             answer.origin = value
         if what == "network":
             answer.network = value
+        if what == "missing":
+            answer.missing = value
         if what == "back":
             address, _, why = value.partition(" ")
             # A bash that was built without /dev/tcp cannot tell.
@@ -243,7 +262,8 @@ def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
         here = list(pool.map(is_here, names))
         others = [name for name, own in zip(names, here) if not own]
-        asked = list(pool.map(lambda name: ask(name, ssh, door, limit), others))
+        paths = needed(command)
+        asked = list(pool.map(lambda name: ask(name, ssh, door, limit=limit, paths=paths), others))
     answers = {}
     errors = []
     for name, (answer, error) in zip(others, asked):

@@ -424,6 +424,19 @@ def test_hosts_each_in_a_network_of_its_own(hosts: Hosts):
     assert "WARNING" not in ended.output, ended.output
 
 
+def test_a_host_without_the_project_is_named(hosts: Hosts, tmp_path: Path):
+    """Its disk is not mounted there; Python would say that it cannot open a file, not where."""
+    executable(tmp_path / "project" / "run.sh", "echo runs")
+    hosts[2].sh(f"mount -t tmpfs none {tmp_path}/project")
+    try:
+        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", tmp_path / "project" / "run.sh"]
+        ended = hosts[1].run(*words, timeout=60)
+    finally:
+        hosts[2].sh(f"umount {tmp_path}/project")
+    said = f"error: cannot start on node2: no {tmp_path}/project/run.sh there: is its disk mounted?"
+    assert (ended.code, ended.output.strip()) == (76, said)
+
+
 def test_names_that_lead_to_addresses_of_a_loopback_interface(hosts: Hosts):
     """As routed hosts have them (BGP): the network card has to be named."""
     pair = (hosts[1], hosts[2])
