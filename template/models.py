@@ -25,7 +25,7 @@ def small(size: int, num_classes: int, dropout: float) -> keras.Model:
         raise ValueError(f"--image_size={size}: the small model needs a multiple of 8")
     image = keras.Input((None, None, 3), name="image")
     x = _conv(scaled(image), 24, 3, strides=2)
-    skips = []
+    skips: list[keras.KerasTensor] = []
     for width in (24, 48, 96):
         if skips:
             x = _conv(x, width, 3, strides=2)

@@ -1,5 +1,6 @@
 """Image classification: one class for a picture. By default handwritten digits."""
 
+from collections.abc import Callable
 from functools import partial
 
 import keras
@@ -18,7 +19,7 @@ from PIL import Image, ImageDraw
 
 import models
 
-MODELS = {
+MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
     "small": models.classifier,
     "resnet20": partial(resnet.cifar_resnet, depth=20),
     "resnet56": partial(resnet.cifar_resnet, depth=56),

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdkit.stop import WRONG_USE
+
 if TYPE_CHECKING:
     from hvdkit.run.loop import Run
     from hvdkit.settings import Settings, add_reader, setting
@@ -57,8 +59,8 @@ def main(train: Any, kind: type[Settings] | Settings, argv: Sequence[str] | None
     try:
         _import_tensorflow()
         words = _words(argv) if isinstance(kind, type) else []
-    except SystemExit as end:
-        return end.code
+    except SystemExit:
+        return WRONG_USE
     from hvdkit.run import main as entry
 
     if not isinstance(kind, type):

@@ -150,7 +150,6 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     from hvdkit.run.loop import Run
     from hvdkit.run.main import with_ranks
 
-    sys.stdout.reconfigure(line_buffering=True)
     if not hasattr(train, "make_step"):
         refuse("train.py has no make_step(run): assert_learns_one_batch takes the step from there")
     words = ["train.py", "--resume=never", *flags]

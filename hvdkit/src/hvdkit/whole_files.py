@@ -16,8 +16,9 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, TextIO, overload
 
 # The most bytes that are read of one file of each kind.
 JSON_BYTES = 2**24
@@ -35,6 +36,10 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
+@overload
+def opened(path: Path, *, append: Literal[True], mode: int = ...) -> TextIO: ...
+@overload
+def opened(path: Path, *, most: float = ..., links: bool = ...) -> BufferedReader: ...
 def opened(
     path: Path,
     *,

@@ -9,7 +9,7 @@ import contextlib
 import json
 import shutil
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ _NOISE_EXAMPLES = 2  # batch size of noise, where the model takes any
 _MORE_BYTES = 2**30  # most bytes of a file's arrays, beyond the file's size
 
 # By name of an input: arrays [...] of all examples, or one array [examples, ...].
-Columns = dict[str, Sequence[np.ndarray]]
+Columns = Mapping[str, Sequence[np.ndarray] | np.ndarray]
 Batch = dict[str, np.ndarray]  # arrays [batch, ...] by name
 
 

@@ -260,7 +260,8 @@ def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, s
     Keras finds classes that are registered, and refuses functions of Python in its safe mode.
     """
     classes = {type(layer).__name__: type(layer) for layer in _foreign(model)}
-    ways = [("", None, True)]  # words of the note, custom_objects, safe_mode
+    # Each way: words of the note, custom_objects, safe_mode.
+    ways: list[tuple[str, dict[str, type] | None, bool]] = [("", None, True)]
     if classes:
         names = ", ".join(classes)
         ways.append((f"custom_objects of {names}", classes, True))
@@ -380,7 +381,7 @@ def loaded_elsewhere(
         np.savez(inputs, *[_sent(array) for array in arguments.values()])
         program = f"KINDS = {examples.KINDS}{_LOADER}"
         command = [sys.executable, "-I", "-c", program]
-        command += [str(folder), json.dumps([*arguments]), inputs, outputs, fault]
+        command += [str(folder), json.dumps([*arguments]), str(inputs), str(outputs), str(fault)]
         ended = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]

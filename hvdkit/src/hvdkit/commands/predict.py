@@ -74,6 +74,7 @@ class Prediction(NamedTuple):
 
 def predict(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all was predicted."""
+    predictor_class: type[PicturePredictor] | type[predict_examples.ExamplePredictor]
     predictor_class = PicturePredictor
     if any(path.suffix in examples.SUFFIXES for path in arguments.pictures):
         predictor_class = predict_examples.ExamplePredictor
@@ -267,10 +268,11 @@ def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawing |
     has_both = classes is not None and probabilities is not None
     if has_both and np.any(probabilities != probabilities):  # NaN differs from itself
         raise ValueError(f"{name}: the model's outputs are no numbers (NaN), so it has no class")
-    if np.ndim(classes) != 2:
+    if classes is None or np.ndim(classes) != 2:
         return None
     most = len(COLOURS)
-    if classes.max(initial=0) >= most or np.shape(probabilities)[2:] > (most,):
+    has_more = probabilities is not None and np.shape(probabilities)[2:] > (most,)
+    if has_more or classes.max(initial=0) >= most:
         raise ValueError(f"{name}: more than {most} classes: a PNG of labels holds 256")
     labels = Image.fromarray(classes.astype(np.uint8), "P")
     labels = labels.resize(image.shape[1::-1], Image.Resampling.NEAREST)
@@ -284,7 +286,8 @@ def prediction(name: str, outputs: dict[str, Any], *, is_drawn: bool) -> Predict
     classes = outputs.get("classes")
     probabilities = outputs.get("probabilities")
     likeliest = []
-    if classes is not None and np.ndim(classes) == 0 and np.ndim(probabilities) == 1:
+    has_one_class = classes is not None and np.ndim(classes) == 0
+    if has_one_class and probabilities is not None and np.ndim(probabilities) == 1:
         for number in np.argsort(-probabilities, kind="stable")[:_SHOWN_CLASSES]:
             likeliest.append((int(number), float(probabilities[number])))
     others = dict(outputs)

@@ -18,7 +18,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from email.message import Message
 from http import HTTPStatus
 from typing import Any
 
@@ -185,7 +186,7 @@ def _data_url(picture: Image.Image) -> str:
     return f"data:image/png;base64,{encoded}"
 
 
-def refused(headers: Mapping[str, str]) -> tuple[HTTPStatus, str] | None:
+def refused(headers: Message) -> tuple[HTTPStatus, str] | None:
     """Why a body with these headers is not read, if it is not: a status and a sentence."""
     size = headers.get("Content-Length", "").strip()
     kind = headers.get("Content-Type", "")

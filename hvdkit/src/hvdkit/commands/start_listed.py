@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,7 @@ def _key(path: Path, name: str) -> str:
 def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
     """Pictures beside the table or below, by path, by name, and by name without ending."""
     # All below only where pictures are named: a table may lie in a home folder.
+    files: Iterable[Path]
     if any(_is_picture(value) for value in itertools.chain.from_iterable(table.values())):
         files = listing.files(path.parent)
     else:

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from hvdkit import logs, whole_files
 from hvdkit.commands.process_tree import reap_orphans, tell
@@ -244,11 +244,11 @@ class Supervisor:
         finally:
             self._starting = False
         child = self._child
-        reader = threading.Thread(target=self._show, args=(child,), daemon=True)
+        reader = threading.Thread(target=self._show, args=(child.stderr,), daemon=True)
         reader.start()
         threading.Thread(target=self._see, args=(child,), daemon=True).start()
         if self._signal:  # it came before there was a child to tell
-            self._pass_on()
+            self._pass_on(child)
         self._watch(child)
         reader.join(2)
         self._child = None
@@ -267,14 +267,14 @@ class Supervisor:
             reap_orphans(child)
             now = time.monotonic()
             if self._may_be_lost and now - self._passed_on_at >= _AGAIN:
-                self._pass_on()
+                self._pass_on(child)
             if rejoin_every and now - asked_at >= rejoin_every:
-                self._rejoin()
+                self._rejoin(child)
                 asked_at = time.monotonic()
 
-    def _show(self, child: subprocess.Popen) -> None:
+    def _show(self, errors: IO[bytes]) -> None:
         """Passes the child's errors on, and looks for what they say of ranks and hosts."""
-        for line in child.stderr:
+        for line in errors:
             text = line.decode(errors="replace")
             self._srun_end = self._srun_end or _SRUN_END.search(text)
             self._hosts.hear(text)
@@ -294,9 +294,9 @@ class Supervisor:
         if not (self._child or self._starting):
             sys.exit(self._after_stop(PREEMPTED))  # between two starts: nothing to save
         if is_first and self._child:
-            self._pass_on()
+            self._pass_on(self._child)
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, child: subprocess.Popen) -> None:
         """Signals the child: under a scheduler SIGUSR1, as SIGTERM makes srun kill the ranks."""
         self._passed_on_at = time.monotonic()
         stop_ends = self._options.stop_ends
@@ -304,7 +304,7 @@ class Supervisor:
         is_young = self._passed_on_at - self._started_at < _STARTING
         self._may_be_lost = stop_ends and is_young and self._seen_step <= self._newest_step
         usr1 = stop_ends or self._signal == signal.SIGUSR1
-        tell(self._child, signal.SIGUSR1 if usr1 else signal.SIGTERM)
+        tell(child, signal.SIGUSR1 if usr1 else signal.SIGTERM)
 
     # ---- hosts --------------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class Supervisor:
             return sum(there.values()) >= self._options.max_np
         return False
 
-    def _rejoin(self) -> None:
+    def _rejoin(self, child: subprocess.Popen) -> None:
         """Where hosts answer that the run lacks, it saves, and starts again on all."""
         try:
             listed, _ = self._hosts.listed()
@@ -381,7 +381,7 @@ class Supervisor:
             more = [name for name, count in there.items() if count > self._used.get(name, 0)]
             _say(f"{', '.join(more)} answers: starting again on all hosts")
             self._rejoins = True
-            tell(self._child, signal.SIGUSR1)
+            tell(child, signal.SIGUSR1)
 
     # ---- what follows an end ------------------------------------------------------------------
 
@@ -459,7 +459,7 @@ def _why_empty(folder: Path) -> str:
     try:
         has_files = any((folder / name).exists() for name in _RUN_FILES)
     except OSError as error:
-        return error.strerror
+        return error.strerror or str(error)
     return "" if has_files else "no run"
 
 

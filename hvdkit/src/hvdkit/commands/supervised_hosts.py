@@ -41,7 +41,7 @@ class Hosts:
     def hear(self, line: str) -> None:
         """Reads a line of the run's log, which may name a host that it failed on."""
         match = _FAILED.search(line)
-        if match:
+        if match and match.lastindex:
             self._failures[_short(match[match.lastindex])] += 1
 
     def listed(self) -> tuple[dict[str, int], str]:

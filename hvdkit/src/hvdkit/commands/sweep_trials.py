@@ -51,7 +51,7 @@ class TrialRun:
     slot: int
     folder: Path
     reported: int  # evaluations that Optuna knows
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen = dataclasses.field(init=False)
     started_at: float = 0.0
     restarts: int = 0
     pruned: bool = False
@@ -86,10 +86,10 @@ class Sweep:
         try:
             self._run_trials()
         finally:  # where the folder fails, trials that run save and end
-            for process in [run.process for run in self._running if run.process]:
-                if process.poll() is None:
-                    os.killpg(process.pid, self._signal)
-                process.wait()
+            for run in self._running:
+                if run.process.poll() is None:
+                    os.killpg(run.process.pid, self._signal)
+                run.process.wait()
         best = self._write()
         if self._code:
             return self._code
@@ -145,8 +145,8 @@ class Sweep:
             folder=self._arguments.folder / f"trial-{trial.number + 1:04}",
             reported=max(self._trials()[trial.number].intermediate_values, default=0),
         )
-        self._running.append(run)
         self._start(run)
+        self._running.append(run)
         return True
 
     def _start(self, run: TrialRun) -> None:

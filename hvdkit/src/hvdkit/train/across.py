@@ -37,7 +37,7 @@ class Turn:
         self._everyone = everyone
         self.own: list[tf.Tensor] = []
         self._graph = tf.compat.v1.get_default_graph()
-        self._unknown = set()
+        self._unknown: set[tf.Operation] = set()
 
     def gather(self, x: tf.Tensor, rows: int) -> tf.Tensor:
         x = tf.identity(x)

@@ -235,14 +235,16 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         caller's name. What runs many times at once under one name is refused.
         """
         if across.in_branch_or_loop():
-            error = ValueError(
+            raise _BranchError(
                 f"--bn_sync=full cannot synchronize {self.path}: it is called in a branch or a "
                 "loop of the graph (a recurrent cell, TimeDistributed without a fixed number of "
                 "time steps), where ranks may take other turns: use another --bn_sync"
             )
-            error._keras_call_info_injected = True  # or Keras adds ten lines of call arguments
-            raise error
         return f"{self.moving_mean.path}.batch"
+
+
+class _BranchError(ValueError):
+    _keras_call_info_injected = True  # or Keras adds ten lines of call arguments to the message
 
 
 def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:

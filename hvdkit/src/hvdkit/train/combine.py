@@ -146,16 +146,15 @@ class Combiner:
         if self._size == 1 or not self._combines:
             return
         steps = 1
-        candidates = variables
         if variables is None:
             steps = self._steps
-            candidates = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
-        changed = self._changed(candidates, before)
+            variables = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
+        changed = self._changed(variables, before)
         check_micro_batches(changed, self._steps)
 
         sums = []
         largest = []
-        rows = []
+        rows: list[tf.Tensor] = []
         for variable, rule, start in changed:
             value = tf.cast(variable.read_value(), tf.float64)
             if rule.kind == "mean":

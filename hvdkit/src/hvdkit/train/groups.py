@@ -57,12 +57,12 @@ class Groups(keras.optimizers.Optimizer):
         for number, group in enumerate(self.groups):
             belongs = group.weights
             if not callable(belongs):
-                other = [v.path for v in group.weights if id(v) not in known]
+                other = [v.path for v in belongs if id(v) not in known]
                 if other:
                     raise ValueError(
                         f"optimizer: Group {number} has {join(other)}, not trained here"
                     )
-                belongs = _membership(group.weights)
+                belongs = _membership(belongs)
             weights = [v for v in variables if id(v) not in self._owners and belongs(v)]
             if not weights:
                 raise ValueError(f"optimizer: Group {number} takes no weight that is left to it")

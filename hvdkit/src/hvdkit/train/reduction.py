@@ -86,9 +86,9 @@ def refuse_empty_group(config: Settings) -> Iterator[None]:
 
 def needs_own_step(config: Settings, variables: Sequence[keras.Variable]) -> str:
     """What hvd.DistributedGradientTape cannot send, a flag or weights; "" where there is none."""
-    flags = ("virtual_ranks", "pack_bytes", "gradient_groups")
+    flags = ["virtual_ranks", "pack_bytes", "gradient_groups"]
     if config.compression == "bf16":
-        flags = ("compression",)
+        flags = ["compression"]
     for flag in flags:
         value = getattr(config, flag)
         if value:
@@ -163,18 +163,18 @@ def rank_sums(
 
     What overwrites its variable becomes the largest over ranks: float8's amax.
     """
-    overwriting = []
+    overwriting = {}
     summed = list(gradients)
     for place, gradient in enumerate(gradients):
         if gradient is not None and overwritten(variables[place]):
-            overwriting.append(place)
+            overwriting[place] = gradient
             summed[place] = None
     if config.compression == "bf16":
         sums = _sums_as_bfloat16(summed)
     else:
         sums = _sums_in_groups(summed, config, variables)
     if overwriting:
-        flat = [tf.reshape(tf.cast(gradients[i], tf.float64), [-1]) for i in overwriting]
+        flat = [tf.reshape(tf.cast(g, tf.float64), [-1]) for g in overwriting.values()]
         largest = hvd.allreduce(
             tf.concat(flat, 0),
             op=hvd.Max,
@@ -182,8 +182,7 @@ def rank_sums(
             device_dense=device(config),
         )
         parts = tf.split(largest, [part.shape[0] for part in flat])
-        for place, part in zip(overwriting, parts):
-            gradient = gradients[place]
+        for (place, gradient), part in zip(overwriting.items(), parts):
             sums[place] = tf.cast(tf.reshape(part, gradient.shape), gradient.dtype)
     return sums
 

@@ -44,7 +44,7 @@ def of_run(
 
 def _of_task(task: Task, config: Settings) -> Schedule:
     with user_code_errors("schedule"):
-        policy = optional(task, "schedule")(settings_of(task, config))
+        policy = task.schedule(settings_of(task, config))
     if not callable(policy):
         raise ValueError(
             f"{_line(task)}: schedule returns {policy!r:.80}: it must return a function of the "

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,7 +21,7 @@ from hvdkit.train.gradients import LossScale
 from hvdkit.train.optimizer import UpdateRule
 from hvdkit.train.plateau import Plateau
 
-Variable = keras.Variable | tf.Variable
+Variable: TypeAlias = keras.Variable | tf.Variable
 _MADE_ANEW = (keras.optimizers.Optimizer, keras.Metric, keras.random.SeedGenerator)
 
 

@@ -251,7 +251,7 @@ def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> di
 
 
 def metrics(
-    task: Task, sums: Mapping[str, np.ndarray], losses: Mapping[str, float]
+    task: Task, sums: dict[str, np.ndarray], losses: Mapping[str, float]
 ) -> dict[str, float]:
     """The run's losses, then the task's figures from its sums; its main metric is among them."""
     with user_code_errors("the task's metrics"):

@@ -242,8 +242,8 @@ def _check_sums(plan: Plan, whole: Outcome, parts: Sequence[Outcome]) -> None:
     """Raises ValueError where sums of the whole batch are not those of its parts added up."""
     for number, sums in enumerate(whole.sums):
         sums_of_parts = [part.sums[number] for part in parts]
-        added = sum(sums_of_parts)
-        sizes = sum(np.abs(sums_of_part) for sums_of_part in sums_of_parts)
+        added = np.sum(sums_of_parts, axis=0)
+        sizes = np.sum(np.abs(sums_of_parts), axis=0)
         if _is_apart(sums[-1], added[-1], plan.near * (sizes[-1] + plan.near)):
             raise ValueError(
                 f"the losses that the model adds (add_loss, activity regularizers) are "
@@ -273,19 +273,20 @@ def _check_gradients(plan: Plan, whole: Outcome, part: Outcome) -> None:
     """Raises ValueError where the step updates by other gradients."""
     pairs = []
     for one, other in zip(whole.means, part.means):
-        is_known = one is not None and other is not None
-        if is_known and np.isfinite(one).all():  # float16's first loss scale may be too large
-            pairs.append((np.float64(one), np.float64(other)))
-    norm_of_all = np.sqrt(sum(np.sum(np.square(one)) for one, _ in pairs))
-    for one, other in pairs:
-        norm = np.linalg.norm(one)
-        distance = np.linalg.norm(one - other)
+        if one is None or other is None:
+            continue
+        if np.isfinite(one).all():  # float16's first loss scale may be too large
+            pairs.append((one.astype(np.float64), other.astype(np.float64)))
+    norm_of_all = np.sqrt(sum(np.sum(np.square(gradient)) for gradient, _ in pairs))
+    for of_whole, of_parts in pairs:
+        norm = np.linalg.norm(of_whole)
+        distance = float(np.linalg.norm(of_whole - of_parts))
         if _is_apart(distance, 0.0, plan.near * (norm + 1e-3 * norm_of_all) + 1e-12):
             raise ValueError(
                 f"{plan.whose}gradient of {plan.samples} samples together, of norm {norm:.6g} for "
-                f"a weight of shape {list(one.shape)}, differs by {distance:.6g} from that of two "
-                f"parts: {_OTHERS}. What the step does to a rank's own gradients before their sum "
-                "must be linear (a factor, not a norm to clip by)"
+                f"a weight of shape {list(of_whole.shape)}, differs by {distance:.6g} from that of "
+                f"two parts: {_OTHERS}. What the step does to a rank's own gradients before their "
+                "sum must be linear (a factor, not a norm to clip by)"
             )
 
 
@@ -306,7 +307,7 @@ def _is_near(one: np.ndarray, other: np.ndarray, start: np.ndarray, *, near: flo
     """Whether both changed alike from `start`."""
     if start.dtype.kind != "f":
         return np.array_equal(one, other)
-    one, other, start = (np.float64(x) for x in (one, other, start))
+    one, other, start = (x.astype(np.float64) for x in (one, other, start))
     change = np.max(np.abs(one - start), initial=0.0)
     largest = np.max(np.abs(one), initial=0.0)
     least = near * change + 1e-6 * near * largest + 1e-7

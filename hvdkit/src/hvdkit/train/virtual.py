@@ -13,7 +13,6 @@ fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual r
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -37,7 +36,6 @@ from hvdkit.train.combine import (
 )
 from hvdkit.train.dropout import Seeds
 from hvdkit.train.gradients import (
-    Forward,
     MicroBatches,
     StepTotals,
     means_of,
@@ -76,7 +74,7 @@ class Passes:
         config: Settings,
         world: World,
         *,
-        forward: Forward,
+        forward: Callable[..., tuple[list[tf.Tensor], tf.Tensor]],
         state: State,
         micro_batches: MicroBatches,
         rules: Mapping[int, Rule],
@@ -121,10 +119,9 @@ class Passes:
         if self._gathers:
             self._shared = self._exchange(batch, start)
             turn = self._turn(self._pass, batch, start, trace=sizes)  # with the rows of all
-        total = None
-        for size in sizes:
-            group = [v for v in self._own if self._sizes[v] == size]
-            total = self._over(group, total, partial(turn, size=size))
+        total = self._over(sizes[0], turn)
+        for size in sizes[1:]:
+            total = self._over(size, turn, total)
 
         # Other ranks add zeros to a row, which changes no bit. The rows are summed here, in order.
         ready = own_part(total.table)
@@ -194,18 +191,19 @@ class Passes:
         turn = Turn(self._first, tf.nest.flatten(micro)[0].shape[0], everyone)
         return turn, self._forward(micro, turn=turn)
 
-    def _over(self, group: list[int], total: _Sums | None, one: Callable[..., _Sums]) -> _Sums:
+    def _over(self, size: int, turn: Callable[..., _Sums], total: _Sums | None = None) -> _Sums:
         """Virtual ranks of one size, one after the other, added to `total`."""
+        group = [v for v in self._own if self._sizes[v] == size]
         numbers = tf.constant(group, tf.int64)
         first = 0
         if total is None:
-            total = self._add(None, one(numbers[0]))
+            total = self._add(None, turn(numbers[0], size=size))
             first = 1
         if first == len(group):
             return total
         return tf.while_loop(
             lambda index, _: index < len(group),
-            lambda index, total: (index + 1, self._add(total, one(numbers[index]))),
+            lambda index, total: (index + 1, self._add(total, turn(numbers[index], size=size))),
             (tf.constant(first), total),
             parallel_iterations=1,  # they set the same state; it also bounds memory
         )[1]
