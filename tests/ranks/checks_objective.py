@@ -406,7 +406,8 @@ def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
         code = PREEMPTED if stopped else DONE
         first = fit(world, Terms, code=code, stop_signal=asked, **settings)
         ended = fit(world, Terms, run_dir=first.folder, **settings | {"num_steps": 7})
-        same(ended.weights(), ends.weights(), 1e-12)
+        # At a rate of 2; and sums of three ranks have no fixed order.
+        same(ended.weights(), ends.weights(), 1e-9)
         if world.is_chief:
             kept, expected = ended.state(7), ends.state(7)
             same([kept[n] for n in PARTS], [expected[n] for n in PARTS])
