@@ -290,7 +290,7 @@ def test_pictures_that_have_no_end_or_are_no_files_are_named_and_not_read(
     # Also a run looks at some files before it reads.
     refused(lambda: ClassFolders(tmp_path, "train"), f"{folder}/~dead.png: No such file")
     assert f"{folder}/~dead.png: No such file" in checked()
-    monkeypatch.setattr(source, "_LOOKED_AT", 1)
+    monkeypatch.setattr(source, "_MOST_SAMPLED", 1)
     printed = checked()
     for name in ("~zero", "~pipe", "~folder"):
         assert f"{folder}/{name}.png leads to what is no regular file; remove it" in printed

@@ -11,6 +11,7 @@ from checks_tasks import refused
 from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, folder, numbers, same
 
 from hvdkit.data.sampler import Sampler
+from hvdkit.ranks.world import set_precision
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, WRONG_USE
@@ -219,6 +220,7 @@ def check_state_combines_as_one_process_has_it(world):
         if name == "real":
             fit(world, task, num_steps=2, **how)
         ended = fit(world, task, num_steps=3, **how)
+        set_precision("float64")
         keras.utils.set_random_seed(1)
         model = task(None).build_model()
         x, y = arrays(1, size)

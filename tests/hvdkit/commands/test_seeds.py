@@ -78,7 +78,9 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
 
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):
     """It would end alone, and leave its child, mpirun, that passes SIGUSR1 on to the ranks."""
-    mpirun = f'{sys.executable} -c \'import time; open("there", "w"); time.sleep(300)\''
+    # As mpirun, it handles SIGTERM.
+    waits = 'import signal, time; signal.signal(15, print); open("there", "w"); time.sleep(300)'
+    mpirun = f"{sys.executable} -c '{waits}'"
     horovodrun = executable(tmp_path / "horovodrun", f"{mpirun}; exit $?")
     command = [sys.executable, "-m", "hvdkit", "seeds", f"--run_dir={tmp_path}", "--"]
     # Ctrl-C stays Ctrl-C: a second one ends mpirun's ranks at once. Python answers it with 130.

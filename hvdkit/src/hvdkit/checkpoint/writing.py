@@ -31,10 +31,6 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
     `about`: all other fields of its Manifest, but for `sha256` and `dtypes`. Raises OSError,
     ValueError: it cannot be written; nothing is left of it and nothing else changed.
     """
-    dtypes = {}
-    for array_name, array in arrays.items():
-        if not _is_numpys(array.dtype):
-            dtypes[array_name] = array.dtype.name
     folder.mkdir(parents=True, exist_ok=True)
     name = files.name_of(step)
     with whole_files.held(folder) as held_folder:
@@ -45,6 +41,10 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
             partial.mkdir()
             with whole_files.held(partial) as inside:
                 sha256 = _write_arrays(inside / files.STATE, arrays)
+                dtypes = {}
+                for array_name, array in arrays.items():
+                    if not _is_numpys(array.dtype):
+                        dtypes[array_name] = array.dtype.name
                 _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
             if final.exists() and not final.is_dir():
                 raise ValueError(f"{name} is in the way: it is no folder")

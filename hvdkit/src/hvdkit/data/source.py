@@ -13,9 +13,9 @@ _LARGE = 2**28  # bytes
 _MOST_SAMPLED = 1_000  # samples that are looked at where each costs a request or a read
 
 
-def sampled(count: int, most: int = _MOST_SAMPLED) -> range:
-    """At most `most` indices spread over 0 .. count - 1."""
-    return range(0, count, max(1, -(-count // most)))
+def sampled(count: int, most: int | None = None) -> range:
+    """At most `most` indices, by default 1,000, spread over 0 .. count - 1."""
+    return range(0, count, max(1, -(-count // (most or _MOST_SAMPLED))))
 
 
 class Source(Protocol):

@@ -83,7 +83,7 @@ def test_fingerprint_tells_names_and_sizes(root: Path, monkeypatch: pytest.Monke
     (root / "train/n01/z.jpg").rename(root / "train/n01/y.jpg")
     assert len({first, second, fingerprint()}) == 3
     # The names of files count whose sizes are not read.
-    monkeypatch.setattr(source, "_LOOKED_AT", 1)
+    monkeypatch.setattr(source, "_MOST_SAMPLED", 1)
     first = fingerprint()
     longer("n10/c.jpeg")
     assert fingerprint() == first
