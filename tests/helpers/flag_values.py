@@ -8,6 +8,7 @@ A value is what is typed: no word, one or more. In braces stands what checks_fla
 """
 
 import random
+import sys
 from collections.abc import Callable, Iterable
 
 Row = dict[str, str]  # flag: value
@@ -191,6 +192,7 @@ REFUSED = {
         for value in ("2", "0,9", "1.5,9", "2,31", "2,-1", "2,nan")
     },
     "--label_map=no/such": "no/such: No such file",
+    f"--label_map={sys.executable}": "must be pairs of a value",  # no text
     **{
         f"--label_map={value}": f"--label_map='{value}'"
         for value in ("1:x", "256:0", "1:255", "1:0,1:2", "-1:0", ":")
