@@ -26,12 +26,13 @@ chaos: setup ## each of 49 faults once, on three hosts: the run ends with the sa
 soak: setup ## the same for two hours, a fault a minute; ARGS='--seed=2'
 	@$(IN_VENV) python tests/chaos.py --events=120 --every=60 --minutes=120 $(ARGS)
 
-lint: setup ## Python, shell, Dockerfile, spelling, links, imports between rooms
+lint: setup ## Python, types, shell, Dockerfile, spelling, links, imports between rooms
 	@$(IN_VENV) ruff check && $(IN_VENV) ruff format --check
 	@git ls-files '*.sh' '*.sbatch' .ci/run | $(IN_VENV) xargs shellcheck
 	@git ls-files | grep -v '\.lock$$\|\.png$$' | $(IN_VENV) xargs codespell
 	@$(IN_VENV) hadolint Dockerfile
 	@$(IN_VENV) lint-imports --no-cache
+	@$(IN_VENV) mypy
 	@$(IN_VENV) python tests/helpers/links.py
 
 bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, input, cost; 40 minutes
