@@ -75,11 +75,13 @@ install_requirements() {
 
 # hvdkit, in a fork from vendor/; with --venv in place, so that edits take effect.
 install_engine() {
+    local engine
+    engine=$(find_engine)
     step "hvdkit" "$uv" pip install "${source[@]}" --python "$python" --no-deps --no-build-isolation \
-        ${venv:+--editable} "$(engine)"
+        ${venv:+--editable} "$engine"
 }
 
-engine() {
+find_engine() {
     readlink -f "$(compgen -G "$here/../vendor/hvdkit" || compgen -G "$here/../hvdkit")" || die "no vendor/hvdkit"
 }
 
@@ -192,8 +194,9 @@ case $mode in
     ;;
 --lock) step "uv.lock" make_lock ;;
 --sbom)
+    engine=$(find_engine)
     mpi=system export_lock --no-emit-package cmake --format cyclonedx1.5 |
-        "$python" "$here/setup/own_parts.py" "$project" "$(engine)" >"$2"
+        "$python" "$here/setup/own_parts.py" "$project" "$engine" >"$2"
     ;;
 --wheelhouse) step "Downloads into $wheels; then make setup WHEELHOUSE=$wheels" fill_wheelhouse ;;
 esac

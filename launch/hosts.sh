@@ -96,8 +96,11 @@ np=${np:-$slots}
 # The launcher holds pipes and a connection for each host. Not millions: Open MPI closes each one.
 ulimit -S -n 65536 2>/dev/null || ulimit -S -n "$(ulimit -H -n)"
 # If srun or mpirun started this shell: the new processes are no ranks of theirs, nor of their launch.
+# What a user has set for Open MPI stays; a rank of hosts.sh has its launch's settings in these places.
 if [ -n "${PMIX_RANK:-}${OMPI_COMM_WORLD_RANK:-}" ]; then
-    for name in LAUNCH_ID $(compgen -e | grep -E '^(PMIX|OMPI|ORTE)_'); do unset "$name"; done
+    theirs='^(PMIX|ORTE|OMPI_(MCA_(orte|ess)|[A-LN-Z][A-Z]*))_'
+    [ -z "${LAUNCH_ID:-}" ] || theirs='^(PMIX|ORTE|OMPI)_'
+    for name in LAUNCH_ID $(compgen -e | grep -E "$theirs"); do unset "$name"; done
 fi
 unset HOROVOD_RANK
 export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}

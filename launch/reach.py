@@ -95,13 +95,7 @@ def is_here(name: str) -> bool:
 
 def needed(command: list[str]) -> list[str]:
     """What each host needs at the same place: the program and its script."""
-    paths = []
-    for word in command:
-        if word.startswith("-"):
-            break
-        if os.path.exists(word):
-            paths.append(os.path.abspath(word))
-    return paths
+    return [os.path.abspath(word) for word in command[:2] if os.path.exists(word)]
 
 
 def ask(

@@ -53,10 +53,10 @@ def test_all_that_set_up_installs_or_builds_with_has_a_hash():
     calls = re.findall(r'"\$(?:pip|uv)" .*\b(?:install|download|wheel) .*', text)
     assert len(calls) == 8
     for call in calls:
-        is_local = '"$(engine)"' in call or "--offline" in call
+        is_local = '"$engine"' in call or "--offline" in call
         assert is_local or "--require-hashes" in call, call
         # Of source code pip would fetch the newest setuptools, unless it is told not to.
-        builds = "--no-binary" in call or '"$(engine)"' in call
+        builds = "--no-binary" in call or '"$engine"' in call
         assert not builds or "--no-build-isolation" in call, call
 
 

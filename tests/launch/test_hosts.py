@@ -659,6 +659,13 @@ def test_a_launch_within_a_rank_is_one_of_its_own():
     assert ended.output.count("inner of 1") == ended.output.count("ended 5") == 2, ended.output
 
 
+def test_settings_of_open_mpi_stay_in_a_shell_that_srun_started():
+    """As after `srun --pty bash`, which gives it a rank."""
+    env = {"PMIX_RANK": "0", "OMPI_MCA_pml": "ucx", "OMPI_MCA_ess_base_jobid": "7"}
+    ended = run([HOSTS_SH, "-np", "2", "--dry-run", "true"], timeout=20, env=env)
+    assert ended.code == 0 and "-mca pml ucx" in ended.output, ended.output
+
+
 def test_check_comes_first_and_looks_at_the_folders_of_the_run(tmp_path: Path):
     """Whether a flagfile names them, or two words."""
     (tmp_path / "own.cfg").write_text("--run_dir=/proc/none\n")
