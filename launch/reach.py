@@ -225,10 +225,11 @@ def closed_ways(answers: dict[str, Answer], network: str, door: Door) -> list[st
         tried = {address: why for address, why in answer.refused.items() if address in wanted}
         if tried and not wanted.intersection(answer.reached):
             shown = "; ".join(f"{address}: {why}" for address, why in sorted(tried.items()))
-            if all(":" in address for address in tried):
+            if ":" in answer.origin:
                 found.append(
-                    f"cannot start on {name}: this host has no IPv4 address that it could reach, "
-                    f"and Open MPI needs one ({', '.join(sorted(tried))} is IPv6)"
+                    f"cannot start on {name}: ssh reaches it over IPv6, and Open MPI needs IPv4, "
+                    f"by which it does not reach this host (TCP port {door.port} of {shown}): "
+                    "give both an IPv4 address in one network"
                 )
                 continue
             found.append(

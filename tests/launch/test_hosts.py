@@ -462,6 +462,23 @@ def test_names_that_lead_to_addresses_of_a_loopback_interface(hosts: Hosts):
     assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
 
 
+def test_hosts_with_ipv6_alone_are_told_what_open_mpi_needs(hosts: Hosts):
+    pair = (hosts[1], hosts[2])
+    before = hosts[1].hosts_file.read_text()
+    try:
+        for number, host in enumerate(pair, start=1):
+            give_address(host, f"fd00::{number}/64 nodad")
+        hosts[1].hosts_file.write_text("127.0.0.1 localhost\nfd00::1 node1\nfd00::2 node2\n")
+        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", "true"]
+        ended = hosts[1].run(*words, timeout=60)
+    finally:
+        hosts[1].hosts_file.write_text(before)
+        for host in pair:
+            give_address(host, f"{host.address}/24")
+    assert ended.code == 76 and ended.output.count("\n") == 1, ended.output
+    assert "cannot start on node2: ssh reaches it over IPv6" in ended.output, ended.output
+
+
 def give_address(host: Host, address: str) -> None:
     """In place of all that its network card has."""
     host.sh(f"ip address flush dev eth0; ip address add {address} dev eth0")
