@@ -20,7 +20,7 @@ slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own
 fuzz: setup ## 200,000 inputs to all parsers of foreign bytes; 15 minutes
 	@$(IN_VENV) FUZZ_INPUTS=200000 pytest -q -n 2 --timeout=3600 tests/attacks/test_fuzz.py $(ARGS)
 
-chaos: setup ## each of 49 faults once, on three hosts: the run ends with the same bits; root; over an hour
+chaos: setup ## each of 53 faults once, on three hosts: the run ends with the same bits; root; over an hour
 	@$(IN_VENV) python tests/chaos.py $(ARGS)
 
 soak: setup ## the same for two hours, a fault a minute; ARGS='--seed=2'

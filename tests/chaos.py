@@ -3,8 +3,8 @@
     python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--minutes=M] [--folder=FOLDER] [KIND ...]
 
 `make chaos`: each kind once, in random order; `make soak`: one a minute, or as soon as the last one
-is mended, for two hours. As root, with sshfs, fish and a compiler.
-KINDs are names of EVENTS, or begin one.
+is mended, for two hours. As root, with sshfs, fish, tcsh and a
+compiler. KINDs are names of EVENTS, or begin one.
 
 Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to node3, and two more
 hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
@@ -60,6 +60,7 @@ int gettimeofday(struct timeval *now, void *zone) {
 """  # a process's own, an hour ahead
 EVERYWHERE = "node1:1\nnode2:1\nnode3:1\n"
 WITH_A_SPARE = "node1:3\nnode2:3\nnode3:3\n"  # a run has six ranks at most
+LISTED_TWICE = "node1:1\nnode3:1\nnode1:1\n"
 OTHERS = ("node1:2\nnode3:1\n", "node1:1\n", "node1:1\nnode2:1\n", "node1:2\nnode2:2\nnode3:2\n")
 USUAL = [
     *(f"--flagfile={ROOT}/template/configs/demo.cfg", "--virtual_ranks=6", "--keep=3"),
@@ -157,9 +158,9 @@ class Job:
     def wait_for_line(self, text: str, since: int) -> None:
         self.wait_for(text, lambda: any(text in line for line in self.lines[since:]))
 
-    def inside(self) -> set[psutil.Process]:
-        """All processes of the hosts that train."""
-        spaces = {os.readlink(f"/proc/{host.pid}/ns/pid") for host in self.workers}
+    def inside(self, *hosts: Host) -> set[psutil.Process]:
+        """All processes of these hosts, by default of those that train."""
+        spaces = {os.readlink(f"/proc/{host.pid}/ns/pid") for host in hosts or self.workers}
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
@@ -354,12 +355,42 @@ def lost_on_a_host(lose: Callable, mend: Callable, message: str) -> Callable[[Jo
     return event
 
 
-def fish_host(job: Job) -> None:
-    """Users log in to fish on one host, until the run has begun again."""
+def hide_folder(folder: str) -> Callable[[Job, Host], None]:
+    return lambda job, host: host.sh(f"mount -t tmpfs none {job.folder / folder}")
+
+
+def show_folder(folder: str) -> Callable[[Job, Host], None]:
+    return lambda job, host: host.sh(f"umount {job.folder / folder}")
+
+
+def host_twice(job: Job) -> None:
     since = len(job.lines)
-    with job.hosts[3].login("/usr/bin/fish"):
-        job.send(signal.SIGKILL)
-        job.wait_for_line("resuming from", since)
+    job.listed.write_text(LISTED_TWICE)
+    job.send(signal.SIGKILL)
+    job.wait_for_line("3 ranks on 2 host(s)", since)
+
+
+def login(shell: str) -> Callable[[Job], None]:
+    """A user's own shell on one host, until the run has begun again."""
+
+    def event(job: Job) -> None:
+        since = len(job.lines)
+        with job.hosts[3].login(f"/usr/bin/{shell}"):
+            job.send(signal.SIGKILL)
+            job.wait_for_line("resuming from", since)
+
+    return event
+
+
+def hard_mount(job: Job) -> None:
+    """Who reads the data on one host waits for ever, as with a hard NFS mount."""
+    since = len(job.lines)
+    words = ("sshfs", f"{job.folder}/data")
+    (mount,) = [process for process in job.inside(job.hosts[2]) if _has(process, words)]
+    send(mount, signal.SIGSTOP)
+    job.wait_for_line("s for a batch of data: its disk, mount or file server hangs", since)
+    job.wait_for_line("supervise: exit code 76", since)
+    send(mount, signal.SIGCONT)
 
 
 def three_losses(job: Job) -> None:
@@ -441,12 +472,16 @@ EVENTS = {
         lambda job, host: job.without_gpu.unlink(),
         "nvidia-smi fails on {name} ",
     ),
-    "data not there on a host": lost_on_a_host(
-        lambda job, host: host.sh(f"mount -t tmpfs none {job.folder}/data"),
-        lambda job, host: host.sh(f"umount {job.folder}/data"),
-        "/data (rank ",
+    "project not there on a host": lost_on_a_host(
+        hide_folder("fork"), show_folder("fork"), "cannot start on {name}: "
     ),
-    "a host where users log in to fish": fish_host,
+    "data not there on a host": lost_on_a_host(
+        hide_folder("data"), show_folder("data"), "/data (rank "
+    ),
+    "a host listed twice": host_twice,
+    "a host where users log in to fish": login("fish"),
+    "a host where users log in to tcsh": login("tcsh"),
+    "a mount of data that hangs": hard_mount,
     "three losses between two checkpoints": three_losses,
     "rank 0's clock an hour ahead": late_clock(1),
     "another host's clock an hour ahead": late_clock(2),
@@ -563,7 +598,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="is left as it was at the end")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="by default all")
     args = parser.parse_args()
-    require("sshd", "ssh", "ip", "tc", "unshare", "nsenter", "sshfs", "fish")
+    require("sshd", "ssh", "ip", "tc", "unshare", "nsenter", "sshfs", "fish", "tcsh")
     rng = random.Random(args.seed)
     order = _order(args, rng)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
