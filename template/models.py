@@ -1,6 +1,6 @@
 """Small networks to change: picture in [0, 255] -> logits, in float32 at least.
 
-Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
+Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit.train.dropout).
 hvdkit.models has networks of papers.
 """
 

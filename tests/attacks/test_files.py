@@ -36,7 +36,7 @@ from hvdkit.evaluate import metrics
 from hvdkit.observe import compare, report
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.settings import Settings
-from hvdkit.train.inputs import Inputs
+from hvdkit.train.task.inputs import Inputs
 
 SECRET = "the victim's own, 5073"
 RECORDS = ("config.cfg", "metrics.jsonl", "starts.jsonl", "summary.json", "confusion.csv",

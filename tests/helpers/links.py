@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
-# `hvdkit/train/step.py`: from the root, or from one of these.
+# `hvdkit/run/loop.py`: from the root, or from one of these.
 _NAMED = re.compile(r"`(\w[\w./-]*/[\w.-]+\.(?:py|md|sh|cfg|yaml|sbatch))`")
 _ROOTS = ("", "template", "hvdkit/src")
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)

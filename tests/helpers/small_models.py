@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
-from hvdkit.train.dropout import SampleDropout
+from hvdkit.train.layers.dropout import SampleDropout
 
 IDS = 12  # those of an embedding are below
 

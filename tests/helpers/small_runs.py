@@ -26,7 +26,7 @@ from hvdkit.run import loop
 from hvdkit.run.main import run_on
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, Stop
-from hvdkit.train import losses, reduction
+from hvdkit.train.step import losses, reduction
 from ranks import json_lines
 
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.

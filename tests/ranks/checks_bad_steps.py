@@ -16,7 +16,7 @@ from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, WRONG_USE
-from hvdkit.train import updating
+from hvdkit.train.step import updating
 
 SAMPLES, BATCH = 600, 12
 SETTINGS = PLAIN_SGD | {"checkpoint_every": 2, "keep": 9}

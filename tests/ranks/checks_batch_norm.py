@@ -14,7 +14,7 @@ from small_models import Block, Called, Cell, Net, functional
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
-from hvdkit.train import batch_norm
+from hvdkit.train.layers import batch_norm
 
 bn = layers.BatchNormalization
 SHARES = (5, 3, 2)  # rows of each rank, uneven

@@ -21,8 +21,8 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, DONE, PREEMPTED, WRONG_USE
-from hvdkit.train import losses
-from hvdkit.train.dropout import SampleDropout
+from hvdkit.train.layers.dropout import SampleDropout
+from hvdkit.train.step import losses
 
 ROWS = int(os.environ["FLAGS_ROWS"])
 

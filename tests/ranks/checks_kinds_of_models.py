@@ -19,7 +19,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
 
 gc.freeze()  # what was imported is not looked through again and again
 

@@ -12,8 +12,8 @@ from small_runs import CLASSES, FEATURES, Small, fit, folder, same
 from hvdkit.data.source import Arrays
 from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
-from hvdkit.train import across
-from hvdkit.train.groups import Group
+from hvdkit.train.optim.groups import Group
+from hvdkit.train.step import across
 
 SAMPLES, STEPS = 25, 3  # uneven shares on 2 and 3 ranks, also of 5 micro-batches
 EXACT = {"precision": "float64", "lr_policy": "constant", "momentum": 0.9, "warmup_steps": 0}

@@ -14,7 +14,7 @@ from hvdkit import logs
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, WRONG_USE
-from hvdkit.train import across
+from hvdkit.train.step import across
 
 SIZE, KEPT, WIDTH = 13, 20, 4  # shares of 7 and 6; rows of the queue; units of a key
 STEPS = 3

@@ -11,7 +11,7 @@ from small_models import Called
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
-from hvdkit.train import gradients, reduction
+from hvdkit.train.step import gradients, reduction
 
 PLAIN = Settings(global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0)
 

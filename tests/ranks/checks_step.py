@@ -16,10 +16,11 @@ import train
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement
 from hvdkit.run import health
-from hvdkit.train import optimizer, reduction
-from hvdkit.train.dropout import SampleDropout
-from hvdkit.train.state import State
-from hvdkit.train.step import Step
+from hvdkit.train.layers.dropout import SampleDropout
+from hvdkit.train.optim import optimizer
+from hvdkit.train.step import reduction
+from hvdkit.train.step.state import State
+from hvdkit.train.step.step import Step
 
 
 class Regression:

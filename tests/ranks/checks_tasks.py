@@ -11,7 +11,7 @@ from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, number
 from hvdkit.data.source import Arrays
 from hvdkit.run.health import Ending
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
-from hvdkit.train import losses
+from hvdkit.train.step import losses
 
 
 def refused(world, task, *words, **settings):

@@ -18,7 +18,7 @@ from hvdkit.observe.records import TIMES
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
-from hvdkit.train import across
+from hvdkit.train.step import across
 
 FOLDER = Path(os.environ.get("VIRTUAL_RUNS", "."))
 LAUNCH = os.environ.get("VIRTUAL_LAUNCH", "")

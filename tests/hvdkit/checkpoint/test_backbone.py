@@ -14,9 +14,9 @@ from small_checkpoints import counted, first_weights
 
 from hvdkit.checkpoint import warm_start
 from hvdkit.settings import Settings
-from hvdkit.train import preprocessing
-from hvdkit.train.preprocessing import Preprocess
-from hvdkit.train.state import names_of_model
+from hvdkit.train.layers import preprocessing
+from hvdkit.train.layers.preprocessing import Preprocess
+from hvdkit.train.step.state import names_of_model
 from tasks import classification
 
 PICTURE = np.random.default_rng(2).integers(0, 256, (1, 64, 64, 3)).astype(np.float32)

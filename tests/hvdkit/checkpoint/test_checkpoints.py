@@ -28,8 +28,8 @@ from hvdkit.run import load_run
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings, project, setting
 from hvdkit.stop import Stop
-from hvdkit.train import optimizer
-from hvdkit.train.state import State
+from hvdkit.train.optim import optimizer
+from hvdkit.train.step.state import State
 
 
 def test_types_that_numpy_does_not_know(kept):

@@ -22,8 +22,8 @@ from hvdkit.checkpoint import checkpoints, warm_start, writing
 from hvdkit.data.place import Place
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
-from hvdkit.train import optimizer
-from hvdkit.train.state import State, TaskState
+from hvdkit.train.optim import optimizer
+from hvdkit.train.step.state import State, TaskState
 from ranks import CHECKS, names_of_checks, run_checks
 
 

@@ -29,8 +29,9 @@ from hvdkit.data.place import Place
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE, Stop
-from hvdkit.train import optimizer, outputs
-from hvdkit.train.state import State
+from hvdkit.train.optim import optimizer
+from hvdkit.train.step.state import State
+from hvdkit.train.task import outputs
 from ranks import CHECKS, PROJECT, json_lines, last_lines, launch, names_of_checks, run_checks
 from tasks import classification
 
@@ -255,7 +256,10 @@ if one["classes"].shape.rank == 1:
     ("run", "layer", "shapes"),
     [
         pytest.param(
-            "digits", "hvdkit.train.dropout.SampleDropout", "(3,) (3, 10)", marks=pytest.mark.slow
+            "digits",
+            "hvdkit.train.layers.dropout.SampleDropout",
+            "(3,) (3, 10)",
+            marks=pytest.mark.slow,
         ),
         ("scenes", "hvdkit.models.upsampling.BilinearUpsampling", "(3, 24, 40) (3, 24, 40, 11)"),
     ],

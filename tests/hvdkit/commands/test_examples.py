@@ -21,10 +21,10 @@ from hvdkit.data.place import Place
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import NOT_NOW, Stop
-from hvdkit.train import inputs as inputs_lib
-from hvdkit.train import optimizer
-from hvdkit.train.inputs import Inputs
-from hvdkit.train.state import State
+from hvdkit.train.optim import optimizer
+from hvdkit.train.step.state import State
+from hvdkit.train.task import inputs as inputs_lib
+from hvdkit.train.task.inputs import Inputs
 from ranks import json_lines
 
 NEVER = SimpleNamespace(asked=False)

@@ -9,7 +9,7 @@ from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler, partner
 from hvdkit.data.source import Arrays
 from hvdkit.settings import Settings
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
 from tasks import classification
 
 DRAW = np.random.default_rng(0)

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from hvdkit.models import deeplab
 from hvdkit.ranks.world import unoptimized
-from hvdkit.train import dropout
-from hvdkit.train.preprocessing import Preprocess
+from hvdkit.train.layers import dropout
+from hvdkit.train.layers.preprocessing import Preprocess
 from tasks.segmentation import MODELS
 
 CLASSES = 5

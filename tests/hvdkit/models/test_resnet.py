@@ -12,7 +12,7 @@ from hvdkit.data import pack
 from hvdkit.data.shipped import Digits
 from hvdkit.models import resnet
 from hvdkit.settings import Settings
-from hvdkit.train import batch_norm
+from hvdkit.train.layers import batch_norm
 from tasks import classification
 from tasks.classification import MODELS
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from hvdkit.models.upsampling import BilinearUpsampling
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -5,7 +5,7 @@ import pytest
 from keras import layers
 
 from hvdkit.ranks.world import set_precision
-from hvdkit.train import compute_types
+from hvdkit.train.layers import compute_types
 
 PRECISIONS = ("float32", "float64", "bfloat16", "float16")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.train import fixed_point
+from hvdkit.train.virtual import fixed_point
 
 
 def fixed_sum(parts, order):

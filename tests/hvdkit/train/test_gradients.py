@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.train import gradients
-from hvdkit.train.gradients import LossScale
+from hvdkit.train.step import gradients
+from hvdkit.train.step.gradients import LossScale
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import tensorflow as tf
 from refusals import refused
 from scipy.special import log_softmax
 
-from hvdkit.train import objective
-from hvdkit.train.losses import cross_entropy, mixed_cross_entropy
+from hvdkit.train.step import objective
+from hvdkit.train.step.losses import cross_entropy, mixed_cross_entropy
 
 LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]])
 LABELS = np.array([0, 1, 1, 2])

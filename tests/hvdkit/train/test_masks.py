@@ -11,7 +11,7 @@ from keras import layers
 from small_models import Called, Step
 
 from hvdkit.settings import project
-from hvdkit.train import masks
+from hvdkit.train.layers import masks
 
 IDS = tf.zeros([1, 7], tf.int32)
 

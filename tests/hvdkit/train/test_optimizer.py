@@ -14,11 +14,12 @@ from small_runs import same
 from hvdkit.ranks.world import raw, set_precision
 from hvdkit.run import context
 from hvdkit.settings import Settings
-from hvdkit.train import gradients, optimizer, schedule
-from hvdkit.train.gradients import is_kernel
-from hvdkit.train.groups import Group
-from hvdkit.train.optimizer import SGD
-from hvdkit.train.state import State
+from hvdkit.train.optim import optimizer, schedule
+from hvdkit.train.optim.groups import Group
+from hvdkit.train.optim.optimizer import SGD
+from hvdkit.train.step import gradients
+from hvdkit.train.step.gradients import is_kernel
+from hvdkit.train.step.state import State
 
 STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
 # What trains in `network`, in order; the loss does not depend on the last one.

@@ -8,7 +8,8 @@ from sklearn.utils.extmath import softmax
 from small_runs import CLASSES, Small
 
 from hvdkit.settings import Settings
-from hvdkit.train import losses, outputs
+from hvdkit.train.step import losses
+from hvdkit.train.task import outputs
 
 LOGITS = tf.constant(np.random.default_rng(3).normal(size=(4, CLASSES)), tf.float32)
 

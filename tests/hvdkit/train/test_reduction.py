@@ -1,7 +1,7 @@
 """How the template's step is told from another one."""
 
 import train
-from hvdkit.train import reduction
+from hvdkit.train.step import reduction
 
 
 def make_step(run):

@@ -3,9 +3,9 @@
 import keras
 import pytest
 
-from hvdkit.train.batch_norm import SyncBatchNormalization
-from hvdkit.train.dropout import SampleDropout
-from hvdkit.train.preprocessing import Preprocess
+from hvdkit.train.layers.batch_norm import SyncBatchNormalization
+from hvdkit.train.layers.dropout import SampleDropout
+from hvdkit.train.layers.preprocessing import Preprocess
 
 
 @pytest.mark.parametrize("package", ["hvdkit", "engine"])

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
-from hvdkit.train import plateau, schedule
+from hvdkit.train.optim import plateau, schedule
 
 N, BASE, END = 200, 0.4, 0.01
 

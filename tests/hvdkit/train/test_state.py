@@ -6,8 +6,9 @@ import tensorflow as tf
 from small_models import Called
 
 from hvdkit.settings import Settings
-from hvdkit.train import batch_norm, optimizer
-from hvdkit.train.state import State, names_of_model
+from hvdkit.train.layers import batch_norm
+from hvdkit.train.optim import optimizer
+from hvdkit.train.step.state import State, names_of_model
 
 
 def network():

@@ -12,7 +12,7 @@ from refusals import refused
 from hvdkit import settings as settings_lib
 from hvdkit.ranks import fingerprint
 from hvdkit.settings import Settings, project
-from hvdkit.train import task as base
+from hvdkit.train.task import protocol as base
 
 COMPLETE = """
 class Task:
@@ -57,7 +57,7 @@ def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
     found = fingerprint.code(tmp_path, project.ENGINE).keys()
     own = {name for name in found if not name.startswith("hvdkit/")}
     assert own == {"tasks/__init__.py", "tasks/latin.py", "tasks/mine.py"}
-    assert "hvdkit/train/task.py" in found
+    assert "hvdkit/train/task/protocol.py" in found
 
 
 @pytest.mark.parametrize("name", [*base._REQUIRED, "main_metric"])

@@ -11,7 +11,8 @@ from small_models import Net
 from small_runs import CLASSES, FEATURES, Small, classifier
 
 from hvdkit.settings import Settings
-from hvdkit.train import objective, task_checks
+from hvdkit.train.step import objective
+from hvdkit.train.task import checks as task_checks
 
 
 class Base(Small):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from hvdkit.train import trial
+from hvdkit.train.trial import trial
 
 PLAN = trial.Plan(4, by_ranks=True, by_steps=False, near=1e-3, whose="the task's loss: ")
 

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from hvdkit.checkpoint import files
-from hvdkit.train.state import to_snake_case
+from hvdkit.train.step.state import to_snake_case
 
 _WEIGHTS = "model.weights.h5"  # This part of a .keras file holds the weights.
 _MOST_PACKED = 1_100  # One stored byte unpacks to at most so many: gzip reaches 1,032.

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from hvdkit.ranks.world import raw
-from hvdkit.train.state import Variable, lora_factors
+from hvdkit.train.step.state import Variable, lora_factors
 
 _FLOAT_KINDS = "fV"  # Kernels of these types can be merged: NumPy's floats, and bfloat16.
 

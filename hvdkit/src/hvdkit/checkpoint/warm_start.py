@@ -13,8 +13,8 @@ from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings
-from hvdkit.train import preprocessing
-from hvdkit.train.state import TaskState, names_of_model
+from hvdkit.train.layers import preprocessing
+from hvdkit.train.step.state import TaskState, names_of_model
 
 
 def start(
@@ -87,7 +87,7 @@ def _is_of_new_run(name: str, task_state: TaskState) -> bool:
 def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
-    Random layers keep their own state. Names are those of hvdkit/train/state.py, without
+    Random layers keep their own state. Names are those of hvdkit/train/step/state.py, without
     Keras's counters. LoRA factors are multiplied into their kernels where the model has not the
     same ones; new ones, whose product is 0, stay as they are.
 
@@ -234,7 +234,7 @@ def has_averages(path: Path) -> bool:
 
 
 def _averages(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Averages by the names of their weights, model/0003/dense/kernel (see train/state.py)."""
+    """Averages by the names of their weights, model/0003/dense/kernel (see train/step/state.py)."""
     averages = {}
     for name, value in state.items():
         if name.startswith("ema/"):

@@ -26,8 +26,8 @@ from hvdkit.data.sampler import Sampler, shards_of
 from hvdkit.ranks import world as world_lib
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import DONE
-from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
 
 SIGN = "hvdkit browse"  # written as the Software of a sheet's PNG file
 _COLUMNS = 16  # of the smallest tiles, at most so many stand in a row

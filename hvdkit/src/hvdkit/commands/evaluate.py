@@ -34,8 +34,8 @@ from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import PREEMPTED, Stop
-from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
 
 WRITTEN = ("evaluation.json", "classes.csv", "confusion.csv", "worst")  # names in --out
 

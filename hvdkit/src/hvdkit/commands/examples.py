@@ -22,7 +22,7 @@ from hvdkit.logs import join, say
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
 from hvdkit.stop import PREEMPTED, Stop, launch_rank
-from hvdkit.train.inputs import Inputs, describe_input
+from hvdkit.train.task.inputs import Inputs, describe_input
 
 # Types that NumPy's files lack, and what they are written as.
 KINDS = {"object": "S", "bfloat16": "f4"}

@@ -49,9 +49,9 @@ from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, WRONG_USE, Stop, passes
-from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
-from hvdkit.train.task import Task
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
+from hvdkit.train.task.protocol import Task
 
 SAVED_MODEL = "saved_model"
 KERAS = "model.keras"

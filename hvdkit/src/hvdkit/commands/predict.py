@@ -46,8 +46,8 @@ from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, Stop, passes
-from hvdkit.train import task_checks
-from hvdkit.train.task import Task
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task.protocol import Task
 
 _BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
 _BITS_PER_SAMPLE = 258  # number of the TIFF tag

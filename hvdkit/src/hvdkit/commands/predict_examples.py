@@ -14,7 +14,7 @@ from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
 
 
 class ExamplePredictor:

@@ -36,7 +36,7 @@ from hvdkit.data.source import Source
 from hvdkit.logs import join
 from hvdkit.settings import project
 from hvdkit.stop import DONE
-from hvdkit.train import task as tasks
+from hvdkit.train.task import protocol as tasks
 
 _TASKS = {"map": "segmentation", "class": "classification"}
 _QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "

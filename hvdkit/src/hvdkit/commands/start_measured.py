@@ -14,8 +14,8 @@ import tensorflow as tf
 from hvdkit import settings as settings_lib
 from hvdkit.commands import browse
 from hvdkit.settings import Settings, project
-from hvdkit.train import objective
-from hvdkit.train import task as tasks
+from hvdkit.train.step import objective
+from hvdkit.train.task import protocol as tasks
 
 _FIRST = 8  # the smallest batch that is tried
 _STEPS = 3  # so many steps of each batch are timed

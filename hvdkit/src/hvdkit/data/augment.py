@@ -6,7 +6,7 @@ read from a file, it also has the "file", and only the crop is decoded.
 
 For segmentation: `training_pair` and `evaluation_pair`; the "label" is uint8 [H, W, 1]. For
 classification: `shifted`, `random_resized` and `centred`, uint8 [size, size, 3]; a model's first
-layer scales them (hvdkit/train/preprocessing.py).
+layer scales them (hvdkit/train/layers/preprocessing.py).
 """
 
 import dataclasses

@@ -16,11 +16,12 @@ from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import raw, say, unoptimized
 from hvdkit.settings import Settings
-from hvdkit.train import across, graph_checks, objective, task_checks
-from hvdkit.train import task as tasks
-from hvdkit.train.dropout import Seeds
-from hvdkit.train.state import leave_zero, unchanged
-from hvdkit.train.task import Example, Task
+from hvdkit.train.layers.dropout import Seeds
+from hvdkit.train.step import across, graph_checks, objective
+from hvdkit.train.step.state import leave_zero, unchanged
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
+from hvdkit.train.task.protocol import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
 _TRIED = 3  # samples whose loss is computed together and one by one

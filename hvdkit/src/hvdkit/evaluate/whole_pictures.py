@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.train.losses import at_least_float32
+from hvdkit.train.step.losses import at_least_float32
 
 Function = Callable[[tf.Tensor], tf.Tensor]  # float [B, H, W, 3] -> float [B, H, W, classes]
 TracedFunction = tf.types.experimental.PolymorphicFunction  # the same, with one signature

@@ -1,15 +1,15 @@
 """DeepLabV3+ on ResNet-50: image [B, H, W, 3] in [0, 255] -> logits [B, H, W, classes].
 
 H and W are multiples of 16, and may differ between training and evaluation. Inputs are a dict:
-"image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
+"image", and with dropout "key" (int32 [B, 2], see hvdkit.train.dropout).
 """
 
 import keras
 from keras import layers
 
 from hvdkit.models.upsampling import BilinearUpsampling
-from hvdkit.train.dropout import SampleDropout
-from hvdkit.train.preprocessing import Preprocess, wide
+from hvdkit.train.layers.dropout import SampleDropout
+from hvdkit.train.layers.preprocessing import Preprocess, wide
 
 STRIDE = 16  # input pixels to one pixel of the encoder's output; sizes are multiples of it
 _GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units

@@ -1,13 +1,13 @@
 """Residual networks for classification: image [B, size, size, 3] in [0, 255] -> logits.
 
-Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit/train/dropout.py).
+Inputs are a dict: "image", and with dropout "key" (int32 [B, 2], see hvdkit.train.dropout).
 """
 
 import keras
 from keras import layers
 
-from hvdkit.train.dropout import SampleDropout
-from hvdkit.train.preprocessing import Preprocess, scaled, wide
+from hvdkit.train.layers.dropout import SampleDropout
+from hvdkit.train.layers.preprocessing import Preprocess, scaled, wide
 
 
 def cifar_resnet(size: int, num_classes: int, dropout: float, *, depth: int) -> keras.Model:

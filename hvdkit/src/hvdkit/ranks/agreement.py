@@ -159,7 +159,7 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
             f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({hosts_of_ranks}) differ from "
             "rank 0's, which checkpoints hold. Every rank must change what is not trained in the "
             "same way, or its layer must say how the ranks' values come together (`combines`, "
-            "hvdkit/train/combine.py). Where that is so, memory or a device may be faulty: a "
+            "hvdkit/train/step/combine.py). Where that is so, memory or a device may be faulty: a "
             "rerun resumes from the newest checkpoint",
         )
 

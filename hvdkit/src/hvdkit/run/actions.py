@@ -24,8 +24,9 @@ from hvdkit.run.parts import RunParts
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED
-from hvdkit.train import batch_norm, task_checks
-from hvdkit.train.step import Result
+from hvdkit.train.layers import batch_norm
+from hvdkit.train.step.step import Result
+from hvdkit.train.task import checks as task_checks
 
 
 class Action(Protocol):

@@ -23,8 +23,9 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import raw, say
 from hvdkit.run.context import RunContext
 from hvdkit.run.parts import RunParts
-from hvdkit.train import graph_checks, reduction, task_checks
-from hvdkit.train.step import Result
+from hvdkit.train.step import graph_checks, reduction
+from hvdkit.train.step.step import Result
+from hvdkit.train.task import checks as task_checks
 
 _REDUCTIONS = 10  # So many sums of gradients are timed by themselves.
 

@@ -23,18 +23,12 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.settings import Settings
 from hvdkit.stop import GoBack, NotNow
-from hvdkit.train import (
-    batch_norm,
-    compute_types,
-    dropout,
-    masks,
-    preprocessing,
-    schedule,
-    task_checks,
-)
-from hvdkit.train import optimizer as optimizers
-from hvdkit.train import task as tasks
-from hvdkit.train.state import State, names_of_model
+from hvdkit.train.layers import batch_norm, compute_types, dropout, masks, preprocessing
+from hvdkit.train.optim import optimizer as optimizers
+from hvdkit.train.optim import schedule
+from hvdkit.train.step.state import State, names_of_model
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
 
 
 @dataclasses.dataclass(frozen=True)

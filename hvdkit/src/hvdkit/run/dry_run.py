@@ -29,8 +29,8 @@ from hvdkit.run.health import Ending
 from hvdkit.run.parts import RunParts
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE
-from hvdkit.train import schedule
-from hvdkit.train.step import Result
+from hvdkit.train.optim import schedule
+from hvdkit.train.step.step import Result
 
 STEPS = 2
 BATCHES = 4  # Each rank evaluates at most so many.

@@ -19,7 +19,7 @@ from hvdkit.ranks.world import say
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.stop import DONE
-from hvdkit.train.step import Result
+from hvdkit.train.step.step import Result
 
 _WINDOW = math.log(32.0)  # The loss is smoothed over rates that differ by this factor.
 _CLEAR = 4.0  # A fall must have so many standard errors.

@@ -26,10 +26,11 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
-from hvdkit.train import fixed_point, objective
-from hvdkit.train import optimizer as optimizers
-from hvdkit.train.gradients import LossScale
-from hvdkit.train.step import Result
+from hvdkit.train.optim import optimizer as optimizers
+from hvdkit.train.step import objective
+from hvdkit.train.step.gradients import LossScale
+from hvdkit.train.step.step import Result
+from hvdkit.train.virtual import fixed_point
 
 # float16: from the first loss scale to its floor there are 25 halvings.
 MOST_SKIPS = 20

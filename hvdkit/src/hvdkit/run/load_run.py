@@ -25,13 +25,14 @@ from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings, project, runs, typed
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import launch_rank
-from hvdkit.train import inputs as inputs_lib
-from hvdkit.train import optimizer as optimizers
-from hvdkit.train import outputs, task_checks
-from hvdkit.train import task as tasks
-from hvdkit.train.inputs import Inputs
-from hvdkit.train.state import TaskState
-from hvdkit.train.task import Task
+from hvdkit.train.optim import optimizer as optimizers
+from hvdkit.train.step.state import TaskState
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import inputs as inputs_lib
+from hvdkit.train.task import outputs
+from hvdkit.train.task import protocol as tasks
+from hvdkit.train.task.inputs import Inputs
+from hvdkit.train.task.protocol import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
 Work = Callable[..., None]  # It takes settings, world, stop signal; arguments: of `parser`.
@@ -174,7 +175,7 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
     if for_pictures and not tasks.optional(task, "picture_inputs"):
         raise ValueError(
             f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
-            "model is called with for a picture (hvdkit/train/task.py)"
+            "model is called with for a picture (hvdkit/train/task/protocol.py)"
         )
     path = chosen(Path(config.run_dir) / "checkpoints", which, task)
     with task_checks.user_code_errors("build_model"):

@@ -30,10 +30,10 @@ from hvdkit.run.context import begin, describe, find_start, make_task, notes, pr
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, GoBack, Stop
-from hvdkit.train import reduction
-from hvdkit.train import task as tasks
-from hvdkit.train.step import Result
-from hvdkit.train.tracing import direct_call
+from hvdkit.train.step import reduction
+from hvdkit.train.step.step import Result
+from hvdkit.train.step.tracing import direct_call
+from hvdkit.train.task import protocol as tasks
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
 _ONE_STEP = "train.py: each batch of run.batches() takes one step: call step(batch) once"

@@ -18,7 +18,7 @@ from hvdkit.run import modes
 from hvdkit.run.loop import Run
 from hvdkit.settings import Settings, absl_flags, project
 from hvdkit.stop import DONE, WRONG_USE, GoBack, Stop, launch_rank, left_of_a_launch
-from hvdkit.train import reduction
+from hvdkit.train.step import reduction
 
 Work = Callable[[World, StopSignal], None]
 

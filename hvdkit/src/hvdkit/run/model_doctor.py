@@ -23,8 +23,10 @@ from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.run.parts import RunParts
 from hvdkit.stop import PREEMPTED
-from hvdkit.train import groups, objective, outputs, schedule
-from hvdkit.train.step import Result
+from hvdkit.train.optim import groups, schedule
+from hvdkit.train.step import objective
+from hvdkit.train.step.step import Result
+from hvdkit.train.task import outputs
 
 # At most so many samples are looked at, and for so many seconds.
 _SAMPLES = 64

@@ -31,8 +31,9 @@ from hvdkit.run.benchmark import Benchmark
 from hvdkit.run.context import RunContext
 from hvdkit.run.parts import RunParts
 from hvdkit.settings import Settings
-from hvdkit.train import task as tasks
-from hvdkit.train import task_checks, trial
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
+from hvdkit.train.trial import trial
 
 
 def of(config: Settings) -> str:

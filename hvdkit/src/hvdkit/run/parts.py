@@ -16,8 +16,9 @@ from hvdkit.ranks.world import World
 from hvdkit.run.context import RunContext, Start, train_reader
 from hvdkit.run.health import Health
 from hvdkit.settings import Settings
-from hvdkit.train import batch_norm, task_checks
-from hvdkit.train.step import Result, Step
+from hvdkit.train.layers import batch_norm
+from hvdkit.train.step.step import Result, Step
+from hvdkit.train.task import checks as task_checks
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 
 from hvdkit.data import image_ops
 from hvdkit.data.readers import pairs, pictures
-from hvdkit.train import task_checks
+from hvdkit.train.task import checks as task_checks
 
 RNG = np.random.default_rng(0)
 SHAPE = (61, 83)

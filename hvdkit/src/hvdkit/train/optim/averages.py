@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvdkit.ranks.world import raw
-from hvdkit.train.gradients import overwritten
+from hvdkit.train.step.gradients import overwritten
 
 # An average of weights that fulfil one of these fulfils it too.
 _CONVEX = (keras.constraints.NonNeg, keras.constraints.MaxNorm)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from hvdkit.train import graph_checks
+from hvdkit.train.step import graph_checks
 
 Judged = Callable[..., tuple[tf.Tensor, tf.Tensor, Callable[[], None]]]
 Undo = Sequence[tuple[tf.Variable, tf.Tensor]]  # what a forward pass changes, and its old value

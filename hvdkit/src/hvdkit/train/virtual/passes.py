@@ -23,9 +23,10 @@ from hvdkit.logs import join
 from hvdkit.ranks.stragglers import own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.train import fixed_point, gathered, reduction
-from hvdkit.train.across import Turn
-from hvdkit.train.combine import (
+from hvdkit.train.layers.dropout import Seeds
+from hvdkit.train.step import reduction
+from hvdkit.train.step.across import Turn
+from hvdkit.train.step.combine import (
     SAME,
     Rule,
     StateChange,
@@ -34,16 +35,10 @@ from hvdkit.train.combine import (
     settled,
     split_by_change,
 )
-from hvdkit.train.dropout import Seeds
-from hvdkit.train.gradients import (
-    MicroBatches,
-    StepTotals,
-    means_of,
-    overwritten,
-    to_means,
-)
-from hvdkit.train.graph_checks import assigned_handles
-from hvdkit.train.state import State
+from hvdkit.train.step.gradients import MicroBatches, StepTotals, means_of, overwritten, to_means
+from hvdkit.train.step.graph_checks import assigned_handles
+from hvdkit.train.step.state import State
+from hvdkit.train.virtual import fixed_point, gathered
 
 _Values = list[tuple[tf.Variable, tf.Tensor]]
 

@@ -18,10 +18,10 @@ from hvdkit.logs import join, one_line
 from hvdkit.ranks.world import unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
-from hvdkit.train import graph_checks
-from hvdkit.train.task import Example, Task, optional
+from hvdkit.train.step import graph_checks
+from hvdkit.train.task.protocol import Example, Task, optional
 
-_GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task_checks.py")
+_GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task/checks.py")
 _RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
 
 # Keras hands a layer's whole call to tf.recompute_grad, which takes no keywords in a graph.

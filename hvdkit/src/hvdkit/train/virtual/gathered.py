@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.train import fixed_point
-from hvdkit.train.across import Turn
-from hvdkit.train.losses import widest
+from hvdkit.train.step.across import Turn
+from hvdkit.train.step.losses import widest
+from hvdkit.train.virtual import fixed_point
 
 
 class Rows(NamedTuple):

@@ -19,20 +19,15 @@ import tensorflow as tf
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw, say
-from hvdkit.train import (
-    across,
-    batch_norm,
-    combine,
-    dropout,
-    objective,
-    simulated_ranks,
-    task_checks,
-)
-from hvdkit.train import gradients as gradients_lib
-from hvdkit.train.state import leave_zero, unchanged
-from hvdkit.train.step import SimulatedShare, Step
-from hvdkit.train.task import Example
-from hvdkit.train.tracing import StepFunction
+from hvdkit.train.layers import batch_norm, dropout
+from hvdkit.train.step import across, combine, objective
+from hvdkit.train.step import gradients as gradients_lib
+from hvdkit.train.step.state import leave_zero, unchanged
+from hvdkit.train.step.step import SimulatedShare, Step
+from hvdkit.train.step.tracing import StepFunction
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task.protocol import Example
+from hvdkit.train.trial import simulated_ranks
 
 _OTHERS = (
     "a sample depends on others of its batch, which ranks, virtual ranks and micro-batches divide. "

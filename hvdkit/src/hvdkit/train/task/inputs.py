@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from hvdkit.data import open as open_lib
 from hvdkit.logs import join
-from hvdkit.train import task as tasks
-from hvdkit.train import task_checks
-from hvdkit.train.task import Task
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import protocol as tasks
+from hvdkit.train.task.protocol import Task
 
 # Names that Keras makes where keras.Input was given none: they change with each model.
 _MADE_UP = re.compile(r"(keras_tensor|input_layer|input)(_\d+)?")

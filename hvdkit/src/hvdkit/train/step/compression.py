@@ -10,7 +10,7 @@ import math
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdkit.train.losses import at_least_float32
+from hvdkit.train.step.losses import at_least_float32
 
 NAME = "compression."  # prefix of the names of exchanged exponents; graph_checks.py knows it
 _HIGHEST = 15  # float16 holds values below 2**16

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from hvdkit.logs import join
-from hvdkit.train.losses import above
-from hvdkit.train.task_checks import user_code_errors
+from hvdkit.train.step.losses import above
+from hvdkit.train.task.checks import user_code_errors
 
 
 def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:

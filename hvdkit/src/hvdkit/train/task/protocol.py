@@ -13,7 +13,7 @@ from hvdkit import scores
 from hvdkit.data.place import BEGINNING, Place
 from hvdkit.data.source import Source
 from hvdkit.settings import Settings, project
-from hvdkit.train.groups import Group
+from hvdkit.train.optim.groups import Group
 
 # Settings that only tasks read, and those that a task's own function leaves without a reader.
 EVALUATION = ("eval_crop", "eval_window", "eval_scales", "eval_flip", "val_split")
@@ -103,7 +103,7 @@ class Task(Protocol):
         """One augmented example from what the source read. TensorFlow ops only.
 
         For pictures, hvdkit.data.augment takes the sample and returns uint8, a quarter of float32's
-        bytes; the model's first layer scales them (hvdkit/train/preprocessing.py).
+        bytes; the model's first layer scales them (hvdkit/train/layers/preprocessing.py).
 
         `if` and `for` do not take tensors here, nor in `loss` and `sums`: use tf.where, tf.cond
         or @tf.function on the function that needs it (it costs seconds at start-up).
@@ -222,8 +222,8 @@ def load_task(config: Settings) -> Task:
     missing = [name for name in _REQUIRED if not optional(task, name)]
     if missing:
         raise ValueError(
-            f"tasks/{config.task}.py: class Task has no {', '.join(missing)}: hvdkit/train/task.py "
-            "says what to return"
+            f"tasks/{config.task}.py: class Task has no {', '.join(missing)}: "
+            "hvdkit/train/task/protocol.py says what to return"
         )
     if not isinstance(getattr(task, "main_metric", None), str):
         raise ValueError(

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from hvdkit.ranks import agreement
 from hvdkit.stop import WRONG_USE, Stop
-from hvdkit.train import graph_checks
-from hvdkit.train.gradients import StepTotals
-from hvdkit.train.task import Example
+from hvdkit.train.step import graph_checks
+from hvdkit.train.step.gradients import StepTotals
+from hvdkit.train.task.protocol import Example
 
 Result = Mapping[str, tf.Tensor]  # what a step returns
 StepFunction = Callable[[Example], Result]

@@ -26,10 +26,11 @@ import tensorflow as tf
 from hvdkit.logs import join
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.train import dropout, reduction
-from hvdkit.train.batch_norm import moving_ids
-from hvdkit.train.graph_checks import assigned_handles
-from hvdkit.train.state import State
+from hvdkit.train.layers import dropout
+from hvdkit.train.layers.batch_norm import moving_ids
+from hvdkit.train.step import reduction
+from hvdkit.train.step.graph_checks import assigned_handles
+from hvdkit.train.step.state import State
 
 KINDS = ("mean", "sum", "max", "min", "concatenate", "same")
 _KNOWN = {
@@ -224,7 +225,7 @@ class Combiner:
                 raise ValueError(
                     f"{name} combines by {rule.kind!r}, which makes another value of what two "
                     "parts of a batch give than the whole batch gives: declare another rule, or "
-                    "change the layer (hvdkit/train/combine.py)"
+                    "change the layer (hvdkit/train/step/combine.py)"
                 )
         if undeclared:
             inside = [n for n in undeclared if id(raw(named[n]).handle) in self._assigned]
@@ -232,8 +233,8 @@ class Combiner:
             raise ValueError(
                 f"{changer} changes {join(inside or undeclared)} by the samples of a rank's share: "
                 "declare how the ranks' values come together, `combines` in the layer or the task: "
-                f"{join(KINDS[:-1], 9)} (hvdkit/train/combine.py), or make it of the rows of all "
-                "ranks (hvdkit.train.across.gather)"
+                f"{join(KINDS[:-1], 9)} (hvdkit/train/step/combine.py), or make it of the rows of "
+                "all ranks (hvdkit.train.across.gather)"
             )
         return notes
 

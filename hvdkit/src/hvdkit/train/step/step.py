@@ -33,24 +33,17 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.stragglers import moment, own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
-from hvdkit.train import (
-    across,
-    combine,
-    graph_checks,
-    objective,
-    reduction,
-    schedule,
-    task_checks,
-    updating,
-    virtual,
-)
-from hvdkit.train import gradients as gradients_lib
-from hvdkit.train import losses as losses_lib
-from hvdkit.train import optimizer as optimizers
-from hvdkit.train.gradients import StepTotals
-from hvdkit.train.state import State
-from hvdkit.train.task import Example, Task
-from hvdkit.train.tracing import Result, StepFunction, Tracing
+from hvdkit.train.optim import optimizer as optimizers
+from hvdkit.train.optim import schedule
+from hvdkit.train.step import across, combine, graph_checks, objective, reduction, updating
+from hvdkit.train.step import gradients as gradients_lib
+from hvdkit.train.step import losses as losses_lib
+from hvdkit.train.step.gradients import StepTotals
+from hvdkit.train.step.state import State
+from hvdkit.train.step.tracing import Result, StepFunction, Tracing
+from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task.protocol import Example, Task
+from hvdkit.train.virtual import passes as virtual
 
 Losses = Callable[[Example], Any]  # returns what a task's `loss` does
 

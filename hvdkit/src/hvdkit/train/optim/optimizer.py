@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
-from hvdkit.train import averages, groups
-from hvdkit.train.gradients import is_kernel
+from hvdkit.train.optim import averages, groups
+from hvdkit.train.step.gradients import is_kernel
 
 _TRUST = 0.001  # eta, the trust coefficient of LARS
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")  # only adam, adamw and lamb read them

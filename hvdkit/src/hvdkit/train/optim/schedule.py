@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.settings import Settings, project
-from hvdkit.train.plateau import Plateau
-from hvdkit.train.task import Task, optional, settings_of
-from hvdkit.train.task_checks import user_code_errors
+from hvdkit.train.optim.plateau import Plateau
+from hvdkit.train.task.checks import user_code_errors
+from hvdkit.train.task.protocol import Task, optional, settings_of
 
 Schedule = Callable[[tf.Tensor], tf.Tensor]
 

@@ -20,8 +20,8 @@ from horovod.common.util import split_list
 
 from hvdkit.ranks.world import raw
 from hvdkit.settings import Settings
-from hvdkit.train import compression
-from hvdkit.train.gradients import overwritten
+from hvdkit.train.step import compression
+from hvdkit.train.step.gradients import overwritten
 
 _PART = 2.0**12  # `totals` says how numbers are split by it
 NO_GRADIENTS = "the loss depends on none of the model's weights"

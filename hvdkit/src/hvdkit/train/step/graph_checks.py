@@ -12,8 +12,8 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
-from hvdkit.train import compression, losses
-from hvdkit.train.state import State
+from hvdkit.train.step import compression, losses
+from hvdkit.train.step.state import State
 
 # Operations whose draws go on from a state inside the process: it is neither saved nor shared.
 _DRAWS = re.compile(

@@ -17,9 +17,9 @@ import tensorflow as tf
 from keras.src.utils.naming import to_snake_case
 
 from hvdkit.ranks.world import raw
-from hvdkit.train.gradients import LossScale
-from hvdkit.train.optimizer import UpdateRule
-from hvdkit.train.plateau import Plateau
+from hvdkit.train.optim.optimizer import UpdateRule
+from hvdkit.train.optim.plateau import Plateau
+from hvdkit.train.step.gradients import LossScale
 
 Variable: TypeAlias = keras.Variable | tf.Variable
 _MADE_ANEW = (keras.optimizers.Optimizer, keras.Metric, keras.random.SeedGenerator)

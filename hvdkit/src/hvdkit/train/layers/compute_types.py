@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from hvdkit.logs import join
 from hvdkit.ranks import world as world_lib
-from hvdkit.train.state import is_frame
+from hvdkit.train.step.state import is_frame
 
 # By --precision: types in which a layer may compute on purpose, as one that gives logits.
 _WIDER = {

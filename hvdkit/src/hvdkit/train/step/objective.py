@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
-from hvdkit.train.losses import at_least_float32, required, widest
-from hvdkit.train.task import Task
-from hvdkit.train.task_checks import describe_value, user_code_errors
+from hvdkit.train.step.losses import at_least_float32, required, widest
+from hvdkit.train.task.checks import describe_value, user_code_errors
+from hvdkit.train.task.protocol import Task
 
 # The loss is divided by the weights' sum: negative ones would turn the step round.
 _WEIGHTS = "weights are finite numbers from 0 up; multiply a sign into the loss"
