@@ -28,7 +28,8 @@ from preflight import facts, findings, ranks, security
 from preflight.findings import leaders, place
 from preflight.ranks import watch
 
-_MOST_HOSTS, _ROUNDS = 32, 6  # of more hosts, each is timed with six others only
+_MOST_HOSTS = 32  # with more hosts, each is timed with six others only
+_ROUNDS = 6
 _NETWORK = "look at firewalls and at the network that MPI takes (hosts.sh --interface)"
 
 
@@ -45,7 +46,9 @@ def main() -> int:
     options = parser.parse_args()
     take_folders(options)
     hold_output()
-    if fault := left_of_a_launch():
+
+    fault = left_of_a_launch()
+    if fault:
         print(f"error: {fault}")
         return 1
     if ranks.launcher() == "srun":
@@ -54,28 +57,32 @@ def main() -> int:
     if options.security:
         if not ranks.local_rank():
             host = os.uname().nodename
-            print(*(f"{host}: {line}" for line in security.lines(options.run_dir)), sep="\n")
+            for line in security.lines(options.run_dir):
+                print(f"{host}: {line}")
         return 0
-    came = ranks.roll_call()
+
+    present = ranks.roll_call()
     with watch("looking at its own host", options.timeout, "a disk, a mount or a driver hangs"):
-        own = facts.collect(options.data_dir, options.run_dir, options.device)
-    everyone = connect(own, came, options)
-    return Examination(everyone, own, options).run() if everyone else 1
+        own_facts = facts.collect(options.data_dir, options.run_dir, options.device)
+    link = connect(own_facts, present, options)
+    if not link:
+        return 1
+    return Examination(link, own_facts, options).run()
 
 
 def hold_output() -> None:
-    """File names may be any bytes; mpirun tags every write, so a line must be one."""
+    """Lets file names hold any bytes, and makes each line one write, since mpirun tags writes."""
     try:
         from hvdkit import streams
-    except ImportError:  # found later, on all hosts
+    except ImportError:  # a missing hvdkit is reported later, with what all hosts lack
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     else:
         streams.hold()
 
 
 def left_of_a_launch() -> str:
-    """Why this process is no rank though its environment says so; empty where it may be one."""
-    with contextlib.suppress(ImportError):  # of hvdkit, which is found later, on all hosts
+    """Why this process is no rank though its environment says so; "" where it may be one."""
+    with contextlib.suppress(ImportError):  # a missing hvdkit is reported later
         from hvdkit import stop
 
         return stop.left_of_a_launch()
@@ -83,43 +90,59 @@ def left_of_a_launch() -> str:
 
 
 def take_folders(options: argparse.Namespace) -> None:
-    """Device, run folder and data folder of the training command."""
-    with contextlib.suppress(ImportError):  # of hvdkit, which is found later, on all hosts
+    """Takes device, run folder and data folder from the training command."""
+    with contextlib.suppress(ImportError):  # a missing hvdkit is reported later
         from hvdkit.settings import of_command, project
 
-        if given := of_command(options.command):
-            options.device, options.run_dir = given.device, given.run_dir
-            # Where the demo's data are missing, the run makes them.
-            demo = Path(given.data_dir).absolute() == project.folder() / type(given).data_dir
-            options.data_dir = "" if demo or given.synthetic_data else given.data_dir
+        settings = of_command(options.command)
+        if not settings:
+            return
+        options.device = settings.device
+        options.run_dir = settings.run_dir
+        options.data_dir = settings.data_dir
+        # A run makes the demo's data where they are missing.
+        demo = project.folder() / type(settings).data_dir
+        if settings.synthetic_data or Path(settings.data_dir).absolute() == demo:
+            options.data_dir = ""
 
 
-def connect(own: dict[str, Any], came: set[int] | None, options: argparse.Namespace) -> Any:
-    """How ranks exchange data; None if this rank knows why they cannot, and has printed it."""
+def connect(
+    own_facts: dict[str, Any], present: set[int] | None, options: argparse.Namespace
+) -> Any:
+    """How ranks exchange data; None if this rank knows why they cannot, and has printed it.
 
-    def absent() -> str:
-        size = ranks.number("OMPI_COMM_WORLD_SIZE", default=len(ranks.dealt()))
-        gone = [rank for rank in range(size) if rank not in came] if came else []
-        return str(findings.missing(gone, ranks.dealt(), options.timeout)) if gone else ""
+    `present`: from `ranks.roll_call`.
+    """
 
-    if ranks.launcher() == "mpi" and own["alike"]["MPI"] != "none":
+    def name_the_missing() -> str:
+        hosts = ranks.dealt()
+        size = ranks.number("OMPI_COMM_WORLD_SIZE", default=len(hosts))
+        gone = []
+        if present:
+            gone = [rank for rank in range(size) if rank not in present]
+        return str(findings.missing(gone, hosts, options.timeout)) if gone else ""
+
+    if ranks.launcher() == "mpi" and own_facts["alike"]["MPI"] != "none":
         # Rank 0 knows who is missing, so it gives up first.
         limit = options.timeout + (10 if ranks.rank() else 0)
-        with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=absent):
+        with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=name_the_missing):
             return ranks.Mpi()
-    why = facts.unheard(own["host"])  # Gloo listens where it points to
-    alone = ranks.launcher() == "alone"
-    if why and not alone:
-        todo = f"add the line '127.0.0.1 {own['host']}' to /etc/hosts"
-        own["faults"] += [(f"its own name {own['host']} {why}", todo, "fatal")]
-    found = findings.of_facts([own], options.device)
-    if any(f.level == "fatal" for f in found):
+
+    host = own_facts["host"]
+    unheard = facts.unheard(host)  # Gloo listens at the address of the host's name
+    is_alone = ranks.launcher() == "alone"
+    if unheard and not is_alone:
+        todo = f"add the line '127.0.0.1 {host}' to /etc/hosts"
+        own_facts["faults"].append((f"its own name {host} {unheard}", todo, "fatal"))
+    found = findings.of_facts([own_facts], options.device)
+    if any(finding.level == "fatal" for finding in found):
         print(*found, sep="\n", flush=True)
         return None
-    if alone:  # without a launcher, as in training: hvdkit/ranks/start.py
-        kind = "mpi" if why else "gloo"
-        os.environ |= {"HOROVOD_CONTROLLER": kind, "HOROVOD_CPU_OPERATIONS": kind}
-        os.environ |= {"OMPI_MCA_ess_singleton_isolated": "1"}  # it looks for no daemon
+    if is_alone:  # as in training: hvdkit/ranks/start.py
+        controller = "mpi" if unheard else "gloo"
+        os.environ["HOROVOD_CONTROLLER"] = controller
+        os.environ["HOROVOD_CPU_OPERATIONS"] = controller
+        os.environ |= {"OMPI_MCA_ess_singleton_isolated": "1"}  # Open MPI looks for no daemon
     start_horovod(options)
     return ranks.Horovod()
 
@@ -135,18 +158,22 @@ def start_horovod(options: argparse.Namespace) -> None:
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     if hvd.nccl_built() and "NCCL_DEBUG" not in os.environ:
         log = Path(tempfile.mkdtemp(prefix="doctor-"), "nccl")
-        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+        os.environ["NCCL_DEBUG"] = "INFO"
+        os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,NET"
         os.environ["NCCL_DEBUG_FILE"] = str(log)
     from hvdkit.ranks import start
 
     start.tell_networks()  # as training does
     with watch("starting Horovod", options.timeout, _NETWORK):
         hvd.init()
-    seen = tf.config.list_physical_devices("GPU") if options.device != "cpu" else []
-    own = seen[min(hvd.local_rank(), len(seen) - 1) :][:1]  # a task may see its own alone
-    tf.config.set_visible_devices(own, "GPU")
-    for gpu in own:
-        tf.config.experimental.set_memory_growth(gpu, True)
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if options.device == "cpu" or not gpus:
+        tf.config.set_visible_devices([], "GPU")
+        return
+    gpu = gpus[min(hvd.local_rank(), len(gpus) - 1)]  # a rank that sees one GPU sees its own
+    tf.config.set_visible_devices([gpu], "GPU")
+    tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def network_of_nccl() -> str:
@@ -154,21 +181,28 @@ def network_of_nccl() -> str:
     log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
     if not log.parent.name.startswith("doctor-") or not log.is_file():
         return ""
-    found = facts.network_of_nccl(log.read_text(errors="replace"))
+    network = facts.network_of_nccl(log.read_text(errors="replace"))
     shutil.rmtree(log.parent, ignore_errors=True)
-    return found
+    return network
 
 
 def rounds(hosts: int) -> list[list[tuple[int, int]]]:
     """Each pair of hosts once, or a sample, the same on all ranks; no host is twice in a round."""
-    seats: list[int | None] = [*range(hosts), *([None] if hosts % 2 else [])]
+    seats: list[int | None] = list(range(hosts))
+    if hosts % 2:
+        seats.append(None)  # the host that sits beside it pauses
+    half = len(seats) // 2
     table = []
     for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]))
-        table.append([(min(p), max(p)) for p in pairs if None not in p])
+        pairs = []
+        for one, other in zip(seats[:half], reversed(seats[half:])):
+            if one is not None and other is not None:
+                pairs.append((min(one, other), max(one, other)))
+        table.append(pairs)
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return table if hosts <= _MOST_HOSTS else random.Random(hosts).sample(table, _ROUNDS)
+    if hosts <= _MOST_HOSTS:
+        return table
+    return random.Random(hosts).sample(table, _ROUNDS)
 
 
 def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
@@ -180,88 +214,138 @@ def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
-    size, numbers = process_set.size(), tf.ones([megabytes << 18])
-    name = f"doctor.{'-'.join(map(str, process_set.ranks or ['all']))}"
+    size = process_set.size()
+    numbers = tf.ones([megabytes << 18])
+    name = "doctor.all"
+    if process_set.ranks:
+        name = f"doctor.{'-'.join(str(rank) for rank in process_set.ranks)}"
 
-    def once(tensor: Any) -> Any:
+    def reduce(tensor: Any) -> Any:
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, process_set=process_set)
 
-    right = bool(tf.reduce_all(once(numbers) == size))  # also makes the connections
-    once(tf.zeros([1]))  # all start together
+    is_right = bool(tf.reduce_all(reduce(numbers) == size))  # this also makes the connections
+    reduce(tf.zeros([1]))  # all ranks start together
     seconds = math.inf
-    for _ in range(5):  # what else the hosts do makes one slow; a bad cable makes all slow
+    # Other work of the hosts makes one of the five slow; a bad cable makes all of them slow.
+    for _ in range(5):
         start = time.perf_counter()
-        once(numbers)[:1].numpy()  # a GPU has finished
+        reduce(numbers)[:1].numpy()  # waits until a GPU has finished
         seconds = min(seconds, time.perf_counter() - start)
-    rate = (megabytes << 20) / seconds * 2 * (size - 1) / size
-    its = [] if process_set is hvd.global_process_set else process_set.ranks
-    return {"rank": hvd.rank(), "ranks": its, "seconds": seconds, "right": right, "rate": rate}
+    return {
+        "rank": hvd.rank(),
+        "ranks": [] if process_set is hvd.global_process_set else process_set.ranks,
+        "seconds": seconds,
+        "right": is_right,
+        "rate": (megabytes << 20) / seconds * 2 * (size - 1) / size,
+    }
 
 
 class Examination:
     """The stages; rank 0 collects what is wrong in `found`."""
 
-    def __init__(self, everyone: Any, own: dict[str, Any], options: argparse.Namespace) -> None:
-        self.ranks, self.own, self.options = everyone, own, options
-        self.first, self.found, self.facts = everyone.rank == 0, [], []
-        self.hosts: list[str] = []  # on rank 0, of each rank
+    def __init__(
+        self,
+        link: ranks.Mpi | ranks.Horovod,
+        own_facts: dict[str, Any],
+        options: argparse.Namespace,
+    ) -> None:
+        self.link = link
+        self.own_facts = own_facts
+        self.options = options
+        self.is_first = link.rank == 0
+        # On rank 0:
+        self.found: list[findings.Finding] = []
+        self.facts: list[Any] = []  # of each rank
+        self.hosts: list[str] = []  # of each rank
 
     def run(self) -> int:
         """The exit code, the same on all ranks."""
-        self.own["door"] = ranks.open_door() | {"addresses": self.own["addresses"]}
+        self.own_facts["door"] = ranks.open_door() | {"addresses": self.own_facts["addresses"]}
         plan = self.exchange_facts()
-        timed = self.time(plan["leaders"]) if self.look_around(plan) else []
+        timed = []
+        if self.look_around(plan):
+            timed = self.time(plan["leaders"])
         with self.watch("sending its times to rank 0"):
-            every = self.ranks.gather(timed, self.options.timeout)
-            if self.first:
-                self.report([one for its in filter(None, every) for one in its])
-            return int(self.ranks.broadcast(any(f.level != "note" for f in self.found)))
+            gathered = self.link.gather(timed, self.options.timeout)
+            if self.is_first:
+                everything_timed = []
+                for timed_by_rank in gathered:
+                    everything_timed += timed_by_rank or []
+                self.report(everything_timed)
+            failed = any(finding.level != "note" for finding in self.found)
+            return int(self.link.broadcast(failed))
 
     def watch(self, stage: str, advice: str = _NETWORK, times: float = 1) -> Any:
         return watch(stage, times * self.options.timeout, advice, known=self.known)
 
     def known(self) -> str:
-        return "\n".join(map(str, sorted(self.found, key=lambda one: one.level == "note")))
+        """The findings so far, notes last."""
+        findings_in_order = sorted(self.found, key=lambda finding: finding.level == "note")
+        return "\n".join(str(finding) for finding in findings_in_order)
 
     def exchange_facts(self) -> dict[str, Any]:
         """Rank 0 checks each rank's facts; returns what every rank must know of the others."""
         plan = None
         with self.watch("sending its facts to rank 0", times=3):
-            self.facts = every = self.ranks.gather(self.own, self.options.timeout)
-            if self.first:
-                dealt = ranks.dealt()
-                if gone := [rank for rank, its in enumerate(every) if its is None]:
-                    print(findings.missing(gone, dealt, self.options.timeout), flush=True)
-                    os._exit(1)  # and the launcher ends the others
-                self.found += findings.of_facts(every, self.options.device)
-                self.hosts = [its["host"] for its in every]
-                firsts, given = leaders(self.hosts), len(dealt) == len(every)
-                names = [(dealt[r], True) if given else (self.hosts[r], False) for r in firsts]
-                doors = [every[rank]["door"] for rank in firsts]
-                mark = self.options.run_dir and facts.leave_mark(self.options.run_dir)
-                plan = {"mark": mark, "leaders": firsts, "names": names, "doors": doors}
-            return self.ranks.broadcast(plan)
+            self.facts = self.link.gather(self.own_facts, self.options.timeout)
+            if self.is_first:
+                plan = self.check_facts()
+            return self.link.broadcast(plan)
+
+    def check_facts(self) -> dict[str, Any]:
+        """Returns the plan that rank 0 sends to the others."""
+        dealt = ranks.dealt()
+        gone = [rank for rank, facts_of_rank in enumerate(self.facts) if facts_of_rank is None]
+        if gone:
+            print(findings.missing(gone, dealt, self.options.timeout), flush=True)
+            os._exit(1)  # the launcher then ends the others
+        self.found += findings.of_facts(self.facts, self.options.device)
+        self.hosts = [facts_of_rank["host"] for facts_of_rank in self.facts]
+
+        firsts = leaders(self.hosts)
+        names_are_given = len(dealt) == len(self.facts)
+        names = dealt if names_are_given else self.hosts
+        mark = ""
+        if self.options.run_dir:
+            mark = facts.leave_mark(self.options.run_dir)
+        return {
+            "mark": mark,
+            "leaders": firsts,
+            "names": [(names[rank], names_are_given) for rank in firsts],
+            "doors": [self.facts[rank]["door"] for rank in firsts],
+        }
 
     def look_around(self, plan: dict[str, Any]) -> bool:
         """The first rank of each host tries the others; whether Horovod can be started."""
-        view, firsts = None, plan["leaders"]
+        view = None
+        firsts = plan["leaders"]
         with self.watch("looking at the other hosts", "a disk or a name server hangs", times=3):
-            if self.ranks.rank in firsts:
-                names = plan["names"] if len(firsts) > 1 else []
-                view = {
-                    "closed": ranks.closed(firsts.index(self.ranks.rank), plan["doors"]),
-                    "names": [(*one, facts.resolve(one[0])) for one in names],
-                    "mark": not plan["mark"] or os.path.exists(plan["mark"]),
-                }
-            views = self.ranks.gather(view, 2 * self.options.timeout)
-            if self.first:
+            if self.link.rank in firsts:
+                view = self.view_of(plan)
+            views = self.link.gather(view, 2 * self.options.timeout)
+            if self.is_first:
                 with contextlib.suppress(OSError):
                     os.unlink(plan["mark"])
-                if gone := [rank for rank in firsts if not views[rank]]:
+                gone = [rank for rank in firsts if not views[rank]]
+                if gone:
                     self.found.append(findings.missing(gone, self.hosts, 2 * self.options.timeout))
-                views = {rank: its for rank, its in enumerate(views) if its}
-                self.found += findings.of_views(self.facts, views, self.options.run_dir)
-            return self.ranks.broadcast(not any(f.level == "fatal" for f in self.found))
+                view_by_rank = {rank: view for rank, view in enumerate(views) if view}
+                self.found += findings.of_views(self.facts, view_by_rank, self.options.run_dir)
+            can_start = not any(finding.level == "fatal" for finding in self.found)
+            return self.link.broadcast(can_start)
+
+    def view_of(self, plan: dict[str, Any]) -> dict[str, Any]:
+        """What this host sees of the others, for `findings.of_views`."""
+        firsts = plan["leaders"]
+        names = []
+        if len(firsts) > 1:
+            for name, is_given in plan["names"]:
+                names.append((name, is_given, facts.resolve(name)))
+        return {
+            "closed": ranks.closed(firsts.index(self.link.rank), plan["doors"]),
+            "names": names,
+            "mark": not plan["mark"] or os.path.exists(plan["mark"]),
+        }
 
     def time(self, firsts: list[int]) -> list[dict[str, Any]]:
         """This rank's figures of an allreduce of all ranks, and of pairs of hosts."""
@@ -273,47 +357,56 @@ class Examination:
             timed = [allreduce(self.options.mb, hvd.global_process_set)]
         network = network_of_nccl()
         timed[0]["network"] = network
-        # Two ranks on two hosts are all ranks.
-        for pairs in rounds(len(firsts)) if self.ranks.size > 2 else []:
-            of_two = [[firsts[one], firsts[other]] for one, other in pairs]
-            shown = " and ".join(f"{one} and {other}" for one, other in of_two)
-            with self.watch(f"timing an allreduce between ranks {shown}", advice):
-                sets = [hvd.add_process_set(pair) for pair in of_two]  # by every rank
-                timed += [
-                    allreduce(self.options.mb, one) | {"network": network}
-                    for one in sets
-                    if one.included()
-                ]
-                for one in sets:
-                    hvd.remove_process_set(one)
+        if self.link.size <= 2:  # two ranks on two hosts are all ranks
+            return timed
+
+        for pairs in rounds(len(firsts)):
+            rank_pairs = [[firsts[one], firsts[other]] for one, other in pairs]
+            names = " and ".join(f"{one} and {other}" for one, other in rank_pairs)
+            with self.watch(f"timing an allreduce between ranks {names}", advice):
+                # Every rank has to add each process set, also those it is not in.
+                process_sets = [hvd.add_process_set(pair) for pair in rank_pairs]
+                for process_set in process_sets:
+                    if process_set.included():
+                        result = allreduce(self.options.mb, process_set)
+                        timed.append(result | {"network": network})
+                for process_set in process_sets:
+                    hvd.remove_process_set(process_set)
         return timed
 
     def report(self, timed: list[dict[str, Any]]) -> None:
-        """On rank 0; adds slow hosts and wrong sums to `found`."""
-        size, firsts = self.ranks.size, leaders(self.hosts)
-        print(f"\n{size} rank(s) on {len(firsts)} host(s), by {self.ranks.name}")
+        """Prints the result on rank 0; adds slow hosts and wrong sums to `found`."""
+        firsts = leaders(self.hosts)
+        print(f"\n{self.link.size} rank(s) on {len(firsts)} host(s), by {self.link.name}")
         alike = self.facts[0]["alike"].items()
         print(", ".join(f"{name} {value}" for name, value in alike if value != "none"))
         for rank in firsts:
-            its = self.facts[rank]
-            sees = f", {its['gpus'].get('seen', 0)} GPU(s)" if "gpus" in its else ""
-            print(f"{its['host']}: {self.hosts.count(its['host'])} rank(s){sees}")
-        seen: dict[tuple[int, ...], list[Any]] = {}
+            host = self.hosts[rank]
+            line = f"{host}: {self.hosts.count(host)} rank(s)"
+            if "gpus" in self.facts[rank]:
+                line += f", {self.facts[rank]['gpus'].get('seen', 0)} GPU(s)"
+            print(line)
+
+        timed_by_pair: dict[tuple[int, ...], list[Any]] = {}
         for one in timed:
-            seen.setdefault(tuple(one["ranks"]), []).append(one)
-        for pair, (one, *_) in sorted(seen.items()):
-            speeds = f"{one['seconds'] * 1e3:.1f} ms, bus bandwidth {one['rate'] / 1e6:,.1f} MB/s"
+            timed_by_pair.setdefault(tuple(one["ranks"]), []).append(one)
+        for pair, timed_by_ranks in sorted(timed_by_pair.items()):
+            one = timed_by_ranks[0]
             who = place(self.hosts, pair) if pair else "all ranks"
-            print(f"allreduce of {self.options.mb} MB, {who}: {speeds}")
-        self.found += findings.of_times(self.hosts, seen)
-        self.found += findings.of_links(self.facts, seen)
-        of_all = seen.get((), [])  # none where hosts do not reach each other
-        self.found += findings.of_nccl(self.facts, of_all)
-        if of_all and of_all[0]["network"]:
-            print(f"NCCL sends by {of_all[0]['network']}")
-        bad = sum(one.level != "note" for one in self.found)
-        print(*filter(None, [self.known()]), sep="\n")
-        print(f"{bad} thing(s) wrong" if bad else "nothing is wrong", flush=True)
+            print(
+                f"allreduce of {self.options.mb} MB, {who}: {one['seconds'] * 1e3:.1f} ms, "
+                f"bus bandwidth {one['rate'] / 1e6:,.1f} MB/s"
+            )
+        self.found += findings.of_times(self.hosts, timed_by_pair)
+        self.found += findings.of_links(self.facts, timed_by_pair)
+        of_all_ranks = timed_by_pair.get((), [])  # none where hosts do not reach each other
+        self.found += findings.of_nccl(self.facts, of_all_ranks)
+        if of_all_ranks and of_all_ranks[0]["network"]:
+            print(f"NCCL sends by {of_all_ranks[0]['network']}")
+
+        print(self.known())
+        wrong = sum(finding.level != "note" for finding in self.found)
+        print(f"{wrong} thing(s) wrong" if wrong else "nothing is wrong", flush=True)
 
 
 if __name__ == "__main__":

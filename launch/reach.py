@@ -70,7 +70,7 @@ class Door:
 
 
 def _listen() -> socket.socket:
-    """On a port that mpirun may take, where a firewall may leave some open."""
+    """Listens on a port that mpirun may take, since a firewall may leave only some open."""
     for part in os.environ.get(_PORTS, "").split(","):
         first, _, last = part.partition("-")
         last = last or first
@@ -84,17 +84,15 @@ def _listen() -> socket.socket:
 
 def is_here(name: str) -> bool:
     """Whether a host is this one: its ranks are started without ssh."""
-    own = {"::1", "localhost", os.uname().nodename, *(address for _, address in facts.ways())}
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        found = []
-    addresses = {name, *(str(entry[4][0]) for entry in found)}
-    return any(address in own or address.startswith("127.") for address in addresses)
+    local = {"::1", "localhost", os.uname().nodename}
+    local.update(address for _, address in facts.ways())
+    addresses, _ = facts.resolve(name)
+    addresses.append(name)
+    return any(address in local or address.startswith("127.") for address in addresses)
 
 
 def needed(command: list[str]) -> list[str]:
-    """What each host needs at the same place: the program and its script."""
+    """The paths that each host needs: the program and its script."""
     return [os.path.abspath(word) for word in command[:2] if os.path.exists(word)]
 
 
@@ -103,9 +101,9 @@ def ask(
 ) -> tuple[Answer | None, str]:
     """What daemon.sh says on that host; or why it says nothing, as an error's text."""
     script = Path(__file__).resolve().with_name("daemon.sh")
-    given = [address for _, address in facts.ways() if ":" not in address]
-    words = ["bash", shlex.quote(str(script)), "prove", door.word, str(door.port), *given]
-    words += ["--", *map(shlex.quote, paths)]
+    addresses = [address for _, address in facts.ways() if ":" not in address]
+    words = ["bash", shlex.quote(str(script)), "prove", door.word, str(door.port), *addresses]
+    words += ["--", *(shlex.quote(path) for path in paths)]
     seconds = min(_ANSWER, limit or _ANSWER)
     try:
         ended = subprocess.run(
@@ -120,46 +118,47 @@ def ask(
         return None, _unreached(name, ssh, f"no answer in {seconds} s")
     output = ended.stdout.decode(errors="replace")
     answer = _read(output, door.word)
-    said = (output.strip().splitlines() or ["nothing"])[-1]
+    lines = output.strip().splitlines()
+    last_line = lines[-1] if lines else "nothing"
     if answer.missing:
         return None, f"cannot start on {name}: no {answer.missing} there: is its disk mounted?"
     if answer.runs:
         return answer, ""
     if ended.returncode == 255:
-        return None, _unreached(name, ssh, said)
+        return None, _unreached(name, ssh, last_line)
     return None, (
         f"cannot start on {name}: ssh answers, but its login shell did not run {script}: it ended "
-        f"with exit code {ended.returncode} and said '{said}'. Is this folder there? Does "
+        f"with exit code {ended.returncode} and said '{last_line}'. Is this folder there? Does "
         "~/.bashrc start another shell, or authorized_keys have a command=?"
     )
 
 
 def _unreached(name: str, ssh: list[str], why: str) -> str:
-    """With the port that ssh takes for this host."""
-    asked = subprocess.run([*ssh, "-G", name], capture_output=True, text=True, check=False)
+    """An error's text, with the port that ssh takes for this host."""
+    options = subprocess.run([*ssh, "-G", name], capture_output=True, text=True, check=False)
     port = "unknown"
-    for line in asked.stdout.splitlines():
+    for line in options.stdout.splitlines():
         if line.startswith("port "):
             port = line.removeprefix("port ")
     return f"cannot reach {name}, port {port}, by ssh: {why}"
 
 
 def _read(output: str, word: str) -> Answer:
-    """A login shell may print text of its own before."""
+    """Reads the lines that begin with `word`: a login shell may print text of its own."""
     answer = Answer()
     for line in output.splitlines():
         mark, _, rest = line.partition(" ")
         if mark != word:
             continue
-        what, _, value = rest.partition(" ")
+        name, _, value = rest.partition(" ")
         answer.runs = True
-        if what == "from":
+        if name == "from":
             answer.origin = value
-        if what == "network":
+        if name == "network":
             answer.network = value
-        if what == "missing":
+        if name == "missing":
             answer.missing = value
-        if what == "back":
+        if name == "back":
             address, _, why = value.partition(" ")
             # A bash that was built without /dev/tcp cannot tell.
             if why == word or why == "No such file or directory":
@@ -170,32 +169,32 @@ def _read(output: str, word: str) -> Answer:
 
 
 def networks_of(answers: list[Answer]) -> str:
-    """Those at each end of each connection, 10.0.0.0/24,10.1.0.0/24; "" if one is not known.
+    """Networks at both ends of each connection, 10.0.0.0/24,10.1.0.0/24; "" if one is unknown.
 
     A cloud may give each address a network of its own, 10.0.0.7/32, by which Open MPI would take
     every address: here one network that holds them stands for all of these.
     """
-    own = {}
+    local = {}
     for addresses in psutil.net_if_addrs().values():
         for entry in addresses:
-            own[entry.address] = f"{entry.address}/{entry.netmask}"
-    ends = [own.get(answer.origin, "") for answer in answers]
+            local[entry.address] = f"{entry.address}/{entry.netmask}"
+    ends = [local.get(answer.origin, "") for answer in answers]
     ends += [answer.network for answer in answers]
     try:
-        found = {ipaddress.IPv4Network(end, strict=False) for end in ends}
-    except ValueError:  # not known
+        networks = {ipaddress.IPv4Network(end, strict=False) for end in ends}
+    except ValueError:  # one is unknown
         return ""
-    alone = [network for network in found if network.prefixlen == 32]
-    if alone:
-        found = found.difference(alone) | {_around(alone)}
-    return ",".join(sorted(map(str, found)))
+    single_addresses = [network for network in networks if network.prefixlen == 32]
+    if single_addresses:
+        networks = networks.difference(single_addresses) | {_around(single_addresses)}
+    return ",".join(sorted(str(network) for network in networks))
 
 
 def on_loopback(answers: dict[str, Answer]) -> str:
     """An error's text where ssh uses addresses of loopback interfaces, as of routed hosts (BGP)."""
-    own = {entry.address for entry in psutil.net_if_addrs().get("lo", [])}
+    on_lo = {entry.address for entry in psutil.net_if_addrs().get("lo", [])}
     for name, answer in answers.items():
-        if answer.network == "lo" or answer.origin in own:
+        if answer.network == "lo" or answer.origin in on_lo:
             return (
                 f"{name} and this host reach each other at addresses of their loopback interfaces, "
                 "which Open MPI does not take: name a network card that all hosts have "
@@ -220,33 +219,35 @@ def closed_ways(answers: dict[str, Answer], network: str, door: Door) -> list[st
     wanted = {address for _, address in facts.ways()}
     if network:
         wanted = set(facts.addresses_in(network))
-    found = []
+    errors = []
     for name, answer in answers.items():
         tried = {address: why for address, why in answer.refused.items() if address in wanted}
-        if tried and not wanted.intersection(answer.reached):
-            shown = "; ".join(f"{address}: {why}" for address, why in sorted(tried.items()))
-            if ":" in answer.origin:
-                found.append(
-                    f"cannot start on {name}: ssh reaches it over IPv6, and Open MPI needs IPv4, "
-                    f"by which it does not reach this host (TCP port {door.port} of {shown}): "
-                    "give both an IPv4 address in one network"
-                )
-                continue
-            found.append(
-                f"cannot start on {name}: it does not reach this host, as Open MPI's daemon must "
-                f"(TCP port {door.port} of {shown}): open the ports above 1023 between the hosts, "
-                "or name another network (--interface)"
+        if not tried or wanted.intersection(answer.reached):
+            continue
+        reasons = "; ".join(f"{address}: {why}" for address, why in sorted(tried.items()))
+        if ":" in answer.origin:
+            errors.append(
+                f"cannot start on {name}: ssh reaches it over IPv6, and Open MPI needs IPv4, "
+                f"by which it does not reach this host (TCP port {door.port} of {reasons}): "
+                "give both an IPv4 address in one network"
             )
-    return found
+        else:
+            errors.append(
+                f"cannot start on {name}: it does not reach this host, as Open MPI's daemon must "
+                f"(TCP port {door.port} of {reasons}): open the ports above 1023 between the "
+                "hosts, or name another network (--interface)"
+            )
+    return errors
 
 
 def start_limit(command: list[str]) -> int:
     """--start_limit_s of a training command, or its default."""
-    # Its project's own code may print or fail; the ranks will say how.
+    # Its project's own code may print or fail; the ranks will report that.
     with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr):
         from hvdkit.settings import of_command
 
-        if settings := of_command(command):
+        settings = of_command(command)
+        if settings:
             return settings.start_limit_s
     return _START_LIMIT
 
@@ -254,21 +255,24 @@ def start_limit(command: list[str]) -> int:
 def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -> int:
     limit = start_limit(command)
     door = Door()
-    with concurrent.futures.ThreadPoolExecutor(64) as pool:
-        here = list(pool.map(is_here, names))
-        others = [name for name, own in zip(names, here) if not own]
-        paths = needed(command)
-        asked = list(pool.map(lambda name: ask(name, ssh, door, limit=limit, paths=paths), others))
     answers = {}
     errors = []
-    for name, (answer, error) in zip(others, asked):
-        if answer:
-            answers[name] = answer
-        else:
-            errors.append(error)
-    if not interface and (error := on_loopback(answers)):
-        print(f"error: {error}", file=sys.stderr)
-        return _WRONG_USE
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        here = list(pool.map(is_here, names))
+        others = [name for name, is_this_host in zip(names, here) if not is_this_host]
+        paths = needed(command)
+        futures = [pool.submit(ask, name, ssh, door, limit=limit, paths=paths) for name in others]
+        for name, future in zip(others, futures):
+            answer, error = future.result()
+            if answer:
+                answers[name] = answer
+            else:
+                errors.append(error)
+    if not interface:
+        error = on_loopback(answers)
+        if error:
+            print(f"error: {error}", file=sys.stderr)
+            return _WRONG_USE
     networks = networks_of(list(answers.values()))
     errors += closed_ways(answers, interface or networks, door)
     for error in errors[:_SHOWN]:

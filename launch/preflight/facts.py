@@ -23,7 +23,7 @@ import psutil
 from . import ranks
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "absl-py")
-_MOST_FILES = 300_000  # of a data folder: the first ones by name
+_MOST_FILES = 300_000  # of a larger data folder, the first files by name are compared
 _NETWORK = "OMPI_MCA_btl_tcp_if_include"
 
 _CARDS = Path("/sys/class/infiniband")
@@ -36,32 +36,47 @@ Fault = tuple[str, str, str]  # what is wrong, how to fix it, level as in `findi
 
 def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
     """Facts of this rank, for JSON; "faults" need no other rank."""
-    alike, faults = versions(), import_faults()
-    sound, first = not faults, not ranks.local_rank()  # of its host
-    found: dict[str, Any] = {"host": os.uname().nodename, "local_rank": ranks.local_rank()}
+    alike = versions()
+    faults = import_faults()
+    facts: dict[str, Any] = {"host": os.uname().nodename, "local_rank": ranks.local_rank()}
+    first_of_host = not ranks.local_rank()  # it alone reports what all ranks of its host see
+
     if device != "cpu":
-        shown, more = gpus_of_driver()
-        alike |= {"GPU driver": shown.pop("driver"), "kind of GPU": shown.pop("kinds")}
-        faults += more if first else []
-        found["gpus"] = shown | (gpus_of_tensorflow() if sound else {})
-    found["cards"] = cards()
-    found["link"] = link()
-    faults += card_faults(found["cards"]) if first else []
-    found["every_address"] = [address for _, address in ways()]
-    found["addresses"], more = addresses()
-    faults += more + (unwritable(run_dir) if run_dir and first else [])
-    if data_dir and first:
-        seen, more = listing(data_dir)
-        alike |= {f"the data folder {os.path.abspath(data_dir)}": seen} if seen else {}
-        faults += more
-    return found | {"alike": alike, "faults": faults}
+        imports_work = not faults
+        gpus, gpu_faults = gpus_of_driver()
+        alike["GPU driver"] = gpus.pop("driver")
+        alike["kind of GPU"] = gpus.pop("kinds")
+        if first_of_host:
+            faults += gpu_faults
+        if imports_work:
+            gpus |= gpus_of_tensorflow()
+        facts["gpus"] = gpus
+
+    facts["cards"] = cards()
+    facts["link"] = link()
+    if first_of_host:
+        faults += card_faults(facts["cards"])
+    facts["every_address"] = [address for _, address in ways()]
+    facts["addresses"], address_faults = addresses()
+    faults += address_faults
+
+    if run_dir and first_of_host:
+        faults += unwritable(run_dir)
+    if data_dir and first_of_host:
+        summary, data_faults = listing(data_dir)
+        if summary:
+            alike[f"the data folder {os.path.abspath(data_dir)}"] = summary
+        faults += data_faults
+    return facts | {"alike": alike, "faults": faults}
 
 
 def import_faults() -> list[Fault]:
     """Imports what training imports, up to the first one that fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    mpi = ["mpi4py.MPI"] if ranks.launcher() == "mpi" else []
-    for name in (*mpi, "hvdkit.ranks.quiet", "keras", "horovod.tensorflow"):
+    modules = ["hvdkit.ranks.quiet", "keras", "horovod.tensorflow"]
+    if ranks.launcher() == "mpi":
+        modules.insert(0, "mpi4py.MPI")
+    for name in modules:
         try:
             importlib.import_module(name)
         except Exception as error:  # whatever a broken installation raises
@@ -71,22 +86,25 @@ def import_faults() -> list[Fault]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, packages and MPI, and the first digits of the code's SHA-256."""
-    found = {"Python": platform.python_version(), "MPI": "none"} | dict.fromkeys(_PACKAGES, "none")
+    """Versions of Python, packages and MPI, and the first digits of the code's SHA-256."""
+    versions = {"Python": platform.python_version(), "MPI": "none"}
     with contextlib.suppress(ImportError, RuntimeError):
-        found["MPI"] = ranks.mpi().Get_library_version().strip("\0").split(",")[0]
+        versions["MPI"] = ranks.mpi().Get_library_version().strip("\0").split(",")[0]
     for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "none"
     if Path("train.py").is_file():
-        found["the code beside train.py"] = _code(Path.cwd())
-    return found
+        versions["the code beside train.py"] = _code(Path.cwd())
+    return versions
 
 
 def _code(folder: Path) -> str:
-    """Of each Python file in the folder and in its packages: names and contents."""
-    packages = [inner.parent for inner in folder.glob("*/__init__.py")]
-    files = [*folder.glob("*.py"), *(file for inner in packages for file in inner.rglob("*.py"))]
+    """Digests names and contents of each Python file in the folder and in its packages."""
+    files = list(folder.glob("*.py"))
+    for package in folder.glob("*/__init__.py"):
+        files += package.parent.rglob("*.py")
     digest = hashlib.sha256()
     for file in sorted(files):
         with contextlib.suppress(OSError):
@@ -96,27 +114,29 @@ def _code(folder: Path) -> str:
 
 def gpus_of_driver() -> tuple[dict[str, Any], list[Fault]]:
     """How many are "shown", their "kinds" and "driver"; faults of the driver."""
-    found = {"shown": 0, "kinds": "none", "driver": "none"}
+    gpus: dict[str, Any] = {"shown": 0, "kinds": "none", "driver": "none"}
     try:
         import pynvml
     except ImportError:  # nvidia-ml-py is not installed
-        return found, []
+        return gpus, []
     try:
         pynvml.nvmlInit()
-        every = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        names = [pynvml.nvmlDeviceGetName(one) for one in every]
-        found |= {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "kinds": ", ".join(sorted({*names})),
-        }
+        names = []
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+            names.append(pynvml.nvmlDeviceGetName(handle))
+        gpus["driver"] = pynvml.nvmlSystemGetDriverVersion()
+        gpus["kinds"] = ", ".join(sorted(set(names)))
         pynvml.nvmlShutdown()
     except pynvml.NVMLError_LibraryNotFound:
-        return found, []
+        return gpus, []
     except pynvml.NVMLError as error:
-        return found, [(f"the GPU driver fails: {error}", "look at nvidia-smi and dmesg", "wrong")]
+        return gpus, [(f"the GPU driver fails: {error}", "look at nvidia-smi and dmesg", "wrong")]
     # GPUs that CUDA_VISIBLE_DEVICES hides are not idle.
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() in ("", "-1")
-    return found | {"shown": 0 if hidden else len(names)}, []
+    first_visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if first_visible not in ("", "-1"):
+        gpus["shown"] = len(names)
+    return gpus, []
 
 
 def gpus_of_tensorflow() -> dict[str, Any]:
@@ -130,25 +150,28 @@ def gpus_of_tensorflow() -> dict[str, Any]:
     count = len(tf.config.list_physical_devices("GPU"))
     from hvdkit.ranks import placement
 
-    its = placement.gpus_of_driver(count)
-    found = {"seen": count, "each": its, "cuda": tf.test.is_built_with_cuda()}
-    return found | {"nccl": bool(hvd.nccl_built())}
+    return {
+        "seen": count,
+        "each": placement.gpus_of_driver(count),
+        "cuda": tf.test.is_built_with_cuda(),
+        "nccl": bool(hvd.nccl_built()),
+    }
 
 
 def cards() -> dict[str, float]:
-    """Of each InfiniBand or RoCE port that is up: bytes a second, by card and port (mlx5_0:1)."""
-    found = {}
+    """Bytes a second of each InfiniBand or RoCE port that is up, by card and port (mlx5_0:1)."""
+    rates = {}
     for port in sorted(_CARDS.glob("*/ports/*")):
         rate = re.match(r"([\d.]+) Gb/sec", _read(port / "rate"))  # 100 Gb/sec (4X EDR)
         if rate and "ACTIVE" in _read(port / "state"):
-            found[f"{port.parent.parent.name}:{port.name}"] = float(rate[1]) * 1e9 / 8
-    return found
+            rates[f"{port.parent.parent.name}:{port.name}"] = float(rate[1]) * 1e9 / 8
+    return rates
 
 
 def link() -> float:
     """Bytes a second of the fastest network card that MPI may take; 0: not known.
 
-    What has no device behind it, as a container's eth0, only claims a speed.
+    A card without a device behind it, as a container's eth0, only claims a speed.
     """
     taken, _ = addresses()
     rates = [0.0]
@@ -159,26 +182,28 @@ def link() -> float:
     return max(rates)
 
 
-def card_faults(there: dict[str, float]) -> list[Fault]:
-    """What keeps NCCL from InfiniBand cards that are there."""
-    if not there:
+def card_faults(cards: dict[str, float]) -> list[Fault]:
+    """What keeps NCCL from the InfiniBand cards that the host has."""
+    if not cards:
         return []
-    shown = ", ".join(there)
-    found: list[Fault] = []
+    names = ", ".join(cards)
+    faults: list[Fault] = []
+
     if not list(_CARD_FILES.glob("uverbs*")):
-        what = f"InfiniBand is there ({shown}), but {_CARD_FILES} is not: NCCL takes Socket"
-        found.append((what, f"give the container {_CARD_FILES}: launch/README.md", "note"))
+        what = f"InfiniBand is there ({names}), but {_CARD_FILES} is not: NCCL takes Socket"
+        faults.append((what, f"give the container {_CARD_FILES}: launch/README.md", "note"))
+
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    rights = re.search(r"^CapEff:\s*(\w+)", _read(Path("/proc/self/status")), re.MULTILINE)
-    may_lock = rights and int(rights[1], 16) & _CAP_IPC_LOCK
+    capabilities = re.search(r"^CapEff:\s*(\w+)", _read(Path("/proc/self/status")), re.MULTILINE)
+    may_lock = capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK
     if limit != resource.RLIM_INFINITY and not may_lock:
-        what = f"{limit / 1024:,.0f} KiB of memory may be locked; InfiniBand ({shown}) locks more"
+        what = f"{limit / 1024:,.0f} KiB of memory may be locked; InfiniBand ({names}) locks more"
         todo = (
             "ulimit -l unlimited where ranks are started: in limits.conf for ssh, as LimitMEMLOCK "
+            "of slurmd and of the container service, docker --ulimit memlock=-1"
         )
-        todo += "of slurmd and of the container service, docker --ulimit memlock=-1"
-        found.append((what, todo, "wrong"))
-    return found
+        faults.append((what, todo, "wrong"))
+    return faults
 
 
 def network_of_nccl(log: str) -> str:
@@ -192,7 +217,7 @@ def network_of_nccl(log: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file, or it cannot be read."""
+    """The stripped text; "" where there is no such file, or it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -204,35 +229,46 @@ def ways() -> list[tuple[str, str]]:
 
     Open MPI takes no address of a loopback interface, which routed hosts have (BGP).
     """
-    found = [
-        (name, ipaddress.ip_address(one.address.split("%")[0]))
-        for name, its in psutil.net_if_addrs().items()
-        for one in its
-        if name != "lo" and one.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    return [(name, str(a)) for name, a in found if not (a.is_loopback or a.is_link_local)]
+    usable = []
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if name == "lo" or entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            address = ipaddress.ip_address(entry.address.split("%")[0])
+            if not address.is_loopback and not address.is_link_local:
+                usable.append((name, str(address)))
+    return usable
 
 
 def addresses() -> tuple[list[str], list[Fault]]:
-    """Of all `ways`, or of those that Open MPI may take."""
-    there, setting = ways(), os.environ.get(_NETWORK, "")
+    """Addresses of all `ways`, or of those that Open MPI may take."""
+    usable = ways()
+    setting = os.environ.get(_NETWORK, "")
     if not setting:
-        return [address for _, address in there], []
+        return [address for _, address in usable], []
+
     taken = addresses_in(setting)
-    todo = f"name one that every host has; there: {', '.join(f'{n} ({a})' for n, a in there)}"
-    fault = (f"{_NETWORK}={setting} names no network there", todo, "fatal")
-    # horovodrun, on one host
-    own = any(word == "lo" or word.startswith("127.") for word in setting.split(","))
-    return taken, [] if taken or own else [fault]
+    # horovodrun names the loopback interface where all ranks are on one host.
+    on_loopback = any(word == "lo" or word.startswith("127.") for word in setting.split(","))
+    if taken or on_loopback:
+        return taken, []
+    interfaces = ", ".join(f"{name} ({address})" for name, address in usable)
+    fault = (
+        f"{_NETWORK}={setting} names no network there",
+        f"name one that every host has; there: {interfaces}",
+        "fatal",
+    )
+    return taken, [fault]
 
 
 def addresses_in(setting: str) -> list[str]:
-    """Of all `ways`, those of interfaces and networks as Open MPI names them: eth0,10.0.0.0/24."""
-    asked = setting.split(",")
-    networks = [ipaddress.ip_network(word, strict=False) for word in asked if "/" in word]
+    """Those of all `ways` that Open MPI takes by interfaces and networks: eth0,10.0.0.0/24."""
+    words = setting.split(",")
+    networks = [ipaddress.ip_network(word, strict=False) for word in words if "/" in word]
     taken = []
     for name, address in ways():
-        if name in asked or any(ipaddress.ip_address(address) in its for its in networks):
+        in_network = any(ipaddress.ip_address(address) in network for network in networks)
+        if name in words or in_network:
             taken.append(address)
     return taken
 
@@ -240,27 +276,30 @@ def addresses_in(setting: str) -> list[str]:
 def resolve(name: str) -> tuple[list[str], str]:
     """The addresses of a host's name, as this host resolves it; or why there are none."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         return [], str(error)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries)), ""
 
 
 def unheard(name: str) -> str:
-    """Why Gloo cannot listen at this host's own name; empty where it can."""
-    addresses, why = resolve(name)
-    there = [one.address for its in psutil.net_if_addrs().values() for one in its]
-    for address in set(addresses).intersection(there):
+    """Why Gloo cannot listen at this host's own name; "" where it can."""
+    resolved, reason = resolve(name)
+    if not resolved:
+        return f"does not resolve: {reason}"
+    local = set()
+    for entries in psutil.net_if_addrs().values():
+        local.update(entry.address for entry in entries)
+    for address in local.intersection(resolved):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family) as listener:
             listener.bind((address, 0))
             return ""
-    where = f"resolves to {', '.join(addresses)}, no address of it"
-    return where if addresses else f"does not resolve: {why}"
+    return f"resolves to {', '.join(resolved)}, no address of it"
 
 
 def unwritable(path: str) -> list[Fault]:
-    """A fault if no file can be written where the run folder is or will be, or none be locked."""
+    """A fault if files cannot be written or locked where the run folder is or will be."""
     folder = Path(path).absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -285,20 +324,26 @@ def _without_locks(handle: int, folder: Path) -> list[Fault]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         what = f"the file system of {folder} has no locks (flock: {error.strerror})"
-        todo = "mount it with them (Lustre: -o flock); else a start takes 8 s to see that no other "
-        todo += "run is in the folder, and --cache_dir must be on another disk"
+        todo = (
+            "mount it with them (Lustre: -o flock); else a start takes 8 s to see that no other "
+            "run is in the folder, and --cache_dir must be on another disk"
+        )
         return [(what, todo, "note")]
     return []
 
 
 def listing(folder: str) -> tuple[str, list[Fault]]:
     """Number, bytes, and SHA-256 of names and sizes of a data folder's files; or a fault."""
-    digest, files, size, problem = hashlib.sha256(), 0, 0, ""
+    digest = hashlib.sha256()
+    files = 0
+    size = 0
+    problem = ""
     try:
         for path in itertools.islice(_files(folder), _MOST_FILES):
             length = os.path.getsize(path)
             digest.update(os.fsencode(f"{os.path.relpath(path, folder)}\0{length}\n"))
-            files, size = files + 1, size + length
+            files += 1
+            size += length
     except OSError as error:
         problem = error.strerror or str(error)
     if files and not problem:
@@ -309,7 +354,7 @@ def listing(folder: str) -> tuple[str, list[Fault]]:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """In one order on every host."""
+    """Lists them in the same order on every host."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -320,7 +365,7 @@ def _files(folder: str) -> Iterator[str]:
 
 
 def leave_mark(run_dir: str) -> str:
-    """A file by which other hosts see whether the folder is shared; empty without a folder."""
+    """A file by which other hosts see whether the folder is shared; "" if it cannot be made."""
     path = Path(run_dir, f".doctor-{uuid.uuid4().hex}").absolute()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

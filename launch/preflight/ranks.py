@@ -34,7 +34,10 @@ def launcher() -> str:
 
 def number(*names: str, default: int = 0) -> int:
     """The first of these environment variables that is set."""
-    return next((int(os.environ[name]) for name in names if name in os.environ), default)
+    for name in names:
+        if name in os.environ:
+            return int(os.environ[name])
+    return default
 
 
 def rank() -> int:
@@ -49,9 +52,14 @@ def local_rank() -> int:
 def dealt() -> list[str]:
     """The host of each rank, from hosts.sh; empty if another launcher started them."""
     hosts: list[str] = []
-    for entry in filter(None, os.environ.get("LAUNCH_HOSTS", "").split(",")):
+    for entry in os.environ.get("LAUNCH_HOSTS", "").split(","):
+        if not entry:
+            continue
         name, _, slots = entry.rpartition(":")
-        hosts += [name] * int(slots) if name and slots.isdecimal() else [entry]
+        if name and slots.isdecimal():
+            hosts.extend(name for _ in range(int(slots)))
+        else:
+            hosts.append(entry)
     return hosts
 
 
@@ -59,35 +67,40 @@ def mpi() -> Any:
     """mpi4py's MPI, not started."""
     import mpi4py
 
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
     from mpi4py import MPI
 
     return MPI
 
 
 class Mpi:
-    """Only with rank 0, so that a closed connection between two others hangs nobody."""
+    """Ranks talk to rank 0 only, so that a closed connection between two others hangs nobody."""
 
     name = "MPI"
 
     def __init__(self) -> None:
-        with contextlib.suppress(ImportError):  # of hvdkit, which is found later, on all hosts
+        # A missing hvdkit is reported later, with what is missing on all hosts.
+        with contextlib.suppress(ImportError):
             from hvdkit.ranks import start
 
             start.share_without_names()
         self._mpi = mpi()
         # mpi4py's own call would block all Python threads, also `watch`, which ends a hang.
-        start, got = ctypes.CDLL(self._mpi.__file__).MPI_Init_thread, ctypes.c_int()
-        start(None, None, self._mpi.THREAD_MULTIPLE, ctypes.byref(got))
+        mpi_init_thread = ctypes.CDLL(self._mpi.__file__).MPI_Init_thread
+        provided = ctypes.c_int()
+        mpi_init_thread(None, None, self._mpi.THREAD_MULTIPLE, ctypes.byref(provided))
         self._world = self._mpi.COMM_WORLD
-        self.rank, self.size = self._world.rank, self._world.size
+        self.rank = self._world.rank
+        self.size = self._world.size
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
         """On rank 0: every rank's value, None if it did not arrive in time. On others: []."""
         if self.rank:
             self._send(value, 0)
             return []
-        values, deadline = {0: value}, time.monotonic() + seconds
+        values = {0: value}
+        deadline = time.monotonic() + seconds
         while len(values) < self.size and time.monotonic() < deadline:
             for source in set(range(self.size)) - set(values):
                 if self._world.Iprobe(source):
@@ -115,22 +128,25 @@ class Mpi:
 
 
 class Horovod:
-    """On one host: Horovod over Gloo, already started."""
+    """Horovod over Gloo on one host, already started."""
 
     name = "Gloo"
 
     def __init__(self) -> None:
         import horovod.tensorflow as hvd
 
-        self._hvd, self.rank, self.size = hvd, hvd.rank(), hvd.size()
+        self._hvd = hvd
+        self.rank = hvd.rank()
+        self.size = hvd.size()
 
     def gather(self, value: Any, seconds: float) -> list[Any]:
         import numpy as np
         import tensorflow as tf
 
-        line = np.frombuffer(json.dumps(value).encode() + b"\n", np.uint8)
+        line = json.dumps(value).encode() + b"\n"
+        characters = tf.constant(np.frombuffer(line, np.uint8))
         with tf.device("/CPU:0"):
-            lines = self._hvd.allgather(tf.constant(line), name="doctor.gather").numpy()
+            lines = self._hvd.allgather(characters, name="doctor.gather").numpy()
         return [json.loads(line) for line in lines.tobytes().splitlines()]
 
     def broadcast(self, value: Any) -> Any:
@@ -143,22 +159,26 @@ def roll_call() -> set[int] | None:
     MPI's start waits for all ranks and cannot name a missing one. So each first sends its number to
     rank 0, at a port that follows from LAUNCH_ID of hosts.sh and answers nothing.
     """
-    hosts, launch = dealt(), os.environ.get("LAUNCH_ID", "")
-    if not launch or not hosts or launcher() != "mpi":
+    hosts = dealt()
+    launch_id = os.environ.get("LAUNCH_ID", "")
+    if not launch_id or not hosts or launcher() != "mpi":
         return None
-    came, port = {0}, 20_000 + zlib.crc32(launch.encode()) % 10_000
-    work, words = (_call, (hosts[0], port)) if rank() else (_listen, (port, came))
-    threading.Thread(target=work, args=words, daemon=True).start()
-    return None if rank() else came
+    port = 20_000 + zlib.crc32(launch_id.encode()) % 10_000
+    if rank():
+        threading.Thread(target=_call, args=(hosts[0], port), daemon=True).start()
+        return None
+    present = {0}
+    threading.Thread(target=_listen, args=(port, present), daemon=True).start()
+    return present
 
 
-def _listen(port: int, came: set[int]) -> None:
+def _listen(port: int, present: set[int]) -> None:
     with contextlib.suppress(OSError), listen(port) as server:
         while True:
             link, _ = server.accept()
             with link, contextlib.suppress(OSError, ValueError):
                 link.settimeout(1)
-                came.add(int(link.recv(8)))
+                present.add(int(link.recv(8)))
 
 
 def _call(host: str, port: int) -> None:
@@ -177,9 +197,14 @@ def watch(
     """Ends this process if the block takes longer than `seconds`; prints `known()` and where."""
 
     def expire() -> None:
-        where = f"rank {rank()} on {os.uname().nodename}"
-        hung = f"error: {where} hung for {seconds:.0f} s while {stage}: {advice}"
-        print(*filter(None, [known()]), hung, sep="\n", flush=True)
+        report = known()
+        if report:
+            print(report)
+        print(
+            f"error: rank {rank()} on {os.uname().nodename} hung for {seconds:.0f} s while "
+            f"{stage}: {advice}",
+            flush=True,
+        )
         os._exit(1)
 
     timer = threading.Timer(seconds, expire)
@@ -192,15 +217,21 @@ def watch(
 
 
 def listen(port: int) -> socket.socket:
-    """On every address of this host; port 0: one that is free."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+    """Listens on every address of this host; port 0: one that is free."""
+    dual_stack = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual_stack else socket.AF_INET
+    return socket.create_server(
+        ("", port),
+        family=family,
+        backlog=1024,
+        dualstack_ipv6=dual_stack,
+    )
 
 
 def open_door() -> dict[str, Any]:
-    """Its "port" and its "token"; it stays open as long as the process."""
-    server, token = listen(0), secrets.token_bytes(16)
+    """Returns its "port" and its "token"; it stays open as long as the process."""
+    server = listen(0)
+    token = secrets.token_bytes(16)
 
     def answer(link: socket.socket) -> None:
         with link, contextlib.suppress(OSError):
@@ -218,19 +249,21 @@ def open_door() -> dict[str, Any]:
     return {"port": server.getsockname()[1], "token": token.hex()}
 
 
-def closed(own: int, doors: list[dict[str, Any]]) -> list[tuple[int, str]]:
+def closed(this_host: int, doors: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """(host, why) for each other host none of whose "addresses" answers this one.
 
-    `own`: this host's index in `doors`, one a host.
+    `this_host`: its index in `doors`, one a host.
     """
-    others = [other for other in range(len(doors)) if other != own]
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        reasons = pool.map(lambda other: _why_closed(doors[other]), others)
-        return [(other, why) for other, why in zip(others, reasons) if why]
+        reasons = {}
+        for host, door in enumerate(doors):
+            if host != this_host:
+                reasons[host] = pool.submit(_why_closed, door)
+        return [(host, reason.result()) for host, reason in reasons.items() if reason.result()]
 
 
 def _why_closed(door: dict[str, Any]) -> str:
-    """Empty if one of its addresses answers."""
+    """Returns "" if one of its addresses answers."""
     reasons = []
     for address in door["addresses"]:
         why = "something else is there"
