@@ -34,7 +34,7 @@ class Settings(
     """All settings; a fork subclasses it to add its own"""
 
     # Settings that nobody asked for, by name: the flagfile that gives them (parse.py).
-    unasked = MappingProxyType({})
+    unasked = MappingProxyType[str, str]({})
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other. A fork may extend it."""
@@ -151,7 +151,7 @@ class Settings(
 
     def without_effect(self) -> dict[str, str]:
         """Settings without effect, by name: the flag that takes it from them."""
-        causes = {}
+        causes: dict[str, str] = {}
         for room in _ROOMS:
             causes |= room.without_effect(self)
         if self.deterministic:

@@ -158,14 +158,13 @@ class DataSettings(Room):
         if not self.scale_range:
             return None
         # A factor of 0.1 reads a window of 100 times the crop's pixels.
-        return tuple(
-            numbers(
-                self,
-                "scale_range",
-                "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2",
-                fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10,
-            )
+        least, largest = numbers(
+            self,
+            "scale_range",
+            "two numbers from 0.1 to 10, the lower one first, with a comma between them: 0.5,2",
+            fits=lambda s: len(s) == 2 and 0.1 <= s[0] <= s[1] <= 10,
         )
+        return least, largest
 
     @property
     def random_operations(self) -> tuple[int, float] | None:
@@ -195,15 +194,13 @@ class DataSettings(Room):
         """Shares of brightness, contrast and saturation; None where the task chooses."""
         if not self.colour_range:
             return None
-        return tuple(
-            numbers(
-                self,
-                "colour_range",
-                "three numbers from 0 to 1, of brightness, contrast and saturation; "
-                "0,0,0: unchanged",
-                fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1,
-            )
+        brightness, contrast, saturation = numbers(
+            self,
+            "colour_range",
+            "three numbers from 0 to 1, of brightness, contrast and saturation; 0,0,0: unchanged",
+            fits=lambda c: len(c) == 3 and 0 <= min(c) <= max(c) <= 1,
         )
+        return brightness, contrast, saturation
 
     def notes(self) -> list[str]:
         alike = self.train_split == self.val_split and not self.synthetic_data

@@ -59,6 +59,8 @@ _TAKEN = {"flagfile", "h", "undefok", *(f"help{form}" for form in ("", "short", 
 class Epochs(int):
     """Steps that were given in epochs: more than any number, until the data are counted."""
 
+    count: float
+
     def __new__(cls, count: float) -> Self:
         self = super().__new__(cls, 10**8 - 1)
         self.count = count
@@ -134,7 +136,7 @@ class Room:
             for name in inherited.keys() & inspect.get_annotations(cls).keys():
                 setattr(cls, name, _narrowed(vars(cls)[name], inherited[name]))
             dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-            for field in dataclasses.fields(cls):
+            for field in of(cls).values():
                 value(field, str(field.default))
         except (TypeError, ValueError) as error:
             refuse(f"{cls.__module__}.{cls.__qualname__}: {error}")

@@ -35,7 +35,7 @@ class Given:
     def path(self) -> str:
         """The value as a path, with ~ and variables replaced."""
         try:
-            return typed.path(self.value, is_quoted=self.is_quoted)
+            return typed.path(self.value or "", is_quoted=self.is_quoted)
         except ValueError as error:
             raise self.error(f"--{self.name}={self.value}: {error}") from None
 

@@ -125,7 +125,7 @@ def _read(
     values = {name: fields.placed(field, field.default, folder) for name, field in known.items()}
     for flag in flags:
         values[flag.name] = _value(flag, known[flag.name])
-    unasked = _unasked(flags, known["task"].default)
+    unasked = _unasked(flags, str(known["task"].default))
     if unasked.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
         values["run_dir"] = fields.placed(known["run_dir"], f"runs/{values['task']}", folder)
@@ -161,7 +161,7 @@ def _flags(words: Sequence[str], kind: type[Settings], past: Path | None) -> lis
 def _value(flag: Given, field: dataclasses.Field) -> Any:
     """What the flag says, in the field's type; the folder of a relative path depends on where."""
     try:
-        text = flag.path() if fields.is_path(field, flag.value) else flag.value
+        text = flag.path() if fields.is_path(field, flag.value) else flag.value or ""
         value = fields.value(field, text)
     except ValueError as error:
         raise flag.error(str(error)) from None
@@ -205,7 +205,7 @@ def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
 def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:
     """Of the two that say how large a batch is: the one that was not given last."""
     chosen = "global_batch_size"
-    name_in_file = {}
+    name_in_file: dict[Path | None, str] = {}
     for flag in given:
         if flag.name not in ("global_batch_size", "batch_per_rank"):
             continue
