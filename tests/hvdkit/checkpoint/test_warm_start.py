@@ -438,6 +438,14 @@ def test_lora_factors_of_a_run_are_merged_where_the_model_has_others(tmp_path):
         np.testing.assert_allclose(other(words), tuned(words), rtol=1e-4, atol=1e-5)
 
 
+def test_a_scale_of_what_is_no_factor_is_refused(tmp_path):
+    kept = checkpoints.Checkpoints(tmp_path / "checkpoints", 9, ALONE)
+    variables = averaging(network()).variables | {"lora/0000/body": tf.Variable(2.0)}
+    kept.write(kept.copy(Place(1), variables, Settings()))
+    with pytest.raises(ValueError, match="'body' is not the name of a first factor of LoRA"):
+        warm_start.load(network(), tmp_path, False)
+
+
 def test_a_model_with_new_lora_factors_takes_plain_weights(tmp_path):
     plain = network(start=5.0)
     save(tmp_path / "checkpoints", plain)

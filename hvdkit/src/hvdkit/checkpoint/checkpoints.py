@@ -290,7 +290,7 @@ class Checkpoints:
         return CheckpointInfo(path, files.read_manifest(path).place(), is_named, is_own)
 
     def _broadcast(self, info: CheckpointInfo | None, name: str) -> CheckpointInfo | None:
-        fields = info and info._replace(path=str(info.path))
+        fields = [str(info.path), *info[1:]] if info else None
         fields = self.world.broadcast_object(fields, f"checkpoint.{name}")
         if not fields:
             return None
@@ -367,7 +367,7 @@ class Checkpoints:
 
     def _best_of_each_measure(self, manifests: Mapping[Path, Manifest]) -> list[Path | None]:
         scored = {path: found for path, found in manifests.items() if found.score is not None}
-        measures = [manifest.measure for manifest in scored.values()]
+        measures: list[Mapping[str, Any]] = [manifest.measure for manifest in scored.values()]
         if any(not manifest.unlike(self.measure) for manifest in scored.values()):
             measures.append(self.measure)
         # Of equal measures the last one counts: this run's mode decides between its scores.
@@ -415,12 +415,10 @@ def rule_changes(before: Rules, now: Rules) -> list[str]:
     """
     changed_parts = []
     for part in before.keys() & now.keys():
-        if part == "optimizer":
-            names = {**before[part], **now[part]}
-        else:
-            names = [name for name in before[part] if name in now[part]]
         changed = []
-        for name in names:
+        for name in {**before[part], **now[part]}:
+            if part != "optimizer" and not (name in before[part] and name in now[part]):
+                continue
             old = before[part].get(name, "not set")
             new = now[part].get(name, "not set")
             if old != new:

@@ -17,7 +17,7 @@ import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_type_hints
 
 import ml_dtypes
 import numpy as np
@@ -76,8 +76,9 @@ class Manifest:
         return Place(self.step, self.samples, self.passed_over)
 
     def as_score(self) -> Score:
+        value = math.nan if self.score is None else self.score
         loss = math.inf if self.loss is None else self.loss
-        return Score(self.score, self.step, loss, since=self.since or self.step)
+        return Score(value, self.step, loss, since=self.since or self.step)
 
     def unlike(self, measure: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What differs in `measure`, by name: its value when this was scored, and now.
@@ -151,22 +152,22 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int | None:
-    """The step that a checkpoint's name says; None where it is no checkpoint's name."""
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says; -1 where it is no checkpoint's name."""
     match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match else -1
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint; one that a person renamed is known by its manifest."""
-    return step_of(path) is not None or (path / MANIFEST).exists()
+    return step_of(path) >= 0 or (path / MANIFEST).exists()
 
 
 def candidates(folder: Path) -> list[Path]:
     """What has a checkpoint's name in `folder`, sound or not, by step."""
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if step_of(path) is not None]
+    named = [path for path in folder.iterdir() if step_of(path) >= 0]
     return sorted(named, key=step_of)
 
 
@@ -176,7 +177,7 @@ def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, l
     `before`: only those of earlier steps count. Raises OtherFormat: a newer one than any that is
     sound is of another format: passing it over could mean to begin a long run again.
     """
-    faults = []
+    faults: list[str] = []
     for path in reversed(candidates(folder)):
         if step_of(path) >= before:
             continue
@@ -305,13 +306,13 @@ def _parse(path: Path) -> Manifest:
             "--resume=never"
         )
     manifest = Manifest(**record)
-    for field in dataclasses.fields(manifest):
-        value = getattr(manifest, field.name)
-        if not isinstance(value, field.type):
-            raise Damaged(f"{file} is damaged: its {field.name} is {value!r:.40}")
+    for name, kind in get_type_hints(Manifest).items():
+        value = getattr(manifest, name)
+        if not isinstance(value, kind):
+            raise Damaged(f"{file} is damaged: its {name} is {value!r:.40}")
     if not _is_card(manifest.card):
         raise Damaged(f"{file} is damaged: its card is {manifest.card!r:.40}")
-    if min(manifest.place()) < 0 or step_of(path) not in (None, manifest.step):
+    if min(manifest.place()) < 0 or step_of(path) not in (-1, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says {manifest.place()}")
     return manifest
 

@@ -28,7 +28,10 @@ class Names(NamedTuple):
 
 def names_of(first: str) -> Names:
     """`first`: the name of the first factor, as dense/lora_kernel_a, perhaps with a number."""
-    layer, kernel, number = re.fullmatch(r"(.*?)lora_(\w+)_a((?: #\d+)?)", first).groups()
+    match = re.fullmatch(r"(.*?)lora_(\w+)_a((?: #\d+)?)", first)
+    if not match:
+        raise ValueError(f"{first!r} is not the name of a first factor of LoRA")
+    layer, kernel, number = match.groups()
     return Names(f"{layer}{kernel}{number}", first, f"{layer}lora_{kernel}_b{number}")
 
 

@@ -42,7 +42,7 @@ class Saver:
         self._skipped = 0
         self._score: Score | None = None
         self.failed = 0
-        self.error = None
+        self.error: str | None = None
 
     def __enter__(self) -> Self:
         return self

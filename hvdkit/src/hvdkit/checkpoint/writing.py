@@ -88,7 +88,7 @@ def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
     """Writes the arrays, of NumPy's types or not, and flushes them; returns the file's SHA-256."""
     with open(path, "xb") as file:  # It refuses what is there already, also a link.
         hashed = _HashedFile(file)
-        np.savez(hashed, **{name: _storable(array) for name, array in arrays.items()})
+        np.savez(hashed, **_storable(arrays))
         file.flush()
         os.fsync(file.fileno())
     return hashed.digest.hexdigest()
@@ -107,7 +107,7 @@ class _HashedFile(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
         self.digest.update(data)
         heartbeat.beat()  # A slow disk is none that hangs.
         return self._file.write(data)
@@ -121,9 +121,13 @@ def _write_manifest(folder: Path, manifest: files.Manifest) -> None:
     whole_files.write_json(folder / files.MANIFEST, content)
 
 
-def _storable(array: np.ndarray) -> np.ndarray:
-    """The array, as bare bytes where NumPy does not know its type."""
-    return array if _is_numpys(array.dtype) else array.view(f"V{array.itemsize}")
+def _storable(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The arrays, those of a type that NumPy does not know as bare bytes."""
+    stored = dict(arrays)
+    for name, array in arrays.items():
+        if not _is_numpys(array.dtype):
+            stored[name] = array.view(f"V{array.itemsize}")
+    return stored
 
 
 def _is_numpys(dtype: np.dtype) -> bool:
