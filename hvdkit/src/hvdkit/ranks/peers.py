@@ -84,7 +84,7 @@ class Peers:
         self._limits = (start_seconds or stall_seconds, stall_seconds)
         # The connection to the neighbour: strangers who fill its port do not end it.
         self._kept: Link | None = None
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._places = [_Place(hostname(), [])]
         if world.size > 1:
             self._open(world)
@@ -148,7 +148,7 @@ class Peers:
         groups = [lower[start : start + _LOWER_ASKED] for start in lower[::_LOWER_ASKED]]
         first = self._first_of_host()
         if first < self._rank:
-            groups.insert(0, [first])
+            groups.insert(0, range(first, first + 1))
         for ranks in groups:
             if any(answer.at == "asking" for answer in self._ask_these(ranks).values()):
                 return True

@@ -57,8 +57,10 @@ def gpus_of_driver(count: int) -> list[Gpu]:
     """The `count` GPUs that CUDA shows this process, in CUDA's order; numbers if it fails."""
     gpus = []
     numbers = [(str(number), "") for number in range(count)]
+    if not count:  # A host without GPUs may have no driver.
+        return []
     try:
-        cuda = ctypes.CDLL("libcuda.so.1") if count else None
+        cuda = ctypes.CDLL("libcuda.so.1")
         for number in range(count):
             device = ctypes.c_int()
             address = ctypes.create_string_buffer(32)
@@ -92,7 +94,7 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
     allowed = [frozenset(view["cpus"]) for view in seen]
     gpus = choose_gpus([view["gpus"] for view in seen], allowed)
     if -1 in gpus and any(view["gpus"] for view in seen):
-        uuids = set()
+        uuids: set[str] = set()
         for view in seen:
             uuids.update(uuid for uuid, _ in view["gpus"])
         raise ValueError(
@@ -159,7 +161,7 @@ def row(place: Place) -> list[str]:
     cores = place.cpus
     allowed = os.sched_getaffinity(0)
     if not cores and len(allowed) == 1:
-        cores = allowed
+        cores = [*allowed]
     node = str(place.node) if place.node >= 0 else "-"
     return [
         os.uname().nodename,
@@ -176,9 +178,9 @@ def is_far(place: Place) -> bool:
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """All ranks' places, a line each."""
-    cells_of = [("rank", "host", "GPU", "NUMA node", "cores")]
+    cells_of = [["rank", "host", "GPU", "NUMA node", "cores"]]
     for rank, cells in enumerate(rows):
-        cells_of.append((str(rank), *cells))
+        cells_of.append([str(rank), *cells])
     widths = [max(len(cell) for cell in column) for column in zip(*cells_of, strict=True)]
     lines = []
     for cells in cells_of:
@@ -261,7 +263,7 @@ def _read(name: str | Path) -> str:
 
 def _expand(ranges: str) -> list[int]:
     """The numbers of 0-3,8."""
-    cpus = []
+    cpus: list[int] = []
     for part in ranges.strip().split(","):
         if part:
             first, _, last = part.partition("-")

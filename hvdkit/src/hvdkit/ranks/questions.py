@@ -35,7 +35,8 @@ class Link:
         self._rank = rank
         self._nonce = b""
         self._read = b""
-        self._socket = socket.create_connection(tuple(door), seconds)
+        host, port = door
+        self._socket = socket.create_connection((host, port), seconds)
 
     def ask(self) -> list:
         """Raises ConnectionRefusedError if another program answers, a TimeoutError if none does.
@@ -92,14 +93,12 @@ class Answers:
     def serve(self, state: Callable[[], object]) -> None:
         """Answers with what `state` returns, as JSON; it does not end."""
         while True:
-            ready = [key.fileobj for key, _ in self._selector.select(_UNSIGNED_SECONDS)]
+            ready = {key.fileobj for key, _ in self._selector.select(_UNSIGNED_SECONDS)}
             # Questions come before new connections, for which a place may have to be made.
-            for link in ready:
-                if link not in self._servers:
-                    self._answer(link, state)
-            for server in ready:
-                if server in self._servers:
-                    self._accept(server, state)
+            for link in self._nonces.keys() & ready:
+                self._answer(link, state)
+            for server in self._servers & ready:
+                self._accept(server, state)
 
     def _accept(self, server: socket.socket, state: Callable[[], object]) -> None:
         late = time.monotonic() - _UNSIGNED_SECONDS

@@ -106,7 +106,7 @@ def gloo_fault() -> str:
         addresses_of_name = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         addresses_of_name = []
-    addresses_here = set()
+    addresses_here: set[str] = set()
     for entries in psutil.net_if_addrs().values():
         addresses_here.update(entry.address for entry in entries)
     for family, kind, protocol, _, address in addresses_of_name:
