@@ -50,7 +50,7 @@ class Evaluator:
         self._feed = feed
         self._draw = tasks.optional(run.task, "draw") if run.world.is_chief else None
         self._notes = tasks.optional(run.task, "notes")
-        self._printed = set()
+        self._printed: set[str] = set()
         self._state = run.state
         self._step = make_step(run.task, run.model, feed.spec)
         self._weights = [raw(v) for v in run.model.trainable_variables]
@@ -84,9 +84,8 @@ class Evaluator:
             except ValueError as error:  # one sample may be too few for a metric
                 if not isinstance(error.__cause__, ZeroDivisionError):
                     raise
-            if self._draw:
-                with task_checks.user_code_errors("draw"):
-                    self._drawn(batch, outputs)
+            with task_checks.user_code_errors("draw"):
+                self._drawn(batch, outputs)
 
     @property
     def graph(self) -> tf.Graph:
@@ -161,7 +160,7 @@ class Evaluator:
                     rank_rows.add(batch_rows, ids)
                     if self.on_batch:
                         self.on_batch(means, ids)
-                    if self._draw and place < (_DRAWN if self._feed.one_by_one else 1):
+                    if place < (_DRAWN if self._feed.one_by_one else 1):
                         pictures += self._try_to_draw(batch, outputs)
             except ValueError as error:
                 # Only its words are kept: the error holds the pipeline, which would read on until
@@ -190,7 +189,7 @@ class Evaluator:
     def _try_to_draw(self, batch: Example, outputs: Any) -> list[np.ndarray]:
         """The pictures of a batch; [] where they cannot be drawn: training continues."""
         try:
-            return [self._drawn(batch, outputs)]
+            return self._drawn(batch, outputs)
         except Exception as error:
             self._say_once(f"no pictures: draw failed: {type(error).__name__}: {error}")
             return []
@@ -263,8 +262,11 @@ class Evaluator:
             figures[self._task.main_metric] = math.nan
         return figures
 
-    def _drawn(self, batch: Example, outputs: Any) -> np.ndarray:
-        return task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+    def _drawn(self, batch: Example, outputs: Any) -> list[np.ndarray]:
+        """The pictures of a batch; [] where the task draws none."""
+        if not self._draw:
+            return []
+        return [task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))]
 
     def _say_once(self, note: str) -> None:
         if note not in self._printed:

@@ -238,7 +238,7 @@ def accuracy(confusion: np.ndarray) -> float:
 
 def class_names(count: int, *sources: Any) -> list[str]:
     """The names that the first source with names gives its classes; numbers for classes beyond."""
-    names = []
+    names: list[str] = []
     for source in sources:
         names = names or classes.of(source)
     return names[:count] + [str(number) for number in range(len(names), count)]

@@ -7,6 +7,7 @@ picture's score would depend on its neighbours in the batch.
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,7 +15,7 @@ import tensorflow as tf
 from hvdkit.train.step.losses import at_least_float32
 
 Function = Callable[[tf.Tensor], tf.Tensor]  # float [B, H, W, 3] -> float [B, H, W, classes]
-TracedFunction = tf.types.experimental.PolymorphicFunction  # the same, with one signature
+TracedFunction: TypeAlias = tf.types.experimental.PolymorphicFunction  # the same, one signature
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +54,21 @@ def predict(model: Function, images: tf.Tensor, passes: Passes) -> tf.Tensor:
             "which of one logit are 1: leave them out, or give the task a `predict` of its own"
         )
     mirrorings = (False, True) if passes.mirror else (False,)
-    views = list(itertools.product(passes.scales, mirrorings))
-    total = None
-    for scale, mirrored in views:
+    view, *others = itertools.product(passes.scales, mirrorings)
+    total = _view(view, traced, images, window=passes.window)
+    for view in others:
         # A view waits for the one before: in parallel they would need memory for all.
-        with tf.control_dependencies([] if total is None else [total]):
-            view = _view(traced, tf.identity(images), passes.window, scale=scale, mirrored=mirrored)
-            total = view if total is None else total + view
-    mean = total / len(views)
+        with tf.control_dependencies([total]):
+            total += _view(view, traced, tf.identity(images), window=passes.window)
+    mean = total / (1 + len(others))
     return tf.math.log(tf.maximum(mean, np.finfo(mean.dtype.as_numpy_dtype).tiny))
 
 
 def _view(
-    logits: TracedFunction, images: tf.Tensor, window: int, *, scale: float, mirrored: bool
+    view: tuple[float, bool], logits: TracedFunction, images: tf.Tensor, *, window: int
 ) -> tf.Tensor:
-    """Probabilities of images, at their size, from one scale, mirrored or not."""
+    """Probabilities of images, at their size; `view`: at this scale, mirrored or not."""
+    scale, mirrored = view
     size = tf.shape(images)[1:3]
     if mirrored:
         images = images[:, :, ::-1]
