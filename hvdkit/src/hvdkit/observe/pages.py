@@ -13,18 +13,19 @@ import math
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import matplotlib
 import numpy as np
-from matplotlib import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 
 from hvdkit import whole_files
 from hvdkit.observe import records
 
-Numbers = Sequence[float]
+Numbers: TypeAlias = Sequence[float] | np.ndarray
 Curves = Mapping[str, tuple[Numbers, Numbers]]  # x and y by name; NaN leaves a gap
 
 SIZE = (4.6, 2.7)  # inches: the width of a phone without zooming
@@ -181,10 +182,11 @@ def picture(file: Path, caption: str) -> str:
 
 
 @contextlib.contextmanager
-def _plot(width: float, height: float, *, grid: bool = False) -> Iterator[Axes]:
-    """Axes of a new figure (sizes in inches) in the style of the pages."""
+def _plot(width: float, height: float, *, grid: bool = False) -> Iterator[tuple[Figure, Axes]]:
+    """A new figure (sizes in inches) and its axes, in the style of the pages."""
     with matplotlib.rc_context(_LOOK | {"axes.grid": grid}):
-        yield Figure((width, height), layout="constrained").add_subplot()
+        figure = Figure((width, height), layout="constrained")
+        yield figure, figure.add_subplot()
 
 
 def curves(
@@ -194,7 +196,7 @@ def curves(
 
     `lines`: by the name in the legend. `marks`: places on the x axis with a vertical line.
     """
-    with _plot(*SIZE, grid=True) as axes:
+    with _plot(*SIZE, grid=True) as (figure, axes):
         for name, (all_x, all_y) in lines.items():
             x, y = thinned(all_x, all_y)
             is_one_point = np.isfinite(y).sum() < 2
@@ -213,9 +215,9 @@ def curves(
             columns = max(1, min(4, len(lines), _LEGEND // (6 + longest)))
             rows = math.ceil(len(lines) / columns)
             width, height = SIZE
-            axes.figure.set_size_inches(width, height + 0.2 * max(rows - 2, 0))
-            axes.figure.legend(loc="outside lower center", ncols=columns)
-        return _svg(axes.figure, title)
+            figure.set_size_inches(width, height + 0.2 * max(rows - 2, 0))
+            figure.legend(loc="outside lower center", ncols=columns)
+        return _svg(figure, title)
 
 
 def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -> str:
@@ -226,7 +228,7 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
         is_known = not math.isnan(value)
         lengths.append(value if is_known else 0.0)
         notes.append(f"{value:.3f}" if is_known else "none")
-    with _plot(SIZE[0], 0.7 + 0.19 * len(values)) as axes:
+    with _plot(SIZE[0], 0.7 + 0.19 * len(values)) as (figure, axes):
         drawn = axes.barh(
             range(len(values)),
             lengths,
@@ -238,14 +240,14 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[str] = ()) -
         axes.set_xlim(0, 1.12)
         axes.set_xticks([0, 0.5, 1])
         axes.bar_label(drawn, notes, padding=2, fontsize=9)
-        return _svg(axes.figure, title)
+        return _svg(figure, title)
 
 
 def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
     """A confusion matrix, integer [n, n], row: label; colours show shares of the row."""
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(names)
-    with _plot(SIZE[0], SIZE[0]) as axes:
+    with _plot(SIZE[0], SIZE[0]) as (figure, axes):
         blue = ListedColormap(_COLOURS[:1])  # where nothing covers it, the page's background
         axes.imshow(np.zeros_like(shares), blue, interpolation="nearest", alpha=shares)
         axes.set_xlabel("prediction")
@@ -259,7 +261,7 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
                 text = f"{share:.2f}".lstrip("0") if share >= 0.005 else ""
                 colour = "white" if share > 0.5 else _INK
                 axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
-        return _svg(axes.figure, title)
+        return _svg(figure, title)
 
 
 def parallel(
@@ -276,7 +278,7 @@ def parallel(
     """
     scales = [_scale(values, log=name in log) for name, values in columns.items()]
     rows = np.array([places for places, _ in scales]).T
-    with _plot(max(SIZE[0], 1.3 * len(scales)), SIZE[1] + 0.5) as axes:
+    with _plot(max(SIZE[0], 1.3 * len(scales)), SIZE[1] + 0.5) as (figure, axes):
         for row in rows[::-1]:
             goodness = 1.0 - row[-1] if least_is_best else row[-1]
             axes.plot(row, color=_COLOURS[0], alpha=0.15 + 0.7 * goodness)
@@ -289,21 +291,22 @@ def parallel(
         axes.set_yticks([])
         axes.set_xlim(-0.1, len(scales) - 0.5)
         axes.spines[:].set_visible(False)
-        return _svg(axes.figure, title)
+        return _svg(figure, title)
 
 
 def _scale(values: Sequence[float | str], *, log: bool) -> tuple[np.ndarray, dict[float, str]]:
     """Places from 0 to 1 on an axis, and the texts beside it."""
     if any(isinstance(value, str) for value in values):
-        names = sorted(set(values))
+        names = sorted({str(value) for value in values})
         place_of = {name: n / max(1, len(names) - 1) for n, name in enumerate(names)}
         marks = {place: name for name, place in place_of.items()}
-        return np.array([place_of[value] for value in values]), marks
+        return np.array([place_of[str(value)] for value in values]), marks
 
-    places = np.log(values) if log else np.array(values, np.float64)
+    numbers = np.array(values, np.float64)
+    places = np.log(numbers) if log else numbers
     places = (places - places.min()) / (np.ptp(places) or 1.0)
-    low = min(values)
-    high = max(values)
+    low = numbers.min()
+    high = numbers.max()
     marks = {0.0: f"{low:.4g}"}
     if high > low:
         marks[1.0] = f"{high:.4g}"
@@ -316,11 +319,11 @@ def _short(name: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[: half - 3]}...{name[-half:]}"
 
 
-def thinned(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
+def thinned(all_x: Numbers, all_y: Numbers) -> tuple[np.ndarray, np.ndarray]:
     """At most `_MOST_POINTS` points: means of neighbours, without NaN."""
     # Matplotlib cannot divide an axis that is longer than a float holds.
-    x = np.clip(np.asarray(x, np.float64), -1e300, 1e300)
-    y = np.clip(np.asarray(y, np.float64), -1e300, 1e300)
+    x = np.clip(np.asarray(all_x, np.float64), -1e300, 1e300)
+    y = np.clip(np.asarray(all_y, np.float64), -1e300, 1e300)
     if len(x) <= _MOST_POINTS:
         return x, y
     groups = np.arange(len(x)) * _MOST_POINTS // len(x)

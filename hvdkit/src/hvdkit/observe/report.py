@@ -190,7 +190,7 @@ def faults(run: Records) -> list[str]:
             notes.append(f"{count:,} {words}")
     bad_samples = {}
     for line in records.lines(run.folder / _BAD_SAMPLES):
-        bad_samples[str(line.get("sample"))] = line.get("why")
+        bad_samples[str(line.get("sample"))] = line.get("why", "")
     if bad_samples:
         notes.append(f"{len(bad_samples):,} bad training samples replaced ({_BAD_SAMPLES})")
     notes += list(bad_samples.values())[:_MOST_BAD]

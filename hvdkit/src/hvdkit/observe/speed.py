@@ -234,4 +234,5 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
         is_on = tf.config.experimental.tensor_float_32_execution_enabled()
         if is_on and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
             used = "TF32"
-    return (teraflops[used] * 1e12, used) if teraflops[used] else None
+    peak_of_type = teraflops[used]
+    return (peak_of_type * 1e12, used) if peak_of_type else None

@@ -54,7 +54,7 @@ class Telemetry:
         self._last_time = time.monotonic()
         self._first_loss = 0.0  # the first loss that this process logged
         self._logged = 0  # steps that this process logged
-        self._rates = collections.deque(maxlen=_RATES)
+        self._rates: collections.deque[float] = collections.deque(maxlen=_RATES)
         self._noted: set[str] = set()
         self._unwritten: dict[str, list[str]] = {}  # lines by file
         self._sizes: dict[str, int] = {}  # bytes of files before a failed write
@@ -94,7 +94,7 @@ class Telemetry:
             self._last_time += time.monotonic() - start
 
     def step(
-        self, step: int, figures: Figures, *, losses: Sequence[float], waited: float, times: Figures
+        self, step: int, figures: Figures, *, losses: np.ndarray, waited: float, times: Figures
     ) -> None:
         """A logged step: its figures (loss, lr, ...), and each rank's own mean loss.
 
@@ -259,7 +259,7 @@ class Telemetry:
             say(self._world, f"note: {note}")
 
 
-def _by_rank(losses: Sequence[float]) -> dict[str, float]:
+def _by_rank(losses: np.ndarray) -> dict[str, float]:
     """The ranks' losses for trackers: statistics, and each if the ranks are few."""
     figures = {
         "least": np.min(losses),
@@ -268,5 +268,5 @@ def _by_rank(losses: Sequence[float]) -> dict[str, float]:
         "worst_rank": np.argmax(losses),  # the first NaN, if any
     }
     if len(losses) <= _RANKS_SHOWN:
-        figures |= dict(enumerate(losses))
+        figures |= {str(rank): loss for rank, loss in enumerate(losses)}
     return {f"loss_by_rank/{name}": float(value) for name, value in figures.items()}
