@@ -312,9 +312,13 @@ class Evaluate:
 
     def best_figures(self) -> dict[str, str | float]:
         """For the run's summary."""
-        figures = {"main_metric": self._metric.name, "main_metric_mode": self._metric.mode}
+        figures: dict[str, str | float] = {
+            "main_metric": self._metric.name,
+            "main_metric_mode": self._metric.mode,
+        }
         if self.best:
-            figures |= {"best_score": self.best.value, "best_step": self.best.step}
+            figures["best_score"] = self.best.value
+            figures["best_step"] = self.best.step
         elif self.figures:
             figures["no_best"] = self.describe_best()
         return figures

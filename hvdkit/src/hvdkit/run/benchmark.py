@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -220,9 +221,10 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
 
 def peak_bytes() -> tuple[int, int]:
     """Bytes of memory that this process held at most, and of its GPU's (0: it has none)."""
-    # resource.getrusage would also count the memory of the process's parent.
+    # The kernel's VmHWM, where /proc says it: getrusage also counts memory of the parent process.
     status = Path("/proc/self/status").read_text()
-    kibibytes = int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+    peak = re.search(r"VmHWM:\s*(\d+)", status)
+    kibibytes = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     on_gpu = 0
     if tf.config.get_visible_devices("GPU"):
         on_gpu = tf.config.experimental.get_memory_info("GPU:0")["peak"]

@@ -249,7 +249,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     Raises Stop: on all ranks, when the data cannot be opened, or differ.
     """
     sources = None
-    listings = {}
+    listings: dict[str, Any] = {}
     listing = shared_listing.kept(listings) if world.is_chief else shared_listing.awaited()
     with world.fail_together("opening the data"), task_checks.user_code_errors("sources"), listing:
         train, val = sources = task.sources()
@@ -412,7 +412,7 @@ def begin(context: RunContext, checkpoint: CheckpointInfo | None) -> Start:
     if schedule.by_plateau(context.task, config):
         state.plateau.measures(context.checkpoints.measure)
         value = context.checkpoints.score_of(checkpoint) if checkpoint else None
-        if value is not None:  # The score came after the checkpoint was written.
+        if checkpoint and value is not None:  # The score came after the checkpoint was written.
             judge_plateau(context, value=value, step=checkpoint.step)
     if not checkpoint:
         return Start(BEGINNING, "new")

@@ -76,6 +76,7 @@ class FindLr:
         say(world, f"{'base_lr':>10}  {'loss':>10}")
         for place in dict.fromkeys(rows.astype(int).tolist()):
             say(world, f"{self._rates[place]:>10.2e}  {self._losses[place]:>10.4g}")
+        lines: dict[str, tuple[pages.Numbers, pages.Numbers]]
         lines = {"loss": (self._rates, self._losses)}
         if np.isfinite(self._losses).all():
             lines["smoothed"] = (self._rates, slopes(self._rates, self._losses).smooth)

@@ -237,12 +237,11 @@ def chosen(folder: Path, which: str, task: Task) -> Path:
     checkpoints = files.candidates(folder)
     names = ", ".join(path.name for path in checkpoints) or "no checkpoint"
     if which == "best":
-        scored = files.scored(checkpoints)
-        if not scored:
+        path, note = files.best_now(files.scored(checkpoints), scores.of_task(task))
+        if not path:
             raise ValueError(
                 f"{folder} holds {names}, none with a score: give --checkpoint=last or a step"
             )
-        path, note = files.best_now(scored, scores.of_task(task))
         if note and launch_rank() == 0:
             logs.say(note)
     elif which == "last":

@@ -174,7 +174,7 @@ class Run:
         stop signal, a fault or an early stop ends it sooner.
         """
         parts = self.parts
-        if parts.traced_step is None:
+        if not hasattr(parts, "traced_step"):
             raise Stop(WRONG_USE, "train.py: make the step, by run.make_step, before run.batches()")
         if self._actions:
             raise Stop(WRONG_USE, "train.py: run.batches() yields the whole run: call it once")

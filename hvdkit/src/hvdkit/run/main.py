@@ -38,6 +38,8 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
         parser = functools.partial(settings_lib.from_command_line, kind=kind)
         app.run(train_on_ranks, list(argv), flags_parser=parser)
     except SystemExit as end:
+        if isinstance(end.code, str):  # Python prints it: train.py's own words.
+            raise
         return end.code or DONE
 
 

@@ -174,8 +174,8 @@ class FirstSteps:
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
-        self._losses = []
-        self._rates = []
+        self._losses: list[tf.Tensor] = []
+        self._rates: list[tf.Tensor] = []
         self._last = parts.config.warmup_steps + _JUDGED_AFTER
         self._digests = _digests(parts.context) if self.due(1) else {}
 
@@ -325,7 +325,7 @@ def by_heart(parts: RunParts) -> Ending | None:
     _, step_of_highest_rate = _highest(run)
     before = _digests(run)
     batch = parts.feed.next()
-    losses = []
+    losses: list[float] = []
     count = _BY_HEART
     start = time.monotonic()
     while len(losses) < count:

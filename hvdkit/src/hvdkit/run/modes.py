@@ -106,7 +106,7 @@ def actions(
     """What happens after a step, in this order: a checkpoint holds what the task's actions did."""
     context = parts.context
     mode = of(parts.config)
-    ordered = [
+    ordered: list[Action] = [
         Sync(context, parts.sync),
         CheckDrift(context),
         Log(parts),

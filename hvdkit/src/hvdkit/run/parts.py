@@ -41,8 +41,8 @@ class RunParts:
     step: Step
     saver: Saver
     health: Health
-    traced_step: Callable[..., Result] | None = None
-    telemetry: Telemetry | None = None
+    traced_step: Callable[..., Result] = dataclasses.field(init=False)
+    telemetry: Telemetry = dataclasses.field(init=False)
     seconds_in_steps: float = 0.0
 
     @property
