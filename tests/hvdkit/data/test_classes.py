@@ -20,7 +20,8 @@ from hvdkit.settings import parse
 
 class Named(Arrays):
     def __init__(self, *names: str) -> None:
-        self.class_names, self.num_classes = list(names), len(names)
+        self.class_names = list(names)
+        self.num_classes = len(names)
         super().__init__(label=np.arange(len(names), dtype=np.int32))
 
 
@@ -40,8 +41,12 @@ def labels(source) -> list[int]:
 def test_a_models_classes_are_found_by_name(names, numbers):
     with classes.known(["cat", "dog", "zo\u00eb"]):
         source = classes.numbered(Named(*names), "split test")
-        words = ("split test has owl,", "the model has no such class", "it lacks dog, zo")
-        refused(lambda: classes.numbered(Named("owl", "cat"), "split test"), *words)
+        refused(
+            lambda: classes.numbered(Named("owl", "cat"), "split test"),
+            "split test has owl,",
+            "the model has no such class",
+            "it lacks dog, zo",
+        )
     assert labels(source) == numbers and source.num_classes == 3
     assert labels(classes.numbered(Named("b", "a"), "anywhere")) == [0, 1], "no model is known"
 
@@ -58,8 +63,8 @@ def test_a_validation_split_may_lack_a_class_and_one_split_alone_is_scored(tmp_p
     for file in (tmp_path / "val" / "n02").iterdir():
         file.unlink()
     (tmp_path / "val" / "n02").rmdir()
-    flags = ["--data_format=class_folders", "--num_classes=3", "--task=classification"]
-    config = parse(["train.py", f"--data_dir={tmp_path}", *flags])
+    flags = f"--data_dir={tmp_path} --data_format=class_folders --num_classes=3"
+    config = parse(["train.py", *flags.split(), "--task=classification"])
     _, val = open_lib.open_sources(config, "class_folders")
     assert labels(val) == [0, 2] and val.class_counts().tolist() == [1, 0, 1]
     assert check.main(["check", f"--data_dir={tmp_path}"]) == 0
@@ -75,26 +80,27 @@ MASK = np.repeat([[0, 255, 255, 7]], 4, 0).astype(np.uint8)
 def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(tmp_path: Path, flag, expected):
     readers.write_pairs(tmp_path, {"a": (readers.noise(0, 4, 4), MASK)}, "train", "val")
     (tmp_path / "map.txt").write_text(flag.replace(",", "\n") + "\n")
-    for given in (flag, tmp_path / "map.txt"):
-        words = [f"--data_dir={tmp_path}", f"--label_map={given}", "--num_classes=2"]
-        train, _ = open_lib.open_sources(parse(["train.py", *words]), "folders")
+    flags = [f"--data_dir={tmp_path}", "--num_classes=2"]
+    for label_map in (flag, tmp_path / "map.txt"):
+        config = parse(["train.py", *flags, f"--label_map={label_map}"])
+        train, _ = open_lib.open_sources(config, "folders")
         assert readers.read_all(train)[0]["label"][..., 0].tolist() == [expected] * 4
         plain = ImageLabelFolder(tmp_path, "train")
         assert train.fingerprint() != plain.fingerprint()
-    assert check.main(["check", *words]) == 0
-    words[1] = "--label_map=255:1"  # which leaves 7 out
-    train, _ = open_lib.open_sources(parse(["train.py", *words]), "folders")
+    assert check.main(["check", *flags, f"--label_map={tmp_path / 'map.txt'}"]) == 0
+    config = parse(["train.py", *flags, "--label_map=255:1"])  # which leaves 7 out
+    train, _ = open_lib.open_sources(config, "folders")
     readers.explained(train, 0, "a.png", "label value 7 is no class of 0 to 1", "--label_map")
 
 
 def test_masks_of_0_and_255_are_recognized_and_the_map_is_proposed(tmp_path: Path, capsys):
     pairs = {name: (readers.noise(0, 4, 4), MASK * (MASK > 7)) for name in "ab"}
     readers.write_pairs(tmp_path, pairs, "train", "val")
-    words = [f"--data_dir={tmp_path}", "--num_classes=2"]
-    sentence = "255 means ignored, so there is nothing to learn: give --label_map=255:1"
-    config = parse(["train.py", *words])
-    refused(lambda: open_lib.open_sources(config, "folders"), tmp_path, sentence)
-    assert check.main(["check", *words]) == 1
-    assert capsys.readouterr().out.count(sentence) == 2
+    flags = [f"--data_dir={tmp_path}", "--num_classes=2"]
+    config = parse(["train.py", *flags])
+    advice = "give --label_map=255:1"
+    refused(lambda: open_lib.open_sources(config, "folders"), tmp_path, "255", advice)
+    assert check.main(["check", *flags]) == 1
+    assert capsys.readouterr().out.count(advice) == 2
     for way_out in ("255:1", "255:ignore"):
-        open_lib.open_sources(parse(["train.py", *words, f"--label_map={way_out}"]), "folders")
+        open_lib.open_sources(parse(["train.py", *flags, f"--label_map={way_out}"]), "folders")

@@ -34,13 +34,12 @@ def write(root: Path, names: list[str]) -> Path:
 
 def files(pattern: str, *more: str, ending: str = "jpg", **values: tuple) -> list[str]:
     """Two files for each way to fill the pattern's {names}, numbered over all, and `more`."""
-    paths = [pattern]
-    for name, words in values.items():
-        paths = [path.replace(f"{{{name}}}", str(word)) for path in paths for word in words]
-    numbered = [
-        f"{path}/{2 * place + n}.{ending}" for place, path in enumerate(paths) for n in (0, 1)
-    ]
-    return [*numbered, *more]
+    paths = []
+    for words in itertools.product(*values.values()):
+        folder = pattern.format(**dict(zip(values, words)))
+        paths.append(f"{folder}/{len(paths)}.{ending}")
+        paths.append(f"{folder}/{len(paths)}.{ending}")
+    return [*paths, *more]
 
 
 CLASSES = {

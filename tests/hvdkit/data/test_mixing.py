@@ -24,15 +24,16 @@ def of_keys(count: int, draw) -> np.ndarray:
 
 @pytest.mark.parametrize("a", [1e-30, 0.01, 0.2, 1.0, 30.0, 999.0])
 def test_shares_have_the_mean_and_the_variance_of_beta(a: float):
-    found = of_keys(4000, lambda key: mixing.beta(key, a))
-    assert np.all((found >= 0) & (found <= 1))
+    shares = of_keys(4000, lambda key: mixing.beta(key, a))
+    assert np.all((shares >= 0) & (shares <= 1))
     variance = 1 / (4 * (2 * a + 1))
-    assert abs(found.mean() - 0.5) < 4 * np.sqrt(variance / 4000)
-    np.testing.assert_allclose(found.var(), variance, rtol=0.1)
+    assert abs(shares.mean() - 0.5) < 4 * np.sqrt(variance / 4000)
+    np.testing.assert_allclose(shares.var(), variance, rtol=0.1)
 
 
 def test_a_box_has_the_pixels_that_its_share_says_also_where_it_is_cut_off():
-    black, white = tf.zeros([9, 13, 3], tf.uint8), tf.fill([9, 13, 3], np.uint8(255))
+    black = tf.zeros([9, 13, 3], tf.uint8)
+    white = tf.fill([9, 13, 3], np.uint8(255))
     lost = 0
     for share in (0.0, 0.3, 0.9, 1.0):
         for place in ((0.0, 0.0), (0.5, 0.5), (0.99, 0.2)):
@@ -46,10 +47,9 @@ def test_a_box_has_the_pixels_that_its_share_says_also_where_it_is_cut_off():
 def test_a_mixed_picture_is_of_each_label_by_its_share():
     """Blends of 0 and 200, and boxes of one in the other; each half of the time."""
     pair = (tf.fill([8, 8, 3], np.uint8(200)), tf.zeros([8, 8, 3], tf.uint8))
-    how = {"mixup": 30.0, "cutmix": 30.0}
 
     def draw(key: tf.Tensor) -> tf.Tensor:
-        image, share = mixing.mixed(pair, key, **how)
+        image, share = mixing.mixed(pair, key, mixup=30.0, cutmix=30.0)
         return tf.concat([tf.cast(tf.reshape(image, [-1]), tf.float32), [share]], 0)
 
     images, shares = np.split(of_keys(400, draw), [-1], axis=1)
@@ -59,8 +59,8 @@ def test_a_mixed_picture_is_of_each_label_by_its_share():
 
 
 def test_partners_are_any_other_sample():
-    found = of_keys(3000, lambda key: partner(tf.constant(2, tf.int64), key, 5))
-    counts = np.bincount(found, minlength=5)
+    partners = of_keys(3000, lambda key: partner(tf.constant(2, tf.int64), key, 5))
+    counts = np.bincount(partners, minlength=5)
     assert counts[2] == 0 and counts[[0, 1, 3, 4]].min() > 650
     assert partner(tf.constant(0, tf.int64), tf.constant([1, 2]), 1) == 0
 
@@ -68,33 +68,39 @@ def test_partners_are_any_other_sample():
 def batches(steps: range, size: int, micro: int, **settings) -> list[dict[str, np.ndarray]]:
     """Global batches, of `size` ranks, flat: image, label and, if mixed, other and share."""
     task = classification.Task(Settings(image_size=8, num_classes=3, **settings))
-    made = task_checks.reader(task, SOURCE, training=True)
-    orders = [Sampler(30, 12, micro, 1, rank, size) for rank in range(size)]
-    how = {"first_step": steps.start, "num_steps": steps.stop}
-    feeds = [TrainingFeed(order, made, **how) for order in orders]
+    examples = task_checks.reader(task, SOURCE, training=True)
+    feeds = []
+    for rank in range(size):
+        order = Sampler(30, 12, micro, 1, rank, size)
+        feeds.append(TrainingFeed(order, examples, first_step=steps.start, num_steps=steps.stop))
 
-    def flat(*parts):  # micro-batches of all ranks are one after the other
+    def flat(*parts):
+        """The micro-batches of all ranks, one after the other."""
         return np.concatenate(parts, axis=1).reshape(12, *parts[0].shape[2:])
 
     return [tf.nest.map_structure(flat, *[feed.next() for feed in feeds]) for _ in steps]
 
 
-@pytest.mark.parametrize("how", [{"mixup": 0.2}, {"cutmix": 1.0}, {"mixup": 1.0, "cutmix": 1.0}])
-def test_batches_are_the_same_on_any_ranks_with_accumulation_and_resumed(how):
-    whole = batches(range(4), 1, 1, **how)
-    for other in (batches(range(4), 2, 1, **how), batches(range(4), 5, 2, **how)):
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (1.0, 1.0)])
+def test_batches_are_the_same_on_any_ranks_with_accumulation_and_resumed(mixup, cutmix):
+    def mixed(steps: range, size: int, micro: int) -> list[dict[str, np.ndarray]]:
+        return batches(steps, size, micro, mixup=mixup, cutmix=cutmix)
+
+    whole = mixed(range(4), 1, 1)
+    for other in (mixed(range(4), 2, 1), mixed(range(4), 5, 2)):
         tf.nest.map_structure(np.testing.assert_array_equal, whole, other)
-    resumed = batches(range(2, 4), 3, 1, **how)
+    resumed = mixed(range(2, 4), 3, 1)
     tf.nest.map_structure(np.testing.assert_array_equal, whole[2:], resumed)
     shares = np.concatenate([batch["targets"]["share"] for batch in whole])
     assert len({*shares.tolist()}) > 12
 
 
 def test_off_costs_nothing_and_an_evaluation_never_mixes():
-    plain, mixes = ({"image_size": 8, "num_classes": 3, "mixup": a} for a in (0.0, 1.0))
-    paired = {}
-    for how, training in ((plain, True), (mixes, True), (mixes, False)):
-        made = task_checks.reader(classification.Task(Settings(**how)), SOURCE, training=training)
-        paired[how["mixup"], training] = made.is_paired
-    assert paired == {(0.0, True): False, (1.0, True): True, (1.0, False): False}
-    assert made.one(4)["targets"] == 1
+    def reader(mixup: float, training: bool):
+        task = classification.Task(Settings(image_size=8, num_classes=3, mixup=mixup))
+        return task_checks.reader(task, SOURCE, training=training)
+
+    assert not reader(0.0, training=True).is_paired
+    assert reader(1.0, training=True).is_paired
+    evaluation = reader(1.0, training=False)
+    assert not evaluation.is_paired and evaluation.one(4)["targets"] == 1

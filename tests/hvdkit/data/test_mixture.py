@@ -31,9 +31,9 @@ def numbers(first: int, count: int) -> Arrays:
 def test_an_epoch_has_every_sample_in_these_shares(sizes, shares, expected):
     sets = [numbers(1000 * number, size) for number, size in enumerate(sizes)]
     mixed = Mixture(*zip(sets, shares))
-    found = Counter(int(sample["label"]) for sample in readers.read_all(mixed))
+    counts = Counter(int(sample["label"]) for sample in readers.read_all(mixed))
     for number, (size, count) in enumerate(zip(sizes, expected)):
-        times = [found[1000 * number + n] for n in range(size)]
+        times = [counts[1000 * number + n] for n in range(size)]
         assert sum(times) == count and max(times) - min(times) <= 1 <= min(times)
     assert mixed.fingerprint() != Mixture(*zip(sets, (*shares[1:], shares[0]))).fingerprint()
 
@@ -42,17 +42,22 @@ def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
     for name, seeds in (("a", (1, 2, 3)), ("b", (4,))):
         pictures = np.stack([readers.noise(seed) for seed in seeds])
         pack.pack(Arrays(image=pictures, label=np.array(seeds)), tmp_path, name)
-    a, b = Records(tmp_path, "a"), Records(tmp_path, "b")
-    ahead, other = Mixture((a, 1), (b, 1)), Mixture((a, 1), (b, 1))
+    a = Records(tmp_path, "a")
+    b = Records(tmp_path, "b")
+    ahead = Mixture((a, 1), (b, 1))
+    other = Mixture((a, 1), (b, 1))
     other.ahead = None
     assert ahead.ahead and ahead.num_classes == 5 and ahead.kind == "class"
-    found, again = readers.read_all(ahead), readers.read_all(other)
-    assert [int(sample["label"]) for sample in found] == [1, 2, 3, 4, 4, 4]
-    for one, two in zip(found, again, strict=True):
+    samples = readers.read_all(ahead)
+    assert [int(sample["label"]) for sample in samples] == [1, 2, 3, 4, 4, 4]
+    for one, two in zip(samples, readers.read_all(other), strict=True):
         np.testing.assert_array_equal(one["image"], two["image"])
         assert one["label"] == two["label"] and "file" not in two
     order = np.array([5, 0, 3, 2])
-    parts = [data for index in order for data in ahead.fetch(np.array([index]))[0]]
+    parts = []
+    for index in order:
+        data, _ = ahead.fetch(np.array([index]))
+        parts += [*data]
     assert [*ahead.fetch(order)[0]] == parts
     shard = next((tmp_path / "b").glob("*.tfrecord"))
     shard.write_bytes(shard.read_bytes()[:60])
@@ -67,9 +72,11 @@ def test_a_packed_set_and_loose_files_mix(tmp_path):
     for number, source in enumerate(loose):
         pack.pack(source, tmp_path / "packed", f"{number}")
         mixed = Mixture((source, 1), (Records(tmp_path / "packed", f"{number}"), 1))
-        found, count = readers.read_all(mixed), len(source)
-        assert len(found) == 2 * count
-        for one, two in zip(found[:count], found[count:], strict=True):
+        samples = readers.read_all(mixed)
+        assert len(samples) == 2 * len(source)
+        loose_samples = samples[: len(source)]
+        packed_samples = samples[len(source) :]
+        for one, two in zip(loose_samples, packed_samples, strict=True):
             np.testing.assert_array_equal(one["label"], two["label"])
 
 

@@ -26,9 +26,22 @@ def open_one(config: settings_lib.Settings, split: str, default: str) -> Source:
     return open_lib.open_sources(config, default)[0]
 
 
-def settings(root: Path, format: str, classes: int, *more: str) -> settings_lib.Settings:
-    flags = [f"--data_dir={root}", f"--data_format={format}", f"--num_classes={classes}"]
-    return settings_lib.parse(["train.py", *flags, "--task=segmentation", *more])
+def settings(root: Path, format: str, classes: int, *flags: str) -> settings_lib.Settings:
+    command = [
+        "train.py",
+        f"--data_dir={root}",
+        f"--data_format={format}",
+        f"--num_classes={classes}",
+        "--task=segmentation",
+        *flags,
+    ]
+    return settings_lib.parse(command)
+
+
+def sizes(sources: tuple[Source, Source]) -> tuple[int, int]:
+    """Samples for training and for validation."""
+    train_source, val_source = sources
+    return len(train_source), len(val_source)
 
 
 @pytest.mark.parametrize(
@@ -45,11 +58,18 @@ def test_data_have_the_number_and_kind_of_classes_that_flags_say(
     source = open_one(settings(tmp_path, format, classes), "train", default)
     for wrong in (classes - 1, classes + 1):
         config = settings(tmp_path, format, wrong)
-        words = (f"--num_classes={wrong}", tmp_path, f"give --num_classes={classes}")
-        refused(lambda c=config: open_one(c, "val", default), *words)
+        refused(
+            lambda c=config: open_one(c, "val", default),
+            f"--num_classes={wrong}",
+            tmp_path,
+            f"give --num_classes={classes}",
+        )
     config = settings(tmp_path, format, classes)
-    words = (f"--data_format={format}", "--task=segmentation takes")
-    refused(lambda: open_one(config, "val", other), *words)
+    refused(
+        lambda: open_one(config, "val", other),
+        f"--data_format={format}",
+        "--task=segmentation takes",
+    )
 
     pack.pack(source, tmp_path / "packed", "train", shards=1)
     config = settings(tmp_path / "packed", "records", classes)
@@ -67,47 +87,60 @@ def test_a_folder_that_is_not_there_does_not_exist(tmp_path: Path, name: str):
 
 def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
     config = settings(tiny_data, "folders", 256)
-    words = ("--num_classes=256", "255", "means ignored", "at most 255 classes")
-    refused(lambda: open_one(config, "train", "folders"), *words)
+    refused(
+        lambda: open_one(config, "train", "folders"),
+        "--num_classes=256",
+        "255",
+        "at most 255 classes",
+    )
 
 
 def test_splits_of_any_name(tmp_path: Path):
     readers.write_voc(tmp_path)
 
-    def opened(*more: str):
-        return open_lib.open_sources(settings(tmp_path, "voc", 21, *more), "folders")
+    def opened(*flags: str) -> tuple[Source, Source]:
+        return open_lib.open_sources(settings(tmp_path, "voc", 21, *flags), "folders")
 
-    assert list(map(len, opened())) == [3, 1]
-    assert list(map(len, opened("--train_split=val", "--val_split=train"))) == [1, 3]
+    train_source, val_source = opened()
+    assert sizes((train_source, val_source)) == (3, 1)
+    assert open_lib.trained_on_too(train_source, val_source) == 0
+    assert sizes(opened("--train_split=val", "--val_split=train")) == (1, 3)
     with open_lib.one_split():
-        assert list(map(len, opened("--train_split=none"))) == [1, 1]
+        assert sizes(opened("--train_split=none")) == (1, 1)
     (tmp_path / "ImageSets/Segmentation/trainval.txt").write_text("2007_000000\n2007_000003\n")
-    both = opened("--train_split=trainval")
-    assert open_lib.trained_on_too(*both) == 1 == open_lib.trained_on_too(*reversed(both))
-    assert open_lib.trained_on_too(*opened()) == 0
-    words = "1 of the 1 validation pictures are trained on too"
-    assert notes("trainval", *both) == [f"{words} (--train_split=trainval, --val_split=val)"]
-    assert notes("val", both[1], both[1]) == []  # a note of the settings says it, see below
-    words = ("trainaug.txt is missing", "there are: train, trainval, val")
-    refused(lambda: opened("--train_split=trainaug"), *words)
+    both_source, val_source = opened("--train_split=trainval")
+    assert open_lib.trained_on_too(both_source, val_source) == 1
+    assert open_lib.trained_on_too(val_source, both_source) == 1
+    [note] = notes("trainval", both_source, val_source)
+    assert "1 of the 1 validation pictures" in note
+    assert "--train_split=trainval, --val_split=val" in note
+    assert notes("val", val_source, val_source) == []  # the settings have a note, see below
+    refused(
+        lambda: opened("--train_split=trainaug"),
+        "trainaug.txt is missing",
+        "there are: train, trainval, val",
+    )
     assert "both val" in " ".join(settings(tmp_path, "voc", 21, "--train_split=val").notes())
 
 
-def notes(train_split: str, train_source, val_source) -> list[str]:
+def notes(train_split: str, train_source: Source, val_source: Source) -> list[str]:
     """The notes of a run on these sources about validation pictures."""
-    config = settings_lib.Settings(train_split=train_split)
-    parts = {"config": config, "train_source": train_source, "val_source": val_source}
-    world = SimpleNamespace(is_chief=True, size=1)
-    model = SimpleNamespace(compiled=False, trainable_variables=[], _flatten_layers=list)
-    found = run_lib.notes(SimpleNamespace(**parts, world=world, model=model))
-    return [note for note in found if "validation pictures" in note]
+    context = SimpleNamespace(
+        config=settings_lib.Settings(train_split=train_split),
+        train_source=train_source,
+        val_source=val_source,
+        world=SimpleNamespace(is_chief=True, size=1),
+        model=SimpleNamespace(compiled=False, trainable_variables=[], _flatten_layers=list),
+    )
+    return [note for note in run_lib.notes(context) if "validation pictures" in note]
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "link to a folder", "spelling"])
 def test_one_picture_under_two_names_is_refused(tmp_path: Path, kind: str):
     """In one class or split, in two, and by the check of the data too."""
     readers.write_classes(tmp_path)
-    first, second = tmp_path / "train/n02/a.png", tmp_path / "val/n10/x.png"
+    first = tmp_path / "train/n02/a.png"
+    second = tmp_path / "val/n10/x.png"
     if kind == "link":
         second.symlink_to(first)
     elif kind == "hard link":
@@ -122,15 +155,32 @@ def test_one_picture_under_two_names_is_refused(tmp_path: Path, kind: str):
         first = tmp_path / "val/n01/z.jpg"
         shutil.rmtree(first.parent)
         first.parent.symlink_to(second.parent)
-    words = (first, second, "are one picture under two names: remove one")
     config = settings(tmp_path, "class_folders", 3)
-    refused(lambda: open_lib.open_sources(config, "class_folders"), *words)
-    faults: list[str] = []
-    kept: list = []
-    for split in ("train", "val"):
-        how = {"classes": 0, "tell": faults.append, "names": [], "read": kept}
-        check.check(tmp_path, split, "class_folders", **how)
+    refused(
+        lambda: open_lib.open_sources(config, "class_folders"),
+        first,
+        second,
+        "are one picture under two names: remove one",
+    )
+    faults = faults_of(tmp_path, "train", "val")
     assert str(first) in faults[0] and str(second) in faults[0], faults
+
+
+def faults_of(root: Path, *splits: str) -> list[str]:
+    """What `hvdkit check` says against these splits of class folders."""
+    faults: list[str] = []
+    sources: list[Source] = []
+    for split in splits:
+        check.check(
+            root,
+            split,
+            "class_folders",
+            classes=0,
+            tell=faults.append,
+            names=[],
+            read=sources,
+        )
+    return faults
 
 
 def test_pairs_of_one_picture_are_refused_and_may_share_a_mask(tmp_path: Path):
@@ -143,35 +193,47 @@ def test_pairs_of_one_picture_are_refused_and_may_share_a_mask(tmp_path: Path):
     open_lib.open_sources(config, "folders")
     (tmp_path / "images/b.png").unlink()
     (tmp_path / "images/b.png").symlink_to("a.png")
-    words = (tmp_path / "images/a.png", tmp_path / "images/b.png", "under two names")
-    refused(lambda: open_lib.open_sources(config, "folders"), *words)
+    refused(
+        lambda: open_lib.open_sources(config, "folders"),
+        tmp_path / "images/a.png",
+        tmp_path / "images/b.png",
+        "under two names",
+    )
 
 
 def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
     readers.write_classes(tmp_path)
-    for name, other in (("train", "large"), ("val", "small")):
-        (tmp_path / name).rename(tmp_path / other)
-    names = "--train_split=large", "--val_split=small"
-    config = settings(tmp_path, "class_folders", 3, *names)
-    assert list(map(len, open_lib.open_sources(config, "class_folders"))) == [4, 3]
+    (tmp_path / "train").rename(tmp_path / "large")
+    (tmp_path / "val").rename(tmp_path / "small")
+
+    def opened(classes: int) -> tuple[Source, Source]:
+        config = settings(
+            tmp_path, "class_folders", classes, "--train_split=large", "--val_split=small"
+        )
+        return open_lib.open_sources(config, "class_folders")
+
+    assert sizes(opened(3)) == (4, 3)
 
     readers.save(tmp_path / "small" / "n03" / "v.png", readers.noise(0))
-    words = ("split small of", "has n03, and the training split has no such class")
     for classes in (4, 3):  # neither number would do
-        wrong = settings(tmp_path, "class_folders", classes, *names)
-        refused(lambda c=wrong: open_lib.open_sources(c, "class_folders"), *words)
+        refused(
+            lambda number=classes: opened(number),
+            "split small of",
+            "has n03, and the training split has no such class",
+        )
 
 
 def test_one_class_is_refused(tmp_path: Path):
     readers.save(tmp_path / "train" / "all" / "a.png", readers.noise(0))
     config = settings(tmp_path, "class_folders", 2)
-    words = (tmp_path / "train", "holds one class only", "--data_dir one level too deep")
-    refused(lambda: open_one(config, "train", "class_folders"), *words)
-    faults: list[str] = []
-    check.check(
-        tmp_path, "train", "class_folders", classes=0, tell=faults.append, names=[], read=[]
+    refused(
+        lambda: open_one(config, "train", "class_folders"),
+        tmp_path / "train",
+        "holds one class only",
+        "--data_dir one level too deep",
     )
-    assert len(faults) == 1 and "holds one class only" in faults[0]
+    [fault] = faults_of(tmp_path, "train")
+    assert "holds one class only" in fault
 
 
 def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
@@ -189,8 +251,7 @@ def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
 
     opened = run("train.py", "--data_format=squares")
     assert opened.stdout.split() == ["4", "3"], opened.stderr
-    flags = ["--from=squares", "--split=train", "--out=out", "--root=."]
-    packed = run("-m", "hvdkit", "pack", *flags)
+    packed = run("-m", "hvdkit", "pack", "--from=squares", "--split=train", "--out=out", "--root=.")
     assert "4 samples, labels below 3" in packed.stdout, packed.stderr
     wrong = run("train.py", "--data_format=circles")
     assert wrong.returncode == 2 and "records, squares" in wrong.stderr
@@ -225,13 +286,20 @@ print(*map(len, open_sources(config, "digits")))
 )
 def test_a_reader_that_does_not_fit_is_named(tmp_path, monkeypatch, capsys, reader, words):
     monkeypatch.setitem(READERS, "mine", reader)
-    flags = ["--data_format=mine", "--split=train", f"--data_dir={tmp_path}", "--num_classes=3"]
-    assert check.main(["check", *flags]) == (2 if reader.endswith(".sounds") else 1)
+    is_opened = reader == f"{__name__}.sounds"
+    check_command = [
+        "check",
+        "--data_format=mine",
+        "--split=train",
+        f"--data_dir={tmp_path}",
+        "--num_classes=3",
+    ]
+    assert check.main(check_command) == (2 if is_opened else 1)
     with pytest.raises(SystemExit) as end:
         pack.main(f"pack --from=mine --split=train --root={tmp_path} --out={tmp_path}".split())
     printed = "".join(capsys.readouterr())
     assert end.value.code == 2 and printed.count(words) == 2, printed
-    if reader != f"{__name__}.sounds":
+    if not is_opened:
         assert printed.count(f"--data_format=mine: its reader {reader}") == 2
 
 

@@ -18,10 +18,9 @@ from small_checkpoints import save
 
 from hvdkit.data import pack
 from hvdkit.data.open import reader_of
-from hvdkit.data.readers import records
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
-from hvdkit.data.readers.records import Records
+from hvdkit.data.readers.records import META, Records
 from hvdkit.data.source import Arrays
 
 
@@ -29,8 +28,11 @@ def packed(demo: Path, out: Path, shards: int = 3) -> Path:
     return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards=shards)
 
 
-def command(*flags: object) -> None:
-    pack.main(["pack", *map(str, flags)])
+def command(root: Path, out: object, *flags: str, layout: str = "class_folders") -> None:
+    """hvdkit pack, of the training split."""
+    pack.main(
+        ["pack", f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}", *flags]
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,18 +44,19 @@ def command(*flags: object) -> None:
     ],
 )
 def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: str, write):
-    root, out = tmp_path / "raw", tmp_path / "deep" / "packed"
+    root = tmp_path / "raw"
+    out = tmp_path / "deep" / "packed"
     write(root)
     for split in ("train", "val"):
-        flags = (f"--from={layout}", f"--root={root}", f"--split={split}", f"--out={out}")
-        command(*flags, "--shards=2")
-        source, found = reader_of(layout)(root, split, 0), Records(out, split)
-        assert readers.same(source, found) and len(found) == len(source)
-        assert found.kind == ("map" if layout == "cityscapes" else "class")
-        labels = [sample["label"] for sample in readers.read_all(found)]
-        assert found.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
-        spec = tf.data.Dataset.range(1).map(found.read).element_spec
-        assert spec["label"].dtype == (tf.uint8 if found.kind == "map" else tf.int32)
+        command(root, out, f"--split={split}", "--shards=2", layout=layout)
+        source = reader_of(layout)(root, split, 0)
+        records = Records(out, split)
+        assert readers.same(source, records) and len(records) == len(source)
+        assert records.kind == ("map" if layout == "cityscapes" else "class")
+        labels = [sample["label"] for sample in readers.read_all(records)]
+        assert records.num_classes == 1 + max(int(x[x != 255].max()) for x in labels)
+        spec = tf.data.Dataset.range(1).map(records.read).element_spec
+        assert spec["label"].dtype == (tf.uint8 if records.kind == "map" else tf.int32)
         assert spec["image"].shape.as_list() == [None, None, 3]
         file = readers.read_all(source)[0].get("file", b"")  # goes in as it is
         assert any(file in path.read_bytes() for path in (out / split).glob("*.tfrecord"))
@@ -64,21 +67,25 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
 
 
 def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path, capsys):
-    readers.write_classes(tmp_path / "raw")
-    flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
-    found = []
-    for more in ((), ("--shuffle=1",), ("--shuffle=2",)):
-        command(*flags, f"--out={tmp_path}", f"--as={len(found)}", "--shards=2", *more)
-        packs = Records(tmp_path, f"{len(found)}")
-        assert packs.is_shuffled == bool(more) and sum(packs.shard_sizes) == len(packs)
-        found.append([(int(s["label"]), s["image"].tobytes()) for s in readers.read_all(packs)])
-    assert found[0] != found[1] != found[2] != found[0]
-    assert sorted(found[0]) == sorted(found[1]) == sorted(found[2])
+    root = tmp_path / "raw"
+    readers.write_classes(root)
+
+    def samples(name: str, *flags: str) -> list[tuple[int, bytes]]:
+        command(root, tmp_path, f"--as={name}", "--shards=2", *flags)
+        records = Records(tmp_path, name)
+        assert records.is_shuffled == bool(flags) and sum(records.shard_sizes) == len(records)
+        return [(int(s["label"]), s["image"].tobytes()) for s in readers.read_all(records)]
+
+    plain = samples("plain")
+    first = samples("first", "--shuffle=1")
+    second = samples("second", "--shuffle=2")
+    assert plain != first != second != plain
+    assert sorted(plain) == sorted(first) == sorted(second)
     with pytest.raises(SystemExit):
-        command(*flags, f"--out={tmp_path}", "--as=d", "--shuffle=-1")
+        command(root, tmp_path, "--as=d", "--shuffle=-1")
     assert "--shuffle=-1: give a seed" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        command(*flags, "--out=s3://some/set")
+        command(root, "s3://some/set")
     assert "--out=s3://some/set is a URL" in capsys.readouterr().err
 
 
@@ -127,29 +134,37 @@ def test_broken_sets_are_named(tiny_data: Path, tmp_path: Path):
     refused(open_it, tmp_path / "train" / "pack.json", "hvdkit pack", "none")
     folder = packed(tiny_data, tmp_path)
     refused(lambda: Records(tmp_path, "val"), tmp_path / "val", "packed in", "train")
-    meta, index, shard = folder / "pack.json", folder / "index.bin", next(folder.glob("*2-of*"))
-    for path, damages in (
-        (meta, {b"": "damaged", b"[]": "damaged", b'{"version": 1}': "version is not"}),
-        (index, {b"": "0 bytes", index.read_bytes()[::-1]: "checksum", None: "is missing"}),
-        (shard, {b"cut": "3 bytes where", None: "is missing"}),
+    meta = folder / "pack.json"
+    index = folder / "index.bin"
+    [shard] = folder.glob("*2-of*")
+    for path, damage, words in (
+        (meta, b"", "damaged"),
+        (meta, b"[]", "damaged"),
+        (meta, b'{"version": 1}', "version is not"),
+        (index, b"", "0 bytes"),
+        (index, index.read_bytes()[::-1], "checksum"),
+        (index, None, "is missing"),
+        (shard, b"cut", "3 bytes where"),
+        (shard, None, "is missing"),
     ):
         whole = path.read_bytes()
-        for damage, words in damages.items():
-            path.unlink() if damage is None else path.write_bytes(damage)
-            refused(open_it, path, words, "again")
-            path.write_bytes(whole)
+        path.unlink()
+        if damage is not None:
+            path.write_bytes(damage)
+        refused(open_it, path, words, "again")
+        path.write_bytes(whole)
     meta.write_text(meta.read_text().replace('"map"', '"class"', 1))
     refused(open_it, meta, "its checksum differs", "pack again")
 
 
 def test_a_set_is_written_whole_or_not_at_all(tiny_data: Path, tmp_path: Path, capsys):
-    readers.write_classes(tmp_path / "raw")
-    bad = tmp_path / "raw" / "train" / "n02" / "a.png"
+    root = tmp_path / "raw"
+    readers.write_classes(root)
+    bad = root / "train" / "n02" / "a.png"
     bad.write_bytes(bad.read_bytes()[:60])
     out = tmp_path / "out"
-    flags = ("--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train")
     with pytest.raises(SystemExit) as end:
-        command(*flags, f"--out={out}")
+        command(root, out)
     assert end.value.code == 2 and f"{bad} cannot be decoded" in capsys.readouterr().err
     assert not any(out.iterdir())
 
@@ -159,31 +174,35 @@ def test_a_set_is_written_whole_or_not_at_all(tiny_data: Path, tmp_path: Path, c
     refused(lambda: packed(tiny_data, tmp_path / "b", -1), "--shards=-1")
     for name in ("", ".", "..", "a/b", ".train"):
         with pytest.raises(SystemExit):
-            command(*flags, f"--out={tmp_path / 'b'}", f"--as={name}")
+            command(root, tmp_path / "b", f"--as={name}")
         assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
 
 def killed_at(monkeypatch, owner: object, function: str, call: int) -> list[object]:
     """The calls so far; that one is interrupted before it does anything."""
-    calls, real = [], getattr(owner, function)
+    calls = []
+    real = getattr(owner, function)
 
-    def once(*args, **how):
-        calls.append(args)
+    def once(*arguments, **keywords):
+        calls.append(arguments)
         if len(calls) == call:
             raise KeyboardInterrupt
-        return real(*args, **how)
+        return real(*arguments, **keywords)
 
     monkeypatch.setattr(owner, function, once)
     return calls
 
 
-@pytest.mark.parametrize(("place", "calls_of_both"), [
-    ((pack, "_verify", 2), 4), ((Path, "rename", 6), 8),
-])  # fmt: skip
-def test_after_a_kill_the_next_try_goes_on(tiny_data, tmp_path, monkeypatch, place, calls_of_both):
+@pytest.mark.parametrize(
+    ("owner", "function", "call", "calls_of_both"),
+    [(pack, "_verify", 2, 4), (Path, "rename", 6, 8)],
+)
+def test_after_a_kill_the_next_try_goes_on(
+    tiny_data, tmp_path, monkeypatch, owner, function, call, calls_of_both
+):
     """In the second of three shards, and when two of the three were put into the whole."""
-    calls = killed_at(monkeypatch, *place)
+    calls = killed_at(monkeypatch, owner, function, call)
     with pytest.raises(KeyboardInterrupt):
         packed(tiny_data, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".train.packing"]
@@ -209,17 +228,18 @@ def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(tiny_data, tmp
 
 def test_ranks_share_the_work(tmp_path: Path):
     """Three shards by two ranks, one late; by itself, one: a shard takes about 256 MB."""
-    readers.write_classes(tmp_path / "raw")
-    tool = Path(sys.executable).with_name("mpirun")
-    words = [tool, "-np", "2", "--oversubscribe", "sh", "-c"]
-    words += ['sleep $((4 * OMPI_COMM_WORLD_RANK)); exec "$@"', "late"]
+    root = tmp_path / "raw"
+    readers.write_classes(root)
+    words = [Path(sys.executable).with_name("mpirun"), "-np", "2", "--oversubscribe"]
+    words += ["sh", "-c", 'sleep $((4 * OMPI_COMM_WORLD_RANK)); exec "$@"', "late"]
     words += [sys.executable, "-m", "hvdkit", "pack"]
-    words += ["--from=class_folders", f"--root={tmp_path / 'raw'}", "--split=train"]
-    ended = run([*words, f"--out={tmp_path}", "--as=three", "--shards=3"], 120)
+    words += ["--from=class_folders", f"--root={root}", "--split=train"]
+    words += [f"--out={tmp_path}", "--as=three", "--shards=3"]
+    ended = run(words, 120)
     assert ended.code == 0 and ended.output.count("found the same") == 1, ended.output
     assert ended.output.count("waits for other ranks' shards 00001\n") == 1, ended.output
-    command(*words[-3:], f"--out={tmp_path}", "--as=one")
-    source = ClassFolders(tmp_path / "raw", "train")
+    command(root, tmp_path, "--as=one")
+    source = ClassFolders(root, "train")
     for name, shards in (("one", 1), ("three", 3)):
         assert len([*(tmp_path / name).glob("*.tfrecord")]) == shards
         assert readers.same(source, Records(tmp_path, name))
@@ -250,18 +270,25 @@ def test_a_set_with_256_classes(tmp_path: Path):
     images = np.stack([readers.noise(number) for number in range(3)])
     source = Arrays(image=images, label=np.array([0, 255, 254], np.int32))
     pack.pack(source, tmp_path, "train", shards=1)
-    found = Records(tmp_path, "train")
-    assert found.num_classes == 256
-    assert [int(sample["label"]) for sample in readers.read_all(found)] == [0, 255, 254]
+    records = Records(tmp_path, "train")
+    assert records.num_classes == 256
+    assert [int(sample["label"]) for sample in readers.read_all(records)] == [0, 255, 254]
 
 
-@pytest.mark.parametrize(("layout", "side"), [("voc", 5), ("class_folders", 9)])
-def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str, side: int):
+@pytest.mark.parametrize(
+    ("layout", "write", "side"),
+    [("voc", readers.write_voc, 5), ("class_folders", readers.write_classes, 9)],
+)
+def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str, write, side: int):
     """To the short side asked for, with labels on them; smaller ones go in as they are."""
-    root, out = tmp_path / "raw", tmp_path / "packed"
-    {"voc": readers.write_voc, "class_folders": readers.write_classes}[layout](root)
-    flags = (f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}")
-    command(*flags, "--shards=2", f"--short_side={side}", "--quality=95", "--as=small")
+    root = tmp_path / "raw"
+    out = tmp_path / "packed"
+    write(root)
+
+    def command_of(*flags: str) -> None:
+        command(root, out, *flags, layout=layout)
+
+    command_of("--shards=2", f"--short_side={side}", "--quality=95", "--as=small")
     source = readers.read_all(reader_of(layout)(root, "train", 0))
     for small, whole in zip(readers.read_all(Records(out, "small")), source, strict=True):
         sizes = np.array(whole["image"].shape[:2])
@@ -274,13 +301,17 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str, side: int)
         if layout == "class_folders":
             assert small["label"] == whole["label"]
         else:
-            places = (((np.arange(n) + 0.5) * m / n).astype(int) for n, m in zip(shape, sizes))
-            np.testing.assert_array_equal(small["label"], whole["label"][np.ix_(*places)])
-    packed_from = json.loads((out / "small" / records.META).read_text())["packed_from"]
+            rows, columns = (
+                ((np.arange(after) + 0.5) * before / after).astype(int)
+                for after, before in zip(shape, sizes)
+            )
+            np.testing.assert_array_equal(small["label"], whole["label"][np.ix_(rows, columns)])
+    packed_from = json.loads((out / "small" / META).read_text())["packed_from"]
     assert packed_from.endswith(f"split train, short side {side}, quality 95")
-    for wrong in (["--short_side=5", "--quality=0"], ["--quality=50"]):  # the last: of what?
-        with pytest.raises(SystemExit):
-            command(*flags, "--as=wrong", *wrong)
+    with pytest.raises(SystemExit):
+        command_of("--as=wrong", "--short_side=5", "--quality=0")
+    with pytest.raises(SystemExit):
+        command_of("--as=wrong", "--quality=50")  # nothing is encoded again
     assert not (out / "wrong").exists()
 
 
@@ -289,7 +320,11 @@ def test_an_unfinished_pack_is_of_one_set_and_one_process(tmp_path: Path, monkey
         with pack._unfinished(tmp_path, "train", key, rank=0) as work:
             assert (work / "00000").exists() == (key == "key")
 
-    mine, work = tmp_path / "mine", tmp_path / ".train.packing"
+    def no_locks(*arguments: object) -> None:
+        raise OSError("no locks here")
+
+    mine = tmp_path / "mine"
+    work = tmp_path / ".train.packing"
     mine.mkdir()
     (mine / "file").write_bytes(b"")
     with pack._unfinished(tmp_path, "train", "key", rank=0) as folder:
@@ -302,7 +337,7 @@ def test_an_unfinished_pack_is_of_one_set_and_one_process(tmp_path: Path, monkey
         with pack._unfinished(tmp_path, "train", "key", rank=1):
             pass
     # Some disks have no locks.
-    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks here")))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     other()
     other("of other samples")
     assert {path.name for path in work.iterdir()} == {".lock", "of other samples"}
@@ -315,36 +350,49 @@ def test_an_unfinished_pack_is_of_one_set_and_one_process(tmp_path: Path, monkey
 
 @pytest.fixture
 def unsafe(monkeypatch):
-    """By the name that a rename gave: what of it was not flushed when it got that name."""
+    """By the name that a rename gave: the files that were not flushed when they got that name."""
     flushed: dict[int, int] = {}  # by inode of a file or folder: its size when it was flushed
-    found: dict[str, list[str]] = {}
+    unflushed: dict[str, list[str]] = {}
     fsync = os.fsync
 
-    def watched(descriptor: int) -> None:
+    def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
         flushed[os.fstat(descriptor).st_ino] = os.fstat(descriptor).st_size
 
-    def check(move, path: Path, target: Path):
-        about = {p.name: p.stat() for p in (path, *path.rglob("*")) if p.is_file()}
-        found[target.name] = [n for n, x in about.items() if flushed.get(x.st_ino) != x.st_size]
+    def check(path: Path, target: Path) -> None:
+        names = []
+        for file in (path, *path.rglob("*")):
+            if file.is_file() and flushed.get(file.stat().st_ino) != file.stat().st_size:
+                names.append(file.name)
+        unflushed[target.name] = names
         flushed.pop(target.parent.stat().st_ino, None)
-        return move(path, target)
 
-    monkeypatch.setattr(os, "fsync", watched)
-    for move in (Path.rename, Path.replace):
-        monkeypatch.setattr(Path, move.__name__, lambda *paths, move=move: check(move, *paths))
-    return found, flushed
+    def watched(move):
+        def checked(path: Path, target: Path) -> Path:
+            check(path, target)
+            return move(path, target)
+
+        return checked
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched(Path.rename))
+    monkeypatch.setattr(Path, "replace", watched(Path.replace))
+    return unflushed, flushed
 
 
 def test_a_checkpoint_is_flushed(kept, unsafe):
-    found, flushed = unsafe
+    unflushed, flushed = unsafe
     path = save(kept, 7)
-    assert found == {"manifest.json": [], "step-00000007": []}
+    assert unflushed == {"manifest.json": [], "step-00000007": []}
     assert path.parent == kept.folder
     assert kept.folder.stat().st_ino in flushed  # which holds the new name
 
 
 def test_a_packed_split_is_flushed(tmp_path, unsafe):
-    samples = {"image": np.zeros((3, 8, 8, 3), np.uint8), "label": np.array([0, 1, 2], np.int32)}
-    pack.pack(Arrays(**samples), tmp_path, "train", shards=2)
-    assert unsafe[0]["train"] == []
+    unflushed, _ = unsafe
+    source = Arrays(
+        image=np.zeros((3, 8, 8, 3), np.uint8),
+        label=np.array([0, 1, 2], np.int32),
+    )
+    pack.pack(source, tmp_path, "train", shards=2)
+    assert unflushed["train"] == []

@@ -25,7 +25,9 @@ class Busy:
     """Counts how many threads are inside at once; each stays for a while."""
 
     def __init__(self) -> None:
-        self.most, self._inside, self._lock = 0, 0, threading.Lock()
+        self.most = 0
+        self._inside = 0
+        self._lock = threading.Lock()
 
     def __call__(self, sample, key=None):
         def stay(x):
@@ -50,8 +52,12 @@ def deterministic():
 @pytest.mark.parametrize("workers", [1, 3])
 def test_as_many_examples_at_once_as_there_are_workers(workers: int, deterministic):
     busy = Busy()
-    made = reader(SOURCE, busy, keyed=True)
-    feed = TrainingFeed(Sampler(40, 20, 1, 1, 0, 1), made, num_steps=2, workers=workers)
+    feed = TrainingFeed(
+        Sampler(40, 20, 1, 1, 0, 1),
+        reader(SOURCE, busy, keyed=True),
+        num_steps=2,
+        workers=workers,
+    )
     feed.next()
     assert busy.most == workers
     # A sample takes 0.02 s, and what is slow on a busy machine takes longer.
@@ -74,9 +80,19 @@ def test_samples_keep_their_order_however_long_each_takes():
 
         return {"x": tf.ensure_shape(tf.numpy_function(wait, [sample["x"]], tf.int64), [])}
 
-    made = reader(SOURCE, slow, keyed=True)
-    feed = TrainingFeed(order, made, first_step=2, num_steps=3, workers=4)
-    assert feed.next()["x"][0].numpy().tolist() == ids
+    feed = TrainingFeed(
+        order,
+        reader(SOURCE, slow, keyed=True),
+        first_step=2,
+        num_steps=3,
+        workers=4,
+    )
+    assert ids_in(feed.next()) == ids
+
+
+def ids_in(batch: dict) -> list[int]:
+    """Of a batch for training with one micro-batch."""
+    return batch["x"][0].numpy().tolist()
 
 
 class Torn(Arrays):
@@ -84,13 +100,17 @@ class Torn(Arrays):
 
     def __init__(self, *bad: int, busy: int = -1, fails: Container[int] = ()) -> None:
         super().__init__(x=np.arange(50))
-        self.bad, self.asked = bad, []
-        self.busy, self.reads, self.fails = busy, 0, fails
+        self.bad = bad
+        self.asked = []
+        self.busy = busy
+        self.reads = 0
+        self.fails = fails
 
     def _look(self, index):
-        self.reads += index == self.busy
-        if index == self.busy and self.reads in self.fails:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if index == self.busy:
+            self.reads += 1
+            if self.reads in self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
         return index
 
     def read(self, index):
@@ -108,87 +128,124 @@ class Torn(Arrays):
 def test_a_step_names_the_sample_that_cannot_be_read(device: str):
     """With a device, batches take the ops that copy them to a GPU; here it is the host."""
     order = Sampler(50, 4, 1, 1, 0, 1)
-    source = Torn(bad := order.ids_of(2, 0)[1])
-    made = reader(source, lambda sample, key: sample, keyed=True)
-    feed = TrainingFeed(order, made, num_steps=5, device=device)
-    for step in range(3):
+    bad = order.ids_of(2, 0)[1]
+    samples = reader(Torn(bad), lambda sample, key: sample, keyed=True)
+    feed = TrainingFeed(order, samples, num_steps=5, device=device)
+    for step in range(2):
+        assert ids_in(feed.next()) == order.ids_of(step, 0)
         assert feed.error is None, step
-        read = feed.next()["x"][0].numpy().tolist()
-        assert read == (order.ids_of(step, 0) if step < 2 else [0] * 4)
+    assert ids_in(feed.next()) == [0] * 4
     assert feed.error == f"sample {bad} is torn"
 
 
 @pytest.mark.parametrize("bad", [13, 49])
 def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
-    source, found = Torn(bad), []
-    made = reader(source, lambda sample: sample, keyed=False)
+    source = Torn(bad)
+    samples = reader(source, lambda sample: sample, keyed=False)
+    outcomes = []  # by rank: samples, or the error
     for rank in range(3):
         try:
-            feed = EvaluationFeed(made, 4, rank=rank, size=3)
-            found.append(sum(len(batch["x"]) for batch in feed))
+            feed = EvaluationFeed(samples, 4, rank=rank, size=3)
+            outcomes.append(sum(len(batch["x"]) for batch in feed))
         except ValueError as error:
-            found.append(str(error))
-    assert found.count(f"sample {bad} is torn") == 1 and len(set(found)) > 1
+            outcomes.append(str(error))
+    assert outcomes.count(f"sample {bad} is torn") == 1 and len(set(outcomes)) > 1
     assert source.asked == list(range(bad // 4 * 4, bad + 1))
 
 
+def ids_alone(sample, key):
+    return {"x": sample["x"]}
+
+
+def ids_with_partners(sample, key):
+    return {"x": [sample["x"], sample["partner"]["x"]]}
+
+
 def batches_of(
-    source: Torn, steps: range, size: int, example=lambda sample, key: sample, **how
+    source: Torn, steps: range, size: int, example=ids_alone, *, paired: bool = False
 ) -> tuple[list[list], list]:
     """Ids that `size` ranks get at each step, in the batch's order, and what they replaced."""
-    made = reader(source, example, keyed=True, **how)
-    how = {"first_step": steps.start, "num_steps": steps.stop, "replaces": True}
-    orders = [Sampler(50, 12, 1, 1, rank, size) for rank in range(size)]
-    feeds = [TrainingFeed(order, made, **how) for order in orders]
-    found = [[x for feed in feeds for x in feed.next()["x"][0].numpy().tolist()] for _ in steps]
-    assert [feed.error for feed in feeds] == [None] * size
-    return found, sorted(one for feed in feeds for one in feed.replaced)
+    samples = reader(source, example, keyed=True, paired=paired)
+    feeds = []
+    for rank in range(size):
+        feed = TrainingFeed(
+            Sampler(50, 12, 1, 1, rank, size),
+            samples,
+            first_step=steps.start,
+            num_steps=steps.stop,
+            replaces=True,
+        )
+        feeds.append(feed)
+    batches = []
+    for _ in steps:
+        batches.append([])
+        for feed in feeds:
+            batches[-1] += ids_in(feed.next())
+    replaced = []
+    for feed in feeds:
+        assert feed.error is None
+        replaced += feed.replaced
+    return batches, sorted(replaced)
 
 
 def test_a_sample_whose_partner_is_bad_is_replaced_alike_on_any_number_of_ranks():
-    both = lambda sample, key: {"x": [sample["x"], sample["partner"]["x"]]}  # noqa: E731
-    rows, bad = batches_of(Torn(17), range(9), 1, both, paired=True)
-    assert (rows, bad) == batches_of(Torn(17), range(9), 3, both, paired=True)
+    rows, replaced = batches_of(Torn(17), range(9), 1, ids_with_partners, paired=True)
+    on_three = batches_of(Torn(17), range(9), 3, ids_with_partners, paired=True)
+    assert (rows, replaced) == on_three
     rows = np.array(rows)
     assert 17 not in rows and np.all(rows[..., 0] != rows[..., 1])
-    assert len(bad) > 2 and {one.sample for one in bad} == {17}  # counted as one bad sample
+    assert len(replaced) > 2
+    assert {one.sample for one in replaced} == {17}  # counted as one bad sample
 
 
 def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume():
-    order, torn = Sampler(50, 12, 1, 1, 0, 1), {3, 17, 44}
-    found, replaced = batches_of(Torn(*torn), range(9), 1)
-    ids = [order.ids_of(step, 0) for step in range(9)]
-    seen = []
-    for step, (batch, read) in enumerate(zip(ids, found)):
-        assert {*read} <= {*batch} - torn, "of the same batch, and good"
-        assert all(i == x for i, x in zip(batch, read) if i not in torn)
-        pairs = [(i, x) for i, x in zip(batch, read) if i in torn]
-        seen += [Replaced(step + 1, i, x, f"sample {i} is torn") for i, x in pairs]
-    assert replaced == sorted(seen) and len({one.by for one in seen}) > 2
+    order = Sampler(50, 12, 1, 1, 0, 1)
+    torn = {3, 17, 44}
+    batches, replaced = batches_of(Torn(*torn), range(9), 1)
+    expected = []
+    for step, batch in enumerate(batches):
+        planned = order.ids_of(step, 0)
+        assert {*batch} <= {*planned} - torn, "of the same batch, and good"
+        for wanted, read in zip(planned, batch):
+            if wanted in torn:
+                expected.append(Replaced(step + 1, wanted, read, f"sample {wanted} is torn"))
+            else:
+                assert read == wanted
+    assert replaced == sorted(expected) and len({one.by for one in expected}) > 2
     for size in (2, 3):
-        assert batches_of(Torn(*torn), range(9), size) == (found, replaced)
+        assert batches_of(Torn(*torn), range(9), size) == (batches, replaced)
     later = [one for one in replaced if one.step > 4]
-    assert batches_of(Torn(*torn), range(4, 9), 2) == (found[4:], later)
+    assert batches_of(Torn(*torn), range(4, 9), 2) == (batches[4:], later)
 
 
-def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys):
+# The second: also once more where all samples are read again, after each was read by itself.
+@pytest.mark.parametrize("fails", [{1, 2, 3}, {1, 3}])
+def test_a_disk_that_fails_is_read_again_with_patience(monkeypatch, capsys, fails):
     monkeypatch.setattr(pipeline, "_PAUSES", (0.01, 0.01, 0.01))
     order = Sampler(50, 12, 1, 1, 0, 1)
-    busy = order.ids_of(1, 0)[5]
-    # Also once more where all samples are read again, after each was read by itself.
-    for fails, wanted in (({1, 2, 3}, ""), ({1, 3}, ""), (range(99), "the disk fails, not the ")):
-        source = Torn(busy=busy, fails=fails)
-        made = reader(source, lambda sample, key: sample, keyed=True)
-        feed = TrainingFeed(order, made, num_steps=3)
-        found = [feed.next()["x"][0].numpy().tolist() for _ in range(3)]
-        assert not feed.replaced and (feed.error or "").startswith(wanted)
-        if not wanted:
-            assert found == [order.ids_of(step, 0) for step in range(3)] and feed.error is None
-            assert "reading again" in capsys.readouterr().out
-    source = Torn(busy=17, fails={1, 2})
-    made = reader(source, lambda sample: sample, keyed=False)
-    read = [x for batch in EvaluationFeed(made, 4) for x in batch["x"].numpy().tolist()]
-    assert read == list(range(50))
+    source = Torn(busy=order.ids_of(1, 0)[5], fails=fails)
+    feed = TrainingFeed(order, reader(source, ids_alone, keyed=True), num_steps=3)
+    for step in range(3):
+        assert ids_in(feed.next()) == order.ids_of(step, 0)
+    assert not feed.replaced and feed.error is None
+    assert "reading again" in capsys.readouterr().out
+
+
+def test_an_evaluation_reads_again_too(monkeypatch):
+    monkeypatch.setattr(pipeline, "_PAUSES", (0.01, 0.01, 0.01))
+    samples = reader(Torn(busy=17, fails={1, 2}), lambda sample: sample, keyed=False)
+    ids = [batch["x"].numpy() for batch in EvaluationFeed(samples, 4)]
+    assert np.concatenate(ids).tolist() == list(range(50))
+
+
+def test_a_disk_that_goes_on_failing_is_named(monkeypatch):
+    monkeypatch.setattr(pipeline, "_PAUSES", (0.01, 0.01, 0.01))
+    order = Sampler(50, 12, 1, 1, 0, 1)
+    source = Torn(busy=order.ids_of(1, 0)[5], fails=range(99))
+    feed = TrainingFeed(order, reader(source, ids_alone, keyed=True), num_steps=3)
+    for _ in range(3):
+        feed.next()
+    assert not feed.replaced and feed.error.startswith("the disk fails, not the ")
 
 
 def test_the_reason_is_found_in_what_tensorflow_says_twice():
@@ -206,15 +263,19 @@ def test_the_reason_is_found_in_what_tensorflow_says_twice():
     assert pipeline.reason_of(error) == "no [2]"
 
 
+def three_or_four(x):
+    return np.ones(4 if x > 1 else 3, np.int64)
+
+
 def of_wrong_shape(sample):
-    made = tf.numpy_function(lambda x: np.ones(3 + (x > 1), np.int64), [sample["x"]], tf.int64)
-    return tf.ensure_shape(made, [3])
+    row = tf.numpy_function(three_or_four, [sample["x"]], tf.int64)
+    return tf.ensure_shape(row, [3])
 
 
 def of_a_false_shape(sample):
-    made = tf.numpy_function(lambda x: np.ones(3 + (x > 1), np.int64), [sample["x"]], tf.int64)
-    made.set_shape([3])
-    return made
+    row = tf.numpy_function(three_or_four, [sample["x"]], tf.int64)
+    row.set_shape([3])
+    return row
 
 
 @pytest.mark.parametrize(("transform", "inside"), [(of_wrong_shape, 2), (of_a_false_shape, 0)])
@@ -230,7 +291,9 @@ class Other:
     """Other indices; what it lacks is its source's, also `ahead`."""
 
     def __init__(self, source, length, index):
-        self._source, self._length, self._index = source, length, index
+        self._source = source
+        self._length = length
+        self._index = index
 
     def __getattr__(self, name):
         return getattr(self._source, name)
@@ -247,29 +310,42 @@ class Other:
     [(0, None), (40, lambda i: 2 * i), (160, lambda i: i // 2), (80, lambda i: 79 - i)],
     ids=["itself", "halves", "twice", "turned"],
 )
-@pytest.mark.parametrize("parts", [("x",), ("x", "name")])
-def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length, index, parts):
+@pytest.mark.parametrize("named", [False, True], ids=["numbers", "names too"])
+def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length, index, named):
     """Arrays of a file, in few calls; a source with other indices reads again, by itself."""
+
+    def arrays_of_file() -> Arrays:
+        x = np.load(tmp_path / "x.npy", mmap_mode="r")
+        if not named:
+            return Arrays(x=x)
+        return Arrays(x=x, name=np.array(["a"] * 79 + ["\u00e9"]))
+
+    def counted_fetch(ids):
+        calls.append(len(ids))
+        return fetch(ids)
+
     np.save(tmp_path / "x.npy", np.arange(80) ** 2)
-    names, asked = np.array(["a"] * 79 + ["\u00e9"]), []
-    arrays = {"x": np.load(tmp_path / "x.npy", mmap_mode="r"), "name": names}
-    arrays = {part: arrays[part] for part in parts}
-    small = Arrays(**arrays)
+    small = arrays_of_file()
     monkeypatch.setattr(sources, "_LARGE", 0)
-    large = Arrays(**arrays)
+    large = arrays_of_file()
+    calls: list[int] = []
     fetch = large.fetch
-    monkeypatch.setattr(large, "fetch", lambda ids: asked.append(len(ids)) or fetch(ids))
+    monkeypatch.setattr(large, "fetch", counted_fetch)
     assert small.ahead is None and large.is_large and large.fingerprint() == small.fingerprint()
-    found = []
-    for source in (small, large):
-        source = Other(source, length, index) if length else source
-        made = reader(source, lambda x, key: {"x": x, "key": key}, keyed=True)
-        order = Sampler(len(source), 20, 1, 1, 0, 1)
-        feed = TrainingFeed(order, made, num_steps=4, workers=2)
-        batches = [feed.next() for _ in range(4)]
-        made = reader(source, lambda sample: sample, keyed=False)
-        batches += [made.one(3), *EvaluationFeed(made, 7, rank=1, size=2)]
-        batches.append(source.read(tf.constant(7, tf.int64)))
-        found.append(tf.nest.map_structure(lambda t: t.numpy(), batches))
-    tf.nest.map_structure(np.testing.assert_array_equal, *found)
-    assert (max(asked) == 32) == (length in (0, 80)) and (asked.count(1) > 9) == (length > 0)
+
+    expected = all_reads(Other(small, length, index) if length else small)
+    ahead = all_reads(Other(large, length, index) if length else large)
+    tf.nest.map_structure(np.testing.assert_array_equal, ahead, expected)
+    assert (max(calls) == 32) == (length in (0, 80)) and (calls.count(1) > 9) == (length > 0)
+
+
+def all_reads(source) -> list:
+    """Batches for training and for evaluation, one example and one sample."""
+    order = Sampler(len(source), 20, 1, 1, 0, 1)
+    examples = reader(source, lambda sample, key: {"x": sample, "key": key}, keyed=True)
+    feed = TrainingFeed(order, examples, num_steps=4, workers=2)
+    batches = [feed.next() for _ in range(4)]
+    samples = reader(source, lambda sample: sample, keyed=False)
+    batches += [samples.one(3), *EvaluationFeed(samples, 7, rank=1, size=2)]
+    batches.append(source.read(tf.constant(7, tf.int64)))
+    return tf.nest.map_structure(lambda tensor: tensor.numpy(), batches)

@@ -26,9 +26,10 @@ SHARDS = 6
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """30 pictures packed in 6 shards, as train and val."""
-    root, pictures = tmp_path_factory.mktemp("set"), [readers.noise(n, 16, 16) for n in range(30)]
+    root = tmp_path_factory.mktemp("set")
+    pictures = np.stack([readers.noise(number, 16, 16) for number in range(30)])
     for name in ("train", "val"):
-        source = Arrays(image=np.stack(pictures), label=np.arange(30) % 2)
+        source = Arrays(image=pictures, label=np.arange(30) % 2)
         pack.pack(source, root, name, shards=SHARDS)
     return root
 
@@ -50,11 +51,12 @@ def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(roo
     server.latency = 0.02
     two = [Records(Path(server.url), "train") for _ in range(2)]
     with ThreadPoolExecutor() as pool:
-        found = [*pool.map(everything, two)]
-    assert found == [everything(local)] * 2 and two[0].fingerprint() == local.fingerprint()
-    assert {name: n for name, n in server.asked.items() if name != "pack.json"} == {
-        "index.bin": 1, **{f"train-0000{n}-of-00006.tfrecord": 1 for n in range(SHARDS)}
-    }  # fmt: skip
+        samples = [*pool.map(everything, two)]
+    assert samples == [everything(local)] * 2 and two[0].fingerprint() == local.fingerprint()
+    requests = dict(server.asked)
+    requests.pop("pack.json")
+    shards = [f"train-0000{number}-of-00006.tfrecord" for number in range(SHARDS)]
+    assert requests == dict.fromkeys(["index.bin", *shards], 1)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,8 @@ def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(roo
     ],
 )
 def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil, words: str):
-    source, bad = Records(server.url, "train"), root / "train" / "train-00002-of-00006.tfrecord"
+    source = Records(server.url, "train")
+    bad = root / "train" / "train-00002-of-00006.tfrecord"
     data = bad.read_bytes()
     try:
         bad.write_bytes(spoil(data))
@@ -97,13 +100,14 @@ def test_a_server_that_sends_too_much_is_cut_off(server):
 
 
 def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(root, server, tmp_path):
-    cache, papers = tmp_path / "cache", tmp_path / "papers"
+    cache = tmp_path / "cache"
+    papers = tmp_path / "papers"
     cache.mkdir()
     cache.chmod(0o1777)
     papers.mkdir(mode=0o755)
     (papers / "thesis").write_bytes(bytes(10_000))
     os.utime(papers / "thesis", (1, 1))  # the oldest, which goes first
-    (cache / f"packed-{'0' * 32}").symlink_to(papers)
+    (cache / "packed-00000000000000000000000000000000").symlink_to(papers)
     remote.limit(str(cache), (2 * max(Records(root, "train").shard_bytes) + 600) / 1e9)
     source = Records(server.url, "train")
     source.keep_open(1)
@@ -132,7 +136,7 @@ def test_a_cache_of_another_user_is_refused(name: str, server, tmp_path):
         Records(server.url, "train")
 
 
-def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_path):
+def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, monkeypatch, tmp_path):
     sizes = Records(root, "train").shard_bytes
     sources = [Records(server.url, name) for name in ("train", "val")]
     remote.limit(str(tmp_path / "cache"), (sum(sizes) + 2000) / 1e9)
@@ -154,18 +158,20 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, tmp_pa
         stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("packed-*/*"))
         assert sample // 5 in there and stored <= sum(sizes[:3]) + max(sizes) + 600
     assert 0 in there and 1 not in there and others.exists()
-    held = [source._opened(shard) for shard in there]
-    remote._WAIT, before, since = 0.3, remote._WAIT, time.monotonic()
-    fault, *others = source.fetch(np.arange(5, 10))[1]
-    remote._WAIT = before
-    assert "No space left on device: all of --cache_gb" in fault and passes(fault)
-    assert all(map(passes, others)) and time.monotonic() - since < 1.2  # each waited once
-    del held
+    open_shards = [source._opened(shard) for shard in there]
+    monkeypatch.setattr(remote, "_WAIT", 0.3)
+    since = time.monotonic()
+    _, faults = source.fetch(np.arange(5, 10))
+    assert time.monotonic() - since < 1.2  # each waited once
+    assert "No space left on device: all of --cache_gb" in faults[0]
+    assert all(passes(fault) for fault in faults)
+    del open_shards
     assert source.fetch(np.array([5]))[1] == [""]
 
 
 def test_credentials_that_end_in_mid_run_spoil_no_sample(server):
-    source, server.status = Records(server.url, "train"), 403
+    source = Records(server.url, "train")
+    server.status = 403
     fault = source.fetch(np.array([0]))[1][0]
     assert "403" in fault and passes(fault)
     with pytest.raises(ValueError, match=r"pack.json cannot be read: .* 403"):
@@ -203,15 +209,17 @@ def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):
 
 
 def test_a_full_disk_loses_what_is_not_in_use(root, server, monkeypatch, tmp_path):
-    size, cache = max(Records(root, "train").shard_bytes), tmp_path / "cache"
-    free = lambda _: SimpleNamespace(  # noqa: E731
-        free=3 * size - sum(path.stat().st_size for path in cache.glob("packed-*/*"))
-    )
-    monkeypatch.setattr(shutil, "disk_usage", free)
+    disk_size = 3 * max(Records(root, "train").shard_bytes)
+
+    def disk_usage(_: object = None) -> SimpleNamespace:
+        files = (tmp_path / "cache").glob("packed-*/*")
+        return SimpleNamespace(free=disk_size - sum(path.stat().st_size for path in files))
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     source = Records(server.url, "train")
     source.keep_open(1)
     for sample in range(0, 30, 5):
-        assert source.fetch(np.array([sample]))[1] == [""] and free(0).free >= 0
+        assert source.fetch(np.array([sample]))[1] == [""] and disk_usage().free >= 0
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def test_ranks_share_a_batch_for_any_sizes(data):
     assert np.array_equal(np.concatenate(parts, axis=1).ravel(), expected)
     # Ids and keys are those of one rank.
     samples = zip(*(r.local_samples(at) for r in ranks))
-    for own, whole in zip(samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)):
-        rows = [np.reshape(part, [micro, -1, *whole.shape[1:]]) for part in own]
+    for shares, whole in zip(samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)):
+        rows = [np.reshape(part, [micro, -1, *whole.shape[1:]]) for part in shares]
         assert np.array_equal(np.concatenate(rows, axis=1).ravel(), np.ravel(whole))
     sizes = [p.shape[1] for p in parts]
     assert sizes == [r.local_micro_size for r in ranks] and max(sizes) - min(sizes) <= 1
@@ -82,26 +82,32 @@ STARTS = [(3, 16, 2, 2, 0), (4, 8, 1, 1, 0), (1, 5, 1, 3, 0), (2, 21, 3, 2, 7), 
 @pytest.mark.parametrize("shuffle", [None, 3], ids=["plain", "by shards"])
 def test_other_batches_from_start_to_start_repeat_and_leave_out_nothing(shuffle):
     shards = in_shards(48, 10, shuffle) if shuffle else None
-    place, read = Place(), []  # position, id, key
+    place = Place()
+    samples = []  # position, id, key
     for steps, batch, micro, size, virtual in STARTS:
-        each = (48, batch, micro, 1)
-        ranks = [Sampler(*each, rank, size, virtual, place, shards) for rank in range(size)]
+        ranks = [
+            Sampler(48, batch, micro, 1, rank, size, virtual, place, shards) for rank in range(size)
+        ]
         for step in range(place.step, place.step + steps):
             for rank in ranks:
                 at = tf.constant(step, tf.int64)
-                parts = (rank.local_positions(at), *rank.local_samples(at))
-                read += zip(*(part.numpy().tolist() for part in parts))
+                ids, keys = rank.local_samples(at)
+                positions = rank.local_positions(at)
+                samples += zip(
+                    positions.numpy().tolist(), ids.numpy().tolist(), keys.numpy().tolist()
+                )
         place = ranks[0].place(place.step + steps)
-    read.sort()
+    samples.sort()
     assert place == (15, 48 + 32 + 5 + 42 + 80, 0)
-    assert [position for position, _, _ in read] == [*range(place.samples)]
+    assert [position for position, _, _ in samples] == [*range(place.samples)]
     # The order within an epoch and the keys are those of one size of batch.
     whole = Sampler(48, 48, 1, 1, 0, 1, shards=shards)
     for epoch in range(4):
-        ids, keys = (part.numpy() for part in whole.local_samples(tf.constant(epoch, tf.int64)))
-        own = read[48 * epoch : 48 * (epoch + 1)]
-        assert [n for _, n, _ in own] == ids.tolist() and sorted(ids) == [*range(48)]
-        assert [key for _, _, key in own] == keys.tolist()
+        ids, keys = whole.local_samples(tf.constant(epoch, tf.int64))
+        of_epoch = samples[48 * epoch : 48 * (epoch + 1)]
+        assert [index for _, index, _ in of_epoch] == ids.numpy().tolist()
+        assert sorted(ids.numpy()) == [*range(48)]
+        assert [key for _, _, key in of_epoch] == keys.numpy().tolist()
 
 
 def test_batches_that_were_left_out_stay_so_whatever_the_next_ones_size():
@@ -133,17 +139,16 @@ def test_keys_of_samples_epochs_and_seeds_are_unrelated_in_every_bit():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("samples", "batch", "micro", "words"),
     [
-        ({"global_batch_size": 3}, "--global_batch_size=3 is smaller .* ranks, 4"),
-        ({"global_batch_size": 6, "micro_batches": 2}, "--accumulation_steps=2"),
-        ({"num_samples": 2}, "2 training samples are fewer than the 4 ranks"),
+        (9, 3, 1, "--global_batch_size=3 is smaller .* ranks, 4"),
+        (9, 6, 2, "--accumulation_steps=2"),
+        (2, 8, 1, "2 training samples are fewer than the 4 ranks"),
     ],
 )
-def test_too_little_for_the_ranks(settings, words):
-    usual = {"num_samples": 9, "global_batch_size": 8, "micro_batches": 1, "seed": 0}
+def test_too_little_for_the_ranks(samples: int, batch: int, micro: int, words: str):
     with pytest.raises(ValueError, match=words):
-        Sampler(**(usual | settings), rank=0, size=4)
+        Sampler(samples, batch, micro, seed=0, rank=0, size=4)
 
 
 def in_shards(n: int, shards: int, at_once: int) -> Shards:
@@ -161,20 +166,24 @@ def in_shards(n: int, shards: int, at_once: int) -> Shards:
 @hypothesis.example(sizes=[2**16, 1, 2**17 - 2**16, 5], at_once=1, epoch=0)
 @hypothesis.example(sizes=[2**17 + 1], at_once=1, epoch=0)
 def test_by_shards_an_epoch_holds_each_id_once_and_few_shards_at_a_time(sizes, at_once, epoch):
-    n, total = sum(sizes), len(sizes)
+    n = sum(sizes)
     ids = order.__wrapped__(n, 1, epoch, shards=Shards(tuple(sizes), at_once))
     assert np.array_equal(np.sort(ids), np.arange(n))
-    shard, first, last = np.searchsorted(np.cumsum(sizes), ids, "right"), [n] * total, [0] * total
-    for place, number in enumerate(shard.tolist()):
-        first[number], last[number] = min(first[number], place), place
-    places = range(0, n, n // 50 + 1)
-    assert all(sum(a <= p <= b for a, b in zip(first, last)) <= at_once for p in places)
+    shards = np.searchsorted(np.cumsum(sizes), ids, "right").tolist()  # by place
+    first: dict[int, int] = {}  # the first and the last place of a shard
+    last: dict[int, int] = {}
+    for place, shard in enumerate(shards):
+        first.setdefault(shard, place)
+        last[shard] = place
+    for place in range(0, n, n // 50 + 1):
+        assert sum(first[shard] <= place <= last[shard] for shard in first) <= at_once
 
 
 @pytest.mark.parametrize("batch", [7, 50, 230])
 def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
     """Over the edges of windows and of several epochs."""
-    shards, n = in_shards(103, 10, 3), 103
+    n = 103
+    shards = in_shards(n, 10, 3)
     whole = np.concatenate([order(n, 1, epoch, shards=shards) for epoch in range(5)])
     for size, step in itertools.product((1, 2, 3), (0, 1, 500 // batch - 1)):
         ranks = [Sampler(n, batch, 1, 1, rank, size, shards=shards) for rank in range(size)]
@@ -185,28 +194,52 @@ def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
 @pytest.mark.parametrize("n", [12_345, 65_536, 10**7])
 @pytest.mark.parametrize("shuffle", [None, 12], ids=["plain", "by shards"])
 def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
-    parts, few, kept = in_shards(n, 120, 12), n > 10**6, []
+    parts = in_shards(n, 120, 12)
     shards = parts if shuffle else None
-    orders = [order(n, 1, epoch, shards=shards) for epoch in range(2 if few else 8)]
-    orders += [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1 and not few]
-    orders += [] if shards or few else [np.arange(n)]  # of the files
-    shard, sizes = np.repeat(np.arange(120), parts.sizes[:-1]), parts.sizes[:-1]
-    for a, b in itertools.combinations(orders, 2):
-        places = np.empty([2, n])
-        for place, ids in zip(places, (a, b)):
-            place[ids] = np.arange(n) / n
-        means = [np.bincount(shard, place) / sizes for place in places]
-        assert abs(correlation(*means)) < SIGMAS
-        assert abs(correlation(*(p - m[shard] for p, m in zip(places, means)))) < SIGMAS
-        kept.append((np.abs(np.diff(places[1][a])) < 1.5 / n).sum())
-    # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
-    chance = 2 * (10 * (1 / 12 + 11 / 12 * 11 / 119) if shards else 1) * len(kept)
-    assert abs(sum(kept) - chance) < SIGMAS * np.sqrt(chance)
+    sizes = parts.sizes[:-1]
+    shard = np.repeat(np.arange(120), sizes)  # by sample id
+    pairs = [*itertools.combinations(orders_of(n, shards), 2)]
+    neighbours = 0
+    for one, other in pairs:
+        first = places_of(one)
+        second = places_of(other)
+        first_means = np.bincount(shard, first) / sizes
+        second_means = np.bincount(shard, second) / sizes
+        assert abs(correlation(first_means, second_means)) < SIGMAS
+        first_within = first - first_means[shard]
+        second_within = second - second_means[shard]
+        assert abs(correlation(first_within, second_within)) < SIGMAS
+        neighbours += (np.abs(np.diff(second[one])) < 1.5 / n).sum()
+
+    expected = 2 * len(pairs)
+    if shards:
+        # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
+        expected *= 10 * (1 / 12 + 11 / 12 * 11 / 119)
+    assert abs(neighbours - expected) < SIGMAS * np.sqrt(expected)
+
     places = np.add.outer(np.arange(120) * n, np.arange(0, n, n // 7))  # in 120 epochs
     ids = Sampler(n, 1, 1, 1, 0, 1, shards=shards).order(tf.constant(places.ravel())).numpy()
     for tenths in (ids.reshape(places.shape) * 10 // n).T:  # the sample's, each at a place
         counts = np.bincount(tenths, minlength=10)
         assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
+
+
+def orders_of(n: int, shards: Shards | None) -> list[np.ndarray]:
+    """Of eight epochs and all seeds, and that of the files; of a large set, of two epochs."""
+    if n > 10**6:
+        return [order(n, 1, epoch, shards=shards) for epoch in range(2)]
+    orders = [order(n, 1, epoch, shards=shards) for epoch in range(8)]
+    orders += [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1]
+    if not shards:
+        orders.append(np.arange(n))
+    return orders
+
+
+def places_of(ids: np.ndarray) -> np.ndarray:
+    """By sample id, where in the epoch it comes, in [0, 1)."""
+    places = np.empty(len(ids))
+    places[ids] = np.arange(len(ids)) / len(ids)
+    return places
 
 
 def test_by_shards_a_billion_samples_are_no_more_work_and_other_sources_are_refused():

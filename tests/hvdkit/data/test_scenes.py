@@ -15,6 +15,10 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
+def pictures(root: Path) -> dict[str, bytes]:
+    return {name: data for name, data in contents(root).items() if name.endswith(".png")}
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("demo") / "set"
@@ -26,12 +30,11 @@ def test_a_scene_depends_on_the_seed_alone(demo: Path, tmp_path: Path):
     scenes.ensure_demo(tmp_path / "again", SMALL)
     assert contents(tmp_path / "again") == contents(demo)
     scenes.ensure_demo(tmp_path / "other", scenes.Settings(train=12, val=6, seed=1))
-    other = contents(tmp_path / "other")
-    pictures = [name for name in other if name.endswith(".png")]
-    assert len(pictures) == 2 * (12 + 6)
-    assert not any(other[name] == contents(demo)[name] for name in pictures)
+    other = pictures(tmp_path / "other")
+    assert len(other) == 2 * (12 + 6)
+    assert not other.items() & contents(demo).items()
     scenes.ensure_demo(tmp_path / "fewer", scenes.Settings(train=3, val=2))
-    fewer = {n: pixels for n, pixels in contents(tmp_path / "fewer").items() if n in pictures}
+    fewer = pictures(tmp_path / "fewer")
     assert len(fewer) == 10 and fewer.items() <= contents(demo).items()
 
 
@@ -40,20 +43,22 @@ def test_splits_share_no_scan_and_no_column_of_a_photograph():
     photos = [np.asarray(photo) for photo in shipped.photographs()]
     columns = [*scenes.COLUMNS["train"], *scenes.COLUMNS["val"]]
     assert all(sorted(columns) == list(range(photo.shape[1])) for photo in photos)
-    used, seen = {}, {}
+    scans = {"train": set(), "val": set()}
+    seen_columns = {"train": set(), "val": set()}
     for split in ("train", "val"):
-        drawn = [scenes.scene(SMALL, split, index) for index in range(300)]
-        used[split] = {scan for scene in drawn for scan in scene.scans}
-        crops = [range(scene.photo[1], sum(scene.photo[1::2])) for scene in drawn]
-        seen[split] = {column for columns in crops for column in columns}
-        for scene in drawn:
+        for index in range(300):
+            scene = scenes.scene(SMALL, split, index)
+            scans[split].update(scene.scans)
+            _, left, _, side = scene.photo
+            seen_columns[split].update(range(left, left + side))
             shown = set(np.unique(scene.label)) - {0, scenes.IGNORE}
             assert shown == {digits[scan] + 1 for scan in scene.scans}
-    assert len(used["train"]) > 500 and len(used["val"]) > 300
-    assert not used["train"] & used["val"]
-    assert not seen["train"] & seen["val"]
-    pixels = {split: {ink[scan].tobytes() for scan in used[split]} for split in used}
-    assert not pixels["train"] & pixels["val"]
+    assert len(scans["train"]) > 500 and len(scans["val"]) > 300
+    assert not scans["train"] & scans["val"]
+    assert not seen_columns["train"] & seen_columns["val"]
+    train_pixels = {ink[scan].tobytes() for scan in scans["train"]}
+    val_pixels = {ink[scan].tobytes() for scan in scans["val"]}
+    assert not train_pixels & val_pixels
 
 
 def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path):
@@ -66,12 +71,13 @@ def test_a_folder_of_something_else_is_refused_and_kept(tmp_path: Path):
 
 def test_who_loses_the_race_takes_the_set_that_is_there(tmp_path: Path, monkeypatch):
     """It appears after this one has looked: the rename must not go over it."""
-    root, write = tmp_path / "demo", scenes._write_split
+    root = tmp_path / "demo"
+    write = scenes._write_split
 
-    def meanwhile(*made: object) -> None:
+    def meanwhile(*arguments: object) -> None:
         monkeypatch.setattr(scenes, "_write_split", write)
         scenes.ensure_demo(root, scenes.Settings(train=1, val=1))
-        write(*made)
+        write(*arguments)
 
     root.mkdir()  # an empty folder is nothing
     monkeypatch.setattr(scenes, "_write_split", meanwhile)

@@ -34,8 +34,8 @@ def test_arrays_that_tensorflow_would_read_as_others_are_refused(dtype: str):
 
 def test_what_is_shipped_is_what_scikit_learn_has():
     """SHA-256 of load_digits and load_sample_images as arrays of bytes."""
-    arrays = [*shipped.digits(), *map(np.asarray, shipped.photographs())]
-    assert [hashlib.sha256(array.tobytes()).hexdigest() for array in arrays] == [
+    arrays = [*shipped.digits(), *shipped.photographs()]
+    assert [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for x in arrays] == [
         "8f26b2bd9d135c256808f68f14fdabddde6d9c7f869ae419704b051f0f14b3b3",
         "8ba4f891220f5e4c9c819638d1602d74b83618f167043c6da52a2a247841ddf0",
         "e701459344fd69797154c91add3bb5d70e5ed1a61d8bed889bab3a796104698d",

@@ -136,7 +136,8 @@ def test_validation_pictures_that_are_trained_on_too_are_counted(root: Path):
     readers.save(root / "val" / "n01" / "w.png", readers.noise(7))
     for name, pixels in (("v.png", readers.noise(5)), ("w.png", readers.noise(8))):
         readers.save(root / "train" / "n01" / name, pixels)
-    train, val = ClassFolders(root, "train"), ClassFolders(root, "val")
+    train = ClassFolders(root, "train")
+    val = ClassFolders(root, "val")
     assert trained_on_too(train, val) == 1 == trained_on_too(val, train)
 
 

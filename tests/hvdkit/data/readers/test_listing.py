@@ -76,8 +76,12 @@ def test_another_hosts_disk_is_looked_at(root: Path):
         whole = (root / path).read_bytes()
         (root / path).write_bytes(whole[:-1])
         with shared_listing.given(found, look=True):
-            words = (root / path, f"has {len(whole) - 1} bytes", f"{len(whole)} on rank 0's")
-            refused(lambda: open_all(root), *words)
+            refused(
+                lambda: open_all(root),
+                root / path,
+                f"has {len(whole) - 1} bytes",
+                f"{len(whole)} on rank 0's",
+            )
         with shared_listing.given(found, look=False):
             assert len(open_all(root)) == 4
         (root / path).unlink()

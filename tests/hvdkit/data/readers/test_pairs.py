@@ -56,8 +56,9 @@ def explained(root: Path, *parts: object):
 
 
 def test_reads_in_the_order_of_the_list(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
-    other = np.zeros((8, 9, 3), np.uint8), np.ones((8, 9), np.uint8)
-    write(root, "a", *other)
+    other_image = np.zeros((8, 9, 3), np.uint8)
+    other_label = np.ones((8, 9), np.uint8)
+    write(root, "a", other_image, other_label)
     source = opened(root)
     assert len(source) == 2
     dataset = tf.data.Dataset.range(2).map(source.read, num_parallel_calls=2)
@@ -66,7 +67,8 @@ def test_reads_in_the_order_of_the_list(root: Path, pixels: tuple[np.ndarray, np
         "label": tf.TensorSpec([None, None, 1], tf.uint8),
         "file": tf.TensorSpec([], tf.string),
     }
-    for read, (image, label) in zip(dataset, (pixels, other), strict=True):
+    written = (pixels, (other_image, other_label))
+    for read, (image, label) in zip(dataset, written, strict=True):
         np.testing.assert_array_equal(read["image"], image)
         np.testing.assert_array_equal(read["label"][..., 0], label)
 

@@ -28,14 +28,27 @@ part = tf.function(
 )
 
 
-def file(format: str, mode: str = "RGB", *, orientation: int = 0, pixels=SMOOTH, **how) -> bytes:
+def file(
+    format: str,
+    mode: str = "RGB",
+    *,
+    orientation: int = 0,
+    order: str = ">",
+    pixels: np.ndarray = SMOOTH,
+    **options: object,
+) -> bytes:
     """With an orientation, an EXIF of three entries; `order` of its bytes, as struct names it."""
-    out, block = io.BytesIO(), Image.Exif()
+    picture = Image.fromarray(pixels).convert(mode)
+    out = io.BytesIO()
     if orientation:
-        block.endian = how.pop("order", ">")
-        block[0x010F], block[0x0112], block[0x0131] = "a maker of cameras", orientation, "software"
-        how["exif"] = block.tobytes()
-    Image.fromarray(pixels).convert(mode).save(out, format, **how)
+        block = Image.Exif()
+        block.endian = order
+        block[0x010F] = "a maker of cameras"
+        block[0x0112] = orientation
+        block[0x0131] = "software"
+        picture.save(out, format, exif=block.tobytes(), **options)
+    else:
+        picture.save(out, format, **options)
     return out.getvalue()
 
 
@@ -62,22 +75,25 @@ def test_a_part_has_the_pixels_of_the_whole(kind: str):
     assert image.shape[:2] == (SHAPE[::-1] if "turned" in kind else SHAPE)
     assert size(data).numpy().tolist() == list(image.shape[:2])
     for _ in range(60):
-        high, wide = (int(RNG.integers(1, length + 1)) for length in image.shape[:2])
+        high = int(RNG.integers(1, image.shape[0] + 1))
+        wide = int(RNG.integers(1, image.shape[1] + 1))
         top = int(RNG.integers(0, image.shape[0] - high + 1))
         left = int(RNG.integers(0, image.shape[1] - wide + 1))
-        found = part(data, tf.constant([top, left, high, wide])).numpy()
+        cut = part(data, tf.constant([top, left, high, wide])).numpy()
         expected = image[top : top + high, left : left + wide]
         if kind in SPREAD:
-            assert np.abs(found.astype(int) - expected).max() < 64
-            found, expected = found[:, 1:-1], expected[:, 1:-1]
-        np.testing.assert_array_equal(found, expected)
+            assert np.abs(cut.astype(int) - expected).max() < 64
+            cut = cut[:, 1:-1]
+            expected = expected[:, 1:-1]
+        np.testing.assert_array_equal(cut, expected)
 
 
 @pytest.mark.parametrize("reserved", [0, 0x40, 0x81])  # bits that readers must ignore
 def test_an_animation_is_refused(tmp_path: Path, reserved: int):
     """It would be written beyond the memory of one picture."""
     frames = [Image.fromarray(readers.noise(seed)) for seed in range(3)]
-    frames[0].save(path := tmp_path / "moving.webp", save_all=True, append_images=frames[1:])
+    path = tmp_path / "moving.webp"
+    frames[0].save(path, save_all=True, append_images=frames[1:])
     data = bytearray(path.read_bytes())
     data[20] |= reserved
     path.write_bytes(data)
@@ -97,8 +113,8 @@ def test_where_only_a_part_is_cut_the_image_is_not_decoded():
     def cut(data: tf.Tensor) -> tf.Tensor:
         return image_ops.cut(read(data), tf.constant([2, 3, 10, 20]))
 
-    [found] = dataset.map(cut)
-    np.testing.assert_array_equal(found, whole(tf.constant(data))[2:12, 3:23])
+    [part] = dataset.map(cut)
+    np.testing.assert_array_equal(part, whole(tf.constant(data))[2:12, 3:23])
     with pytest.raises(tf.errors.OpError):
         list(dataset.map(lambda data: read(data)["image"]))
 
@@ -116,8 +132,8 @@ def test_resized_is_rounded_and_smoothed_only_where_four_pixels_become_less_than
     for side, smooth in ((40, False), (30, True)):
         expected = tf.image.resize(SMOOTH, [side, side], antialias=smooth).numpy()
         other = tf.image.resize(SMOOTH, [side, side], antialias=not smooth).numpy()
-        found = image_ops.resize(tf.constant(SMOOTH), [side, side]).numpy()
-        assert np.abs(found - expected).max() <= 0.5 + 1e-3 < np.abs(found - other).max()
+        resized = image_ops.resize(tf.constant(SMOOTH), [side, side]).numpy()
+        assert np.abs(resized - expected).max() <= 0.5 + 1e-3 < np.abs(resized - other).max()
 
 
 ROWS, COLUMNS = np.mgrid[:24, :40]
@@ -125,8 +141,17 @@ RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # t
 
 
 def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
-    how = {"subsampling": 0, "quality": 100} if format == "JPEG" else {"lossless": True}
-    return file(format, orientation=orientation, pixels=RAMP, order=order, **how)
+    """With as little loss as the format has."""
+    if format == "JPEG":
+        return file(
+            format,
+            orientation=orientation,
+            order=order,
+            pixels=RAMP,
+            subsampling=0,
+            quality=100,
+        )
+    return file(format, orientation=orientation, order=order, pixels=RAMP, lossless=True)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
@@ -137,8 +162,8 @@ def test_every_orientation_as_pillow_turns_it(format):
             data = picture(orientation, format, order)
             shown = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
             read = whole(data).numpy()
-            assert read.shape == shown.shape == ((40, 24, 3) if 5 <= orientation <= 8
-                                                 else (24, 40, 3))  # fmt: skip
+            shape = (40, 24, 3) if 5 <= orientation <= 8 else (24, 40, 3)
+            assert read.shape == shown.shape == shape
             # Two decoders of JPEG round otherwise.
             assert np.abs(read.astype(int) - shown).max() <= 12, (orientation, order)
             assert pictures.orientation(data) == (orientation if 1 <= orientation <= 8 else 1)
@@ -150,7 +175,9 @@ def test_a_model_that_is_exported_can_turn_pictures():
     """Python stays behind: the orientation is found by operations of the graph."""
     spec = tf.TensorSpec([], tf.string)
     graph = tf.function(pictures.decode_image).get_concrete_function(spec).graph.as_graph_def()
-    nodes = [*graph.node, *(node for part in graph.library.function for node in part.node_def)]
+    nodes = [*graph.node]
+    for function in graph.library.function:
+        nodes += function.node_def
     assert len(nodes) > 100 and not [node.name for node in nodes if "PyFunc" in node.op]
 
 
@@ -159,7 +186,8 @@ def test_segments_before_the_exif_are_passed():
     data = picture(6)
     jfif, rest = data[2:20], data[20:]
     assert jfif[:2] == b"\xff\xe0" and rest[:2] == b"\xff\xe1"
-    comment, profile = b"\xff\xfe\x00\x09comment", b"\xff\xe2\x10\x02" + bytes(4096)
+    comment = b"\xff\xfe\x00\x09comment"
+    profile = b"\xff\xe2\x10\x02" + bytes(4096)
     for before in (b"", jfif, jfif + comment + profile):
         assert pictures.orientation(data[:2] + before + rest) == 6
     # The name inside a comment begins no Exif segment.
@@ -173,7 +201,8 @@ def test_segments_before_the_exif_are_passed():
 
 def test_an_exif_behind_a_pngs_pixels_counts():
     """As programs write it that add it to a finished file; a PNG without it is not searched."""
-    turned, plain = picture(6, "PNG"), picture(0, "PNG")
+    turned = picture(6, "PNG")
+    plain = picture(0, "PNG")
     assert plain[37:41] == b"IDAT" and plain[-8:-4] == b"IEND"
     start = turned.index(b"eXIf") - 4
     chunk = turned[start : turned.index(b"IDAT") - 4]
@@ -181,18 +210,19 @@ def test_an_exif_behind_a_pngs_pixels_counts():
     assert [int(pictures.orientation(data)) for data in (plain, turned, behind)] == [1, 6, 6]
 
 
-def write(root: Path, data: bytes, label: np.ndarray, **also) -> pairs.ImageLabelFolder:
+def write(root: Path, data: bytes, label: np.ndarray, exif: bytes = b"") -> pairs.ImageLabelFolder:
     readers.write_pairs(root, {"a": (RAMP, label)})
     (root / "images" / "a.png").write_bytes(data)
-    Image.fromarray(label).save(root / "labels" / "a.png", **also)
+    Image.fromarray(label).save(root / "labels" / "a.png", exif=exif)
     return pairs.ImageLabelFolder(root, "train", 5)
 
 
 def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
     """It lies on the turned picture; with an orientation of its own it is turned itself."""
     ids = np.random.default_rng(1).integers(0, 5, (24, 40), np.uint8)
-    data, block = picture(8), Image.Exif()
+    data = picture(8)
     turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    block = Image.Exif()
     block[0x0112] = 8
     stored = write(tmp_path, data, ids, exif=block.tobytes())
     shown = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "labels" / "a.png")))
@@ -291,11 +321,19 @@ def as_pillow(data: bytes) -> np.ndarray:
 @pytest.mark.parametrize("where", placed(directory(6, order="<")))
 def test_an_orientation_is_found_wherever_pillow_finds_it(where):
     """Wherever it lies, in either order, in whatever form."""
-    blocks = [directory(6, order=order, place=place) for order in "<>" for place in (8, 9, 70)]
-    blocks += [directory(5, order=order, kind=kind) for order in "<>" for kind in (1, 4, 7, 8)]
-    blocks += [directory(8, order="<", before=40), directory(300, order=">")]
-    blocks += [block[:cut] for block in blocks[:2] for cut in (4, 12, 24, 32, 36)]
-    blocks += [b"XX" + blocks[0][2:], blocks[0][:4] + b"\xff" * 4 + blocks[0][8:]]
+    usual = directory(6, order="<")
+    odd_place = directory(6, order="<", place=9)
+    blocks = [
+        directory(8, order="<", before=40),
+        directory(300, order=">"),
+        b"XX" + usual[2:],
+        usual[:4] + b"\xff" * 4 + usual[8:],
+    ]
+    for order in "<>":
+        blocks += [directory(6, order=order, place=place) for place in (8, 9, 70)]
+        blocks += [directory(5, order=order, kind=kind) for kind in (1, 4, 7, 8)]
+    for end in (4, 12, 24, 32, 36):
+        blocks += [usual[:end], odd_place[:end]]
     for block in blocks:
         data = placed(block)[where]
         read = whole(data).numpy()

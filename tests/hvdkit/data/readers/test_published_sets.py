@@ -17,6 +17,7 @@ from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.voc import Voc
+from hvdkit.data.source import Source
 
 # Ids and train ids as the authors' table pairs them, written down a second time and by name.
 TRAIN_IDS = {
@@ -51,21 +52,22 @@ def write_odd(folder: Path) -> dict[str, np.ndarray]:
     folder.mkdir(parents=True)
     rgb = Image.fromarray(smooth())
     grey = np.asarray(rgb.convert("L"))
-    best = {"quality": 100, "subsampling": 0}
-    rgb.save(folder / "usual.JPEG", **best)
-    rgb.save(folder / "progressive.JPEG", progressive=True, **best)
+    rgb.save(folder / "usual.JPEG", quality=100, subsampling=0)
+    rgb.save(folder / "progressive.JPEG", progressive=True, quality=100, subsampling=0)
     rgb.convert("L").save(folder / "grey.JPEG", quality=100)
     rgb.convert("CMYK").save(folder / "cmyk.JPEG", quality=100)
     rgb.save(folder / "png.JPEG", format="PNG")
-    rgb.save(folder / "jpeg.png", format="JPEG", **best)
+    rgb.save(folder / "jpeg.png", format="JPEG", quality=100, subsampling=0)
     Image.fromarray(np.dstack([smooth(), grey])).save(folder / "alpha.png")
     Image.fromarray(np.dstack([grey, grey]), "LA").save(folder / "grey_alpha.png")
     rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(folder / "palette.PNG")
     two = rgb.convert("1", dither=Image.Dither.NONE)
     two.save(folder / "two_colours.png")
     shown = dict.fromkeys((file.name for file in folder.iterdir()), smooth())
-    shown |= dict.fromkeys(("grey.JPEG", "grey_alpha.png"), np.dstack([grey] * 3))
-    return shown | {"two_colours.png": np.asarray(two.convert("RGB"))}
+    shown["grey.JPEG"] = np.dstack([grey] * 3)
+    shown["grey_alpha.png"] = shown["grey.JPEG"]
+    shown["two_colours.png"] = np.asarray(two.convert("RGB"))
+    return shown
 
 
 def test_odd_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path):
@@ -82,17 +84,19 @@ def test_odd_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path):
 
 def test_pictures_of_16_bits_are_refused(tmp_path: Path):
     """Of 12 bits in 16, as of X-rays and microscopes, decoders would show almost nothing."""
+
+    def is_explained(source: Source, path: Path) -> None:
+        readers.explained(source, 0, path, "16 bits a channel", "convert it to 8 bits")
+
     path = tmp_path / "train" / "a" / "xray.png"
     path.parent.mkdir(parents=True)
-    twelve = (np.arange(16 * 24, dtype=np.uint16) * 10).reshape(16, 24)
-    words = ("has 16 bits a channel", "convert it to 8 bits, with the range")
-    colours = tf.io.encode_png(np.dstack([twelve] * 3)).numpy()
-    for content in (tf.io.encode_png(twelve[..., None]).numpy(), colours):
-        path.write_bytes(content)
-        readers.explained(ClassFolders(tmp_path, "train"), 0, path, *words)
-    readers.write_pairs(tmp_path, {"x": (twelve, np.zeros((16, 24), np.uint8))})
-    source = ImageLabelFolder(tmp_path, "train", 2)
-    readers.explained(source, 0, tmp_path / "images" / "x.png", *words)
+    grey = (np.arange(16 * 24, dtype=np.uint16) * 10).reshape(16, 24, 1)
+    colours = np.dstack([grey] * 3)
+    for pixels in (grey, colours):
+        path.write_bytes(tf.io.encode_png(pixels).numpy())
+        is_explained(ClassFolders(tmp_path, "train"), path)
+    readers.write_pairs(tmp_path, {"x": (grey[..., 0], np.zeros((16, 24), np.uint8))})
+    is_explained(ImageLabelFolder(tmp_path, "train", 2), tmp_path / "images" / "x.png")
 
 
 def test_four_colours_that_do_not_say_how_are_refused(tmp_path: Path):
@@ -191,13 +195,16 @@ def test_train_ids_in_the_place_of_ids_are_refused(city: Path, values: int):
     ids = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % values
     for path in (city / "gtFine" / "val").rglob("*_labelIds.png"):
         readers.save(path, ids)
-    faults: list[str] = []
-    how = {"classes": 0, "tell": faults.append, "names": [], "read": []}
-    check.check(city, "train", "cityscapes", **how)
-    assert not faults and not doubt(Cityscapes(city, "train"))
-    check.check(city, "val", "cityscapes", **how)
-    words = "no label id above 19 (no vegetation, sky or car), so they may be train ids already"
-    assert words in faults[0] and words in doubt(Cityscapes(city, "val"))
+
+    def faults_of(split: str) -> list[str]:
+        faults: list[str] = []
+        check.check(city, split, "cityscapes", classes=0, tell=faults.append, names=[], read=[])
+        return faults
+
+    assert not faults_of("train") and not doubt(Cityscapes(city, "train"))
+    [fault] = faults_of("val")
+    for message in (fault, doubt(Cityscapes(city, "val"))):
+        assert "no label id above 19" in message and "train ids already" in message
 
 
 PAIR = readers.noise(0), readers.noise(1)[..., 0]
@@ -214,7 +221,8 @@ PAIR = readers.noise(0), readers.noise(1)[..., 0]
 )  # fmt: skip
 def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: str, index: int):
     write(tmp_path)
-    source, file = reader_of(layout)(tmp_path, "train", 256), tmp_path / path
+    source = reader_of(layout)(tmp_path, "train", 256)
+    file = tmp_path / path
     whole = file.read_bytes()
     place = len(whole) // 2
     changed = whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :]
@@ -228,7 +236,10 @@ def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: st
     ):
         if file.suffix == ".jpg" and content in (changed, whole[:-12]):
             continue  # decoders make something of these
-        file.unlink() if content is None else file.write_bytes(content)
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
         readers.explained(source, index, file, words)
     assert [source.explain(n) for n in range(3) if n != index] == [None] * 2
 
@@ -278,9 +289,13 @@ def test_fingerprint_tells_contents(tmp_path: Path):
     ],
 )
 def test_files_that_are_not_right_are_named(classes, name, change, words, tmp_path: Path):
-    (readers.write_cifar10 if classes == 10 else readers.write_cifar100)(tmp_path)
+    write = readers.write_cifar10 if classes == 10 else readers.write_cifar100
+    write(tmp_path)
     for path in tmp_path.glob(name):
-        path.write_bytes(change(path.read_bytes())) if change else path.unlink()
+        if change:
+            path.write_bytes(change(path.read_bytes()))
+        else:
+            path.unlink()
     reader = reader_of(f"cifar{classes}")
     refused(lambda: reader(tmp_path, "train", 0), words)
     refused(lambda: reader(tmp_path, "test", 0), "'test'", "train", "val")
