@@ -9,12 +9,15 @@ from hvdkit.train.virtual import fixed_point
 
 def fixed_sum(parts, order):
     """As a step adds them up and takes them apart again."""
-    total, one = None, tf.constant(1.0)
+    total = None
     for i in order:
-        flat = tf.constant(parts[i])
-        total = fixed_point.add_gradients(total, flat, addends=len(parts), scale=one)
-    one, shapes = tf.constant(1.0, tf.float64), [total.shape]
-    return fixed_point.unpack_gradients(total, one, shapes=shapes, dtype=tf.float64)[0].numpy()
+        total = fixed_point.add_gradients(
+            total, tf.constant(parts[i]), addends=len(parts), scale=tf.constant(1.0)
+        )
+    [gradient] = fixed_point.unpack_gradients(
+        total, tf.constant(1.0, tf.float64), shapes=[total.shape], dtype=tf.float64
+    )
+    return gradient.numpy()
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 100.0])
@@ -28,7 +31,8 @@ def test_sums_are_those_of_float64_in_any_order(size):
 
 def both(values, addends, scale=1.0):
     """By TensorFlow's own operations and by XLA: they must agree to the bit."""
-    values, scale = tf.constant(values), tf.constant(scale)
+    values = tf.constant(values)
+    scale = tf.constant(scale)
     plain = fixed_point.to_fixed(values, 48, addends, scale=scale).numpy()
     np.testing.assert_array_equal(
         fixed_point.add_gradients(None, values, addends=addends, scale=scale).numpy(), plain

@@ -47,10 +47,16 @@ def kept(request, tmp_path_factory):
 # The first waits for both launches: minutes, of which most is tracing.
 @pytest.mark.timeout(1900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in EVERY_CHANGE)) for n in KINDS]
+    "name",
+    [
+        name if name in EVERY_CHANGE else pytest.param(name, marks=pytest.mark.slow)
+        for name in KINDS
+    ],
 )
 def test_kind_of_model(name, kept):
-    kind, one, two = KINDS[name], kept[1, name], kept[2, name]
+    kind = KINDS[name]
+    one = kept[1, name]
+    two = kept[2, name]
     if kind.end in (EQUAL, BY_RANK):
         trained(kind, one)
         trained(kind, two)
@@ -62,8 +68,8 @@ def test_kind_of_model(name, kept):
     refused(kind, two)
     if kind.end == REFUSED:
         # Keras counts its layers over a process, and 1 rank has made more of them.
-        said = [re.sub(r"_\d+", "", str(ended["message"])) for ended in (one, two)]
-        assert said[0] == said[1]
+        on_one, on_two = (re.sub(r"_\d+", "", str(ended["message"])) for ended in (one, two))
+        assert on_one == on_two
     else:
         trained(kind, one)
 
@@ -95,9 +101,9 @@ def difference(one, two):
 
 
 def distance(one, other):
-    one, other = np.float64(one), np.float64(other)
     # A weight whose true gradient is zero moves by rounding alone: not relative to that.
-    return float(np.max(np.abs(one - other)) / max(np.max(np.abs(one)), 1e-3))
+    size = max(np.max(np.abs(np.float64(one))), 1e-3)
+    return float(np.max(np.abs(np.float64(one) - np.float64(other))) / size)
 
 
 def part(kept, start):

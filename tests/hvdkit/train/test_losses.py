@@ -21,24 +21,34 @@ LABELS = np.array([0, 1, 1, 2])
 @pytest.mark.parametrize("class_weights", [(), (1.0, 2.0, 0.0, 5.0)])
 def test_losses_are_cross_entropy_to_the_smoothed_target(smoothing, class_weights):
     """Of one class, or of two by share; weights are the classes', and leave the losses alone."""
-    draw, of_class = np.random.default_rng(0), np.array(class_weights or [1.0] * 4)
-    logits, (first, second) = draw.normal(size=(50, 4)), draw.integers(0, 4, (2, 50))
-    logs, smooth = log_softmax(logits, -1), (1 - smoothing) * np.eye(4) + smoothing / 4
-    how = {"smoothing": smoothing, "class_weights": class_weights}
-    losses, weights = cross_entropy(logits, first, **how)
-    np.testing.assert_allclose(losses, -(smooth[first] * logs).sum(-1), rtol=1e-12)
-    np.testing.assert_array_equal(weights, of_class[first])
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(50, 4))
+    first, second = draw.integers(0, 4, (2, 50))
     share = draw.uniform(size=50)
-    parts = share * of_class[first], (1 - share) * of_class[second]
-    target = parts[0][:, None] * smooth[first] + parts[1][:, None] * smooth[second]
-    targets = {"label": first, "other": second, "share": share}
-    losses, weights = mixed_cross_entropy(logits, targets, **how)
+    weight_of = np.array(class_weights or [1.0] * 4)  # by class
+    smooth = (1 - smoothing) * np.eye(4) + smoothing / 4
+    logs = log_softmax(logits, -1)
+
+    losses, weights = cross_entropy(logits, first, smoothing=smoothing, class_weights=class_weights)
+    np.testing.assert_allclose(losses, -(smooth[first] * logs).sum(-1), rtol=1e-12)
+    np.testing.assert_array_equal(weights, weight_of[first])
+
+    losses, weights = mixed_cross_entropy(
+        logits,
+        {"label": first, "other": second, "share": share},
+        smoothing=smoothing,
+        class_weights=class_weights,
+    )
+    first_weight = share * weight_of[first]
+    second_weight = (1 - share) * weight_of[second]
+    target = first_weight[:, None] * smooth[first] + second_weight[:, None] * smooth[second]
     np.testing.assert_allclose(losses * weights, -(target * logs).sum(-1), rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(weights, sum(parts), rtol=1e-6)
+    np.testing.assert_allclose(weights, first_weight + second_weight, rtol=1e-6)
 
 
 def test_an_ignored_position_has_no_weight_whatever_its_label():
-    labels, valid = np.array([0, 255, 1, 2], np.uint8), np.array([True, False, True, True])
+    labels = np.array([0, 255, 1, 2], np.uint8)
+    valid = np.array([True, False, True, True])
     losses, weights = cross_entropy(LOGITS, labels, valid=valid, class_weights=[3.0, 1.0, 1.0])
     assert np.isfinite(losses).all()
     np.testing.assert_array_equal(weights, [3.0, 0.0, 1.0, 1.0])
@@ -69,29 +79,49 @@ def test_a_class_weight_that_is_negative_or_no_number_is_refused(weight):
 
 def test_padding_that_keras_masks_has_no_weight():
     """The mean is that of Keras's own loss."""
-    layers = [keras.layers.Embedding(5, 3, mask_zero=True)]
-    layers += [keras.layers.LSTM(4, return_sequences=True), keras.layers.Dense(3)]
     words = np.random.default_rng(1).integers(0, 5, [8, 6])
-    outputs = keras.Sequential([keras.Input((6,)), *layers])(words)
+    outputs = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Embedding(5, 3, mask_zero=True),
+            keras.layers.LSTM(4, return_sequences=True),
+            keras.layers.Dense(3),
+        ]
+    )(words)
     losses, weights = objective.loss(SimpleNamespace(loss=cross_entropy), outputs, words % 3)[""]
     np.testing.assert_array_equal(weights, words > 0)
     mean = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
     wanted = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(words % 3, outputs)
     np.testing.assert_allclose(mean, wanted, rtol=1e-6)
-    # Of several outputs: the one mask there is, or that of the term's own output.
-    bare, other = tf.identity(outputs), tf.identity(outputs)
+    _several_outputs(words, outputs)
+
+
+def _several_outputs(words: np.ndarray, outputs: tf.Tensor) -> None:
+    """The one mask there is counts, or that of the term's own output."""
+
+    def loss_of_a(outputs, targets):
+        return cross_entropy(outputs["a"], targets)
+
+    def loss_of_each(outputs, targets):
+        return {name: cross_entropy(x, targets) for name, x in outputs.items()}
+
+    of_a = SimpleNamespace(loss=loss_of_a)
+    of_each = SimpleNamespace(loss=loss_of_each)
+    unmasked = tf.identity(outputs)
+    other = tf.identity(outputs)
     other._keras_mask = tf.constant(words > 2)
-    first = lambda outputs, targets: cross_entropy(outputs["a"], targets)  # noqa: E731
-    weighted = {"a": outputs, "b": bare}, {"b": bare, "a": outputs, "c": outputs}
-    for several in weighted:
-        found = objective.loss(SimpleNamespace(loss=first), several, words % 3)[""]
-        np.testing.assert_array_equal(found[1], words > 0)
-    several = {"a": outputs, "b": other, "c": bare}
-    refused(lambda: objective.loss(SimpleNamespace(loss=first), several, words % 3), "2 masks")
-    each = lambda outputs, y: {n: cross_entropy(x, y) for n, x in outputs.items()}  # noqa: E731
-    found = objective.loss(SimpleNamespace(loss=each), several, words % 3)
+    for several in (
+        {"a": outputs, "b": unmasked},
+        {"b": unmasked, "a": outputs, "c": outputs},
+    ):
+        _, weights = objective.loss(of_a, several, words % 3)[""]
+        np.testing.assert_array_equal(weights, words > 0)
+    several = {"a": outputs, "b": other, "c": unmasked}
+    refused(lambda: objective.loss(of_a, several, words % 3), "2 masks")
+    terms = objective.loss(of_each, several, words % 3)
     for name, known in (("a", words > 0), ("b", words > 2), ("c", words >= 0)):
-        np.testing.assert_array_equal(found[name][1], known)
+        _, weights = terms[name]
+        np.testing.assert_array_equal(weights, known)
 
 
 X = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]])
@@ -110,8 +140,8 @@ MORE = {"x": X, "name": "text", "count": tf.constant(3)}
 )
 def test_the_proof_takes_outputs_that_are_not_all_of_floats(outputs, score, size):
     def loss(outputs, targets):
-        found = tf.reshape(score(outputs), [-1])
-        return found, tf.ones_like(found)
+        scores = tf.reshape(score(outputs), [-1])
+        return scores, tf.ones_like(scores)
 
     task = SimpleNamespace(loss=loss)
     assert objective.gradient(task, outputs, None) == pytest.approx(size)

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from small_models import Called, Step
+from small_runs import same
 
 from hvdkit.settings import project
 from hvdkit.train.layers import masks
@@ -45,7 +46,8 @@ def attention(change=lambda y: y) -> keras.Model:
 
 
 def two_inputs() -> keras.Model:
-    x, other = keras.Input((7,), dtype="int32"), keras.Input((7,), dtype="int32")
+    x = keras.Input((7,), dtype="int32")
+    other = keras.Input((7,), dtype="int32")
     read = layers.LSTM(3)(layers.Embedding(9, 4)(other))
     return keras.Model((x, other), layers.Concatenate()([recurrent()(embedding()(x)), read]))
 
@@ -121,18 +123,19 @@ def test_layers_that_are_computed_again_give_the_same_gradients():
     (code,) = re.findall(r"```python\n(class Recomputed.*?\n)\nblock =", page, re.DOTALL)
     names = {"keras": keras, "tf": tf}
     exec(code, names)
-    x, found = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32), []
-    for wrap in (lambda block: block, names["Recomputed"]):
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+
+    def gradients(wrap) -> list[tf.Tensor]:
         keras.utils.set_random_seed(1)
         block = keras.Sequential([layers.Dense(16, "tanh"), layers.Dense(16, "tanh")])
         model = keras.Sequential([keras.Input((6,)), wrap(block), layers.Dense(3)])
 
         @tf.function(autograph=False)
-        def gradients(model=model):
+        def traced():
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(tf.square(model(x, training=True)))
             return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
-        found.append(gradients())
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        return traced()
+
+    same(gradients(names["Recomputed"]), gradients(lambda block: block), 1e-5, 1e-6)

@@ -21,10 +21,13 @@ from hvdkit.train.step import gradients
 from hvdkit.train.step.gradients import is_kernel
 from hvdkit.train.step.state import State
 
-STEPS, SKIPPED, EMA = 8, (0, 4), 0.8
+STEPS = 8
+SKIPPED = (0, 4)  # steps that are not applied
+EMA = 0.8
 # What trains in `network`, in order; the loss does not depend on the last one.
 NAMES = ["kernel", "bias", "gamma", "beta", "kernel", "bias"]
-KERNELS, UNUSED = (0, 4), 5
+KERNELS = (0, 4)
+UNUSED = 5
 RULES = [("sgd", 0.0), ("sgd", 0.7), ("adam", 0.9), ("adamw", 0.9), ("lamb", 0.9)]
 RULES += [("lars", 0.9), ("lars", 0.0)]
 
@@ -53,19 +56,31 @@ def network() -> keras.Model:
 
 
 def slopes(model: keras.Model) -> list[list[np.ndarray]]:
+    """Gradients by step and variable."""
     draw = np.random.default_rng(2)
-    return [[draw.normal(size=v.shape) for v in model.trainable_variables] for _ in range(STEPS)]
+    steps = []
+    for _ in range(STEPS):
+        steps.append([draw.normal(size=v.shape) for v in model.trainable_variables])
+    return steps
 
 
 def settings(rule: str, **others) -> Settings:
-    common = {"base_lr": 0.3, "num_steps": STEPS, "warmup_steps": 3, "precision": "float64"}
-    return dataclasses.replace(Settings(), optimizer=rule, **common | others)
+    config = dataclasses.replace(
+        Settings(),
+        optimizer=rule,
+        base_lr=0.3,
+        num_steps=STEPS,
+        warmup_steps=3,
+        precision="float64",
+    )
+    return dataclasses.replace(config, **others)
 
 
 def train(config: Settings, model: keras.Model, slope: list) -> State:
     """Steps as training does them: rate from the schedule, L2, and not all of them applied."""
     state = State(model, optimizer.build(config, model), config.precision)
-    rule, variables = state.optimizer, model.trainable_variables
+    rule = state.optimizer
+    variables = model.trainable_variables
     rate = schedule.make(config, 1)
 
     @tf.function(autograph=False)
@@ -84,32 +99,54 @@ def train(config: Settings, model: keras.Model, slope: list) -> State:
 
 
 def averages_of(state: State) -> list[np.ndarray]:
-    return [average.numpy() for group in state.averages for _, average in group.pairs]
+    averages = []
+    for group in state.averages:
+        averages += [average.numpy() for _, average in group.pairs]
+    return averages
+
+
+@dataclasses.dataclass
+class Constants:
+    """What an update rule takes beside a weight, its gradient and its slots."""
+
+    rate: float
+    decay: float
+    momentum: float
+    is_kernel: bool
+    t: int  # updates so far, this one among them
 
 
 def expected(config: Settings, weights: list, slope: list) -> tuple[list, list]:
     """Weights and their averages after the same steps; in-place changes of `weights`."""
-    m, v = [np.zeros_like(w) for w in weights], [np.zeros_like(w) for w in weights]
-    averages, t = None, 0
+    update = UPDATES[config.optimizer]
+    m = [np.zeros_like(w) for w in weights]
+    v = [np.zeros_like(w) for w in weights]
+    averages = None
+    t = 0
     for number in range(STEPS):
         if number in SKIPPED:
             continue
         t += 1
         rate = 0.3 * (1 - number / STEPS) ** 0.9 * min((number + 1) / 3, 1)
         for i, w in enumerate(weights):
-            if i != UNUSED:
-                how = {"rate": rate, "decay": config.weight_decay if i in KERNELS else 0.0}
-                how |= {"momentum": config.momentum, "kernel": i in KERNELS, "t": t}
-                update = UPDATES[config.optimizer]
-                w -= update(w, slope[number][i], m[i], v[i], SimpleNamespace(**how))
+            if i == UNUSED:
+                continue
+            constants = Constants(
+                rate=rate,
+                decay=config.weight_decay if i in KERNELS else 0.0,
+                momentum=config.momentum,
+                is_kernel=i in KERNELS,
+                t=t,
+            )
+            w -= update(w, slope[number][i], m[i], v[i], constants)
         if averages is None:
             averages = [w.copy() for w in weights]
         averages = [EMA * a + (1 - EMA) * w for a, w in zip(averages, weights)]
     return weights, averages
 
 
-def sgd(w, g, m, v, how):
-    m[...] = how.momentum * m - how.rate * (g + how.decay * w)
+def sgd(w, g, m, v, constants):
+    m[...] = constants.momentum * m - constants.rate * (g + constants.decay * w)
     return -m
 
 
@@ -122,25 +159,31 @@ def adam_size(m, v, g, t, epsilon_hat):
     return m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-7)
 
 
-def adam(w, g, m, v, how):
-    return how.rate * adam_size(m, v, g + how.decay * w, how.t, True)
+def adam(w, g, m, v, constants):
+    return constants.rate * adam_size(m, v, g + constants.decay * w, constants.t, True)
 
 
-def adamw(w, g, m, v, how):
-    return how.rate * (adam_size(m, v, g, how.t, True) + how.decay * w)
+def adamw(w, g, m, v, constants):
+    return constants.rate * (adam_size(m, v, g, constants.t, True) + constants.decay * w)
 
 
-def lamb(w, g, m, v, how):
-    u = adam_size(m, v, g, how.t, False) + how.decay * w
-    usable = how.kernel and np.linalg.norm(w) > 0 and np.linalg.norm(u) > 0
-    return how.rate * (np.linalg.norm(w) / np.linalg.norm(u) if usable else 1.0) * u
+def lamb(w, g, m, v, constants):
+    u = adam_size(m, v, g, constants.t, False) + constants.decay * w
+    weight_norm = np.linalg.norm(w)
+    update_norm = np.linalg.norm(u)
+    ratio = 1.0
+    if constants.is_kernel and weight_norm > 0 and update_norm > 0:
+        ratio = weight_norm / update_norm
+    return constants.rate * ratio * u
 
 
-def lars(w, g, m, v, how):
-    size, slope, rate = np.linalg.norm(w), np.linalg.norm(g), how.rate
-    if how.kernel and size > 0 and slope > 0:
-        rate = rate * 0.001 * size / (slope + how.decay * size)
-    m[...] = how.momentum * m + rate * (g + how.decay * w)
+def lars(w, g, m, v, constants):
+    weight_norm = np.linalg.norm(w)
+    gradient_norm = np.linalg.norm(g)
+    rate = constants.rate
+    if constants.is_kernel and weight_norm > 0 and gradient_norm > 0:
+        rate *= 0.001 * weight_norm / (gradient_norm + constants.decay * weight_norm)
+    m[...] = constants.momentum * m + rate * (g + constants.decay * w)
     return m
 
 
@@ -154,19 +197,20 @@ UPDATES = {"sgd": sgd, "adam": adam, "adamw": adamw, "lamb": lamb, "lars": lars}
 @pytest.mark.parametrize(("rule", "momentum"), RULES)
 def test_weights_and_averages_follow_the_formula(rule, momentum, decay, precision, near):
     set_precision(precision)
-    how = {"weight_decay": decay, "ema_decay": EMA, "precision": precision}
-    config, model = settings(rule, momentum=momentum, **how), network()
-    slope, start = slopes(model), [v.numpy() for v in model.trainable_variables]
+    config = settings(
+        rule, momentum=momentum, weight_decay=decay, ema_decay=EMA, precision=precision
+    )
+    model = network()
+    slope = slopes(model)
+    start = [v.numpy() for v in model.trainable_variables]
     state = train(config, model, slope)
     trained = state.optimizer
     weights, averages = expected(config, [w.astype(np.float64) for w in start], slope)
     assert trained.learning_rate.dtype == precision
     assert int(trained.iterations) == STEPS - len(SKIPPED)
-    kept = averages_of(state)
-    for i, variable in enumerate(model.trainable_variables):
-        assert variable.dtype == precision
-        np.testing.assert_allclose(variable.numpy(), weights[i], rtol=near, atol=near / 10)
-        np.testing.assert_allclose(kept[i], averages[i], rtol=near, atol=near / 10)
+    assert all(variable.dtype == precision for variable in model.trainable_variables)
+    same([v.numpy() for v in model.trainable_variables], weights, near, near / 10)
+    same(averages_of(state), averages, near, near / 10)
     np.testing.assert_array_equal(model.trainable_variables[UNUSED].numpy(), start[UNUSED])
 
 
@@ -192,11 +236,13 @@ def test_sgd_gives_keras_bits(precision):
 @pytest.mark.parametrize("rule", ["adamw", "lamb", "lars"])
 def test_the_slots_do_not_depend_on_the_weight_decay(rule):
     """So that a checkpoint fits a run with another decay."""
-    configs = settings(rule), settings(rule, weight_decay=0.1)
-    made = [optimizer.build(config, network()).optimizer.variables for config in configs]
-    # Keras counts optimizers in their names: adam_w_3/..., adam_w_4/...
-    one, other = ([re.sub(r"_\d+$", "", v.path.split("/")[0]) for v in each] for each in made)
-    assert one == other
+
+    def slots(config: Settings) -> list[str]:
+        variables = optimizer.build(config, network()).optimizer.variables
+        # Keras counts optimizers in their names: adam_w_3/..., adam_w_4/...
+        return [re.sub(r"_\d+$", "", v.path.split("/")[0]) for v in variables]
+
+    assert slots(settings(rule)) == slots(settings(rule, weight_decay=0.1))
 
 
 class Own(keras.layers.Layer):
@@ -226,8 +272,10 @@ KINDS = [
 
 @pytest.mark.parametrize(("layer", "shape", "decayed", "others"), KINDS)
 def test_kernels_decay_and_nothing_else(layer, shape, decayed, others):
-    inputs = 2 if isinstance(layer, LAYERS.MultiHeadAttention) else 1
-    layer.build(*[(None, *shape)] * inputs)
+    if isinstance(layer, LAYERS.MultiHeadAttention):
+        layer.build((None, *shape), (None, *shape))
+    else:
+        layer.build((None, *shape))
     variables = layer.trainable_variables
     assert [v.name for v in variables if is_kernel(v)] == decayed
     assert [v.name.split("_")[0] for v in variables if not is_kernel(v)] == others
@@ -275,12 +323,17 @@ def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
     assert [v.shape for v in averages_of(state)] == [(4,), (4,), (4, 2), (2,)]
     optimizer.check_trainable(state.optimizer, model)
     model.layers[0].trainable = True
-    words = ("changed after ", "dense", "/kernel")
-    refused(lambda: optimizer.check_trainable(state.optimizer, model), *words)
+    refused(
+        lambda: optimizer.check_trainable(state.optimizer, model),
+        "changed after ",
+        "dense",
+        "/kernel",
+    )
 
 
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-ADAM, SGD_OF_KERAS = keras.optimizers.Adam, keras.optimizers.SGD
+ADAM = keras.optimizers.Adam
+SGD_OF_KERAS = keras.optimizers.SGD
 MUON = keras.optimizers.Muon
 
 
@@ -335,11 +388,18 @@ def applied(apply, model: keras.Model, slope: list) -> None:
 @pytest.mark.parametrize("every", [None, 3])
 def test_averages_with_every_optimizer_of_keras_are_kerass_own(kind, every):
     """Also where the task asks Keras for them, and where they overwrite the weights."""
-    ours, theirs = network(), network()
-    average = {"use_ema": True, "ema_momentum": EMA, "ema_overwrite_frequency": every}
-    flags, own = ({}, average) if every else ({"ema_decay": EMA}, {})
-    rule = optimizer.build(Settings(**flags), ours, lambda model: kind(0.1, **own))
-    state, reference = State(ours, rule, "float64"), kind(0.1, **average)
+
+    def averaging() -> keras.optimizers.Optimizer:
+        return kind(0.1, use_ema=True, ema_momentum=EMA, ema_overwrite_frequency=every)
+
+    ours = network()
+    if every:
+        rule = optimizer.build(Settings(), ours, lambda model: averaging())
+    else:
+        rule = optimizer.build(Settings(ema_decay=EMA), ours, lambda model: kind(0.1))
+    state = State(ours, rule, "float64")
+    theirs = network()
+    reference = averaging()
     reference.build(theirs.trainable_variables)
     applied(state.apply, ours, slopes(ours))
     applied(reference.apply, theirs, slopes(ours))
@@ -355,12 +415,12 @@ def test_averages_with_every_optimizer_of_keras_are_kerass_own(kind, every):
 def test_each_group_may_average_in_its_own_way():
     model = network()
     first, *others = model.trainable_variables
-    made = [
+    groups = [
         Group([first], ADAM(0.1, use_ema=True, ema_momentum=0.5)),
         Group([others[0]], ADAM(0.1, use_ema=True, ema_momentum=0.9)),
         Group(lambda v: True, SGD_OF_KERAS(0.1)),
     ]
-    state = State(model, optimizer.build(settings("sgd"), model, lambda model: made), "float64")
+    state = State(model, optimizer.build(settings("sgd"), model, lambda model: groups), "float64")
     start = [v.numpy() for v in model.trainable_variables]
     seen = []
     for number in range(3):  # the second group takes no part in the first two steps
@@ -387,9 +447,11 @@ def test_an_optimizer_that_copies_weights_begins_with_those_that_were_read():
     for kind, copies in ((keras.optimizers.ScheduleFreeAdamW, True), (ADAM, False)):
         task = SimpleNamespace(optimizer=lambda model, kind=kind: kind(0.1))
         model = network()
-        parts = {"task": task, "model": model, "config": Settings()}
         run = SimpleNamespace(
-            **parts, optimizer=optimizer.build(Settings(), model, task.optimizer)[0]
+            task=task,
+            model=model,
+            config=Settings(),
+            optimizer=optimizer.build(Settings(), model, task.optimizer).optimizer,
         )
         assert optimizer.begins_with_weights(run.optimizer) == copies
         for v in model.trainable_variables:

@@ -14,42 +14,68 @@ from hvdkit.train.task import outputs
 LOGITS = tf.constant(np.random.default_rng(3).normal(size=(4, CLASSES)), tf.float32)
 
 
-def of(loss, decode=None, base=Small):
-    return type("Of", (base,), {"loss": loss} | ({"decode": decode} if decode else {}))
+def unweighted(each: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    return each, tf.ones_like(each)
 
 
-def by_label(function, **how):
-    return lambda task, out, targets: (found := function(targets, out, **how), tf.ones_like(found))
+class OfProbabilities(Small):
+    def loss(self, logits, targets):
+        return unweighted(keras.losses.sparse_categorical_crossentropy(targets, logits))
 
 
-OfProbabilities = of(by_label(keras.losses.sparse_categorical_crossentropy))
-OfKeras = of(by_label(keras.losses.sparse_categorical_crossentropy, from_logits=True))
-OfHalf = of(lambda task, out, targets: losses.cross_entropy(out[:, :2], targets))
-OfLabels = of(
-    by_label(lambda y, x: tf.nn.sigmoid_cross_entropy_with_logits(tf.one_hot(y, CLASSES), x)),
-    decode=lambda task, out: outputs.sigmoid(out),
-)
-Wrong = of(OfLabels.loss, decode=lambda task, out: {"mean": tf.reduce_mean(out)})
-# An inherited decode was written for another loss.
-BackToClasses = of(Small.loss, base=OfLabels)
-ToOthers = of(OfProbabilities.loss, base=OfLabels)
+class OfKeras(Small):
+    def loss(self, logits, targets):
+        return unweighted(
+            keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True)
+        )
+
+
+class OfHalf(Small):
+    def loss(self, logits, targets):
+        return losses.cross_entropy(logits[:, :2], targets)
+
+
+class OfLabels(Small):
+    def loss(self, logits, targets):
+        is_of_class = tf.one_hot(targets, CLASSES)
+        return unweighted(tf.nn.sigmoid_cross_entropy_with_logits(is_of_class, logits))
+
+    def decode(self, logits):
+        return outputs.sigmoid(logits)
+
+
+class Wrong(OfLabels):
+    def decode(self, logits):
+        return {"mean": tf.reduce_mean(logits)}
+
+
+class BackToClasses(OfLabels):
+    """The decode that it inherits was written for another loss."""
+
+    loss = Small.loss
+
+
+class ToOthers(OfLabels):
+    """As BackToClasses."""
+
+    loss = OfProbabilities.loss
 
 
 @pytest.mark.parametrize("task", [Small, OfKeras, BackToClasses])
 def test_softmax_where_the_loss_is_softmax_cross_entropy_of_the_outputs(task):
-    found = outputs.decoder(task(Settings()), LOGITS)(LOGITS)
-    np.testing.assert_allclose(found["probabilities"], softmax(LOGITS.numpy()), rtol=1e-6)
-    np.testing.assert_array_equal(found["classes"], np.argmax(LOGITS, -1))
+    decoded = outputs.decoder(task(Settings()), LOGITS)(LOGITS)
+    np.testing.assert_allclose(decoded["probabilities"], softmax(LOGITS.numpy()), rtol=1e-6)
+    np.testing.assert_array_equal(decoded["classes"], np.argmax(LOGITS, -1))
 
 
 def test_what_decode_says():
-    found = outputs.decoder(OfLabels(Settings()), LOGITS)(LOGITS)
-    chances = 1 / (1 + np.exp(-LOGITS))
-    np.testing.assert_allclose(found["probabilities"], chances, rtol=1e-6)
-    np.testing.assert_array_equal(found["labels"], LOGITS.numpy() > 0)
-    found = outputs.one_logit(LOGITS[:, :1])
-    np.testing.assert_allclose(found["probabilities"][:, 1], chances[:, 0], rtol=1e-6)
-    np.testing.assert_array_equal(found["classes"], LOGITS[:, 0] > 0)
+    decoded = outputs.decoder(OfLabels(Settings()), LOGITS)(LOGITS)
+    probabilities = 1 / (1 + np.exp(-LOGITS))
+    np.testing.assert_allclose(decoded["probabilities"], probabilities, rtol=1e-6)
+    np.testing.assert_array_equal(decoded["labels"], LOGITS.numpy() > 0)
+    decoded = outputs.one_logit(LOGITS[:, :1])
+    np.testing.assert_allclose(decoded["probabilities"][:, 1], probabilities[:, 0], rtol=1e-6)
+    np.testing.assert_array_equal(decoded["classes"], LOGITS[:, 0] > 0)
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,10 @@ def test_warm_up_is_linear_and_then_joins_the_policy(policy, warm_up):
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
 @pytest.mark.parametrize("policy", ["poly", "cosine"])
 def test_scaling_by_the_number_of_ranks(policy, rule, factor):
-    scaled = {"size": 9, "lr_policy": policy, "end_lr": END, "lr_scaling": rule}
     for step in (0, 77, N, 10 * N):  # the last rate too
-        alone = rate(step, **scaled | {"size": 1})
-        assert rate(step, **scaled) == pytest.approx(factor * alone, rel=1e-12)
+        alone = rate(step, 1, lr_policy=policy, end_lr=END, lr_scaling=rule)
+        on_nine = rate(step, 9, lr_policy=policy, end_lr=END, lr_scaling=rule)
+        assert on_nine == pytest.approx(factor * alone, rel=1e-12)
 
 
 class Follows:
@@ -65,30 +65,51 @@ class Follows:
 def test_the_plateau_policy_is_kerass_callback(mode, seed):
     draw = np.random.default_rng(seed)
     patience, cooldown, lowest = draw.integers([1, 0, 0], [4, 4, 2])
-    numbers = {"factor": 0.5, "patience": int(patience), "cooldown": int(cooldown)}
-    numbers |= {"min_lr": 0.02 * float(lowest), "min_delta": 0.1}
-    callback = keras.callbacks.ReduceLROnPlateau("score", mode=mode, **numbers)
+    config = dataclasses.replace(
+        Settings(),
+        base_lr=BASE,
+        lr_policy="plateau",
+        plateau_factor=0.5,
+        plateau_patience=int(patience),
+        plateau_cooldown=int(cooldown),
+        plateau_min_lr=0.02 * float(lowest),
+        plateau_min_delta=0.1,
+    )
+    callback = keras.callbacks.ReduceLROnPlateau(
+        "score",
+        mode=mode,
+        factor=config.plateau_factor,
+        patience=config.plateau_patience,
+        cooldown=config.plateau_cooldown,
+        min_lr=config.plateau_min_lr,
+        min_delta=config.plateau_min_delta,
+    )
     callback.set_model(Follows(BASE))
     callback.on_train_begin()
-    flags = {f"plateau_{name}": value for name, value in numbers.items()}
-    config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau", **flags)
     state = plateau.Plateau()
     rate_of = schedule.make(config, 1, plateau=state)
     for number, score in enumerate(draw.normal(size=40).cumsum() * 0.2, 1):
         callback.on_epoch_end(number, {"score": score})
         before = float(rate_of(tf.constant(number, tf.int64)))
-        told = state.judge(config, MainMetric("score", mode), value=score, step=number)
+        note = state.judge(config, MainMetric("score", mode), value=score, step=number)
         assert not state.judge(config, MainMetric("score", mode), value=score, step=number)
-        found = float(rate_of(tf.constant(number, tf.int64)))
-        assert found == pytest.approx(float(callback.model.optimizer.learning_rate), rel=1e-12)
-        assert bool(told) == (found < before) and (f"to {found:.3g}:" in told) == bool(told)
+        after = float(rate_of(tf.constant(number, tf.int64)))
+        assert after == pytest.approx(float(callback.model.optimizer.learning_rate), rel=1e-12)
+        assert bool(note) == (after < before) and (f"to {after:.3g}:" in note) == bool(note)
 
 
 def test_what_a_plateau_does_not_count():
     """Scores that are no numbers are no better; warm-up; scores of another measure."""
-    numbers = {"plateau_patience": 1, "plateau_factor": 0.5, "warmup_steps": 3}
-    config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau", **numbers)
-    state, metric = plateau.Plateau(), MainMetric("score")
+    config = dataclasses.replace(
+        Settings(),
+        base_lr=BASE,
+        lr_policy="plateau",
+        plateau_patience=1,
+        plateau_factor=0.5,
+        warmup_steps=3,
+    )
+    state = plateau.Plateau()
+    metric = MainMetric("score")
     rate_of = schedule.make(config, 2, plateau=state)
     lowered = []
     for step, score in enumerate([math.nan, 0.5, 0.4, math.nan, math.inf, 0.6], 1):
@@ -104,8 +125,8 @@ def test_what_a_plateau_does_not_count():
 def test_the_lines_of_a_run_tell_the_plateau_policy():
     task = SimpleNamespace(main_metric="mae")
     config = dataclasses.replace(Settings(), base_lr=BASE, lr_policy="plateau")
-    told = "plateau from 0.4, times 0.1 where mae stands still"
-    assert schedule.describe_policy(task, config, 1) == told
+    line = schedule.describe_policy(task, config, 1)
+    assert "plateau from 0.4, times 0.1 where mae" in line
 
 
 def test_a_schedule_of_ones_own_may_give_python_numbers():

@@ -16,27 +16,40 @@ from hvdkit.train.task import checks as task_checks
 
 
 class Base(Small):
+    """Small, with a variable and a generator that its functions may use."""
+
     def __init__(self, config):
         super().__init__(config)
-        self.state, self.noise = tf.Variable(0.0), tf.random.Generator.from_seed(1)
+        self.state = tf.Variable(0.0)
+        self.noise = tf.random.Generator.from_seed(1)
 
 
 def tried(methods: dict) -> dict[str, tf.Tensor]:
     """Calls the task's functions as a run does before its first step; its sums, symbolic."""
     task = type("Task", (Base,), methods)(Settings())
     train, val = task.sources()
-    reader, model = task_checks.reader(task, train, True), task.build_model()
+    reader = task_checks.reader(task, train, True)
+    model = task.build_model()
     task_checks.build_variables(model, task_checks.read_example(reader, True))
+
     reader = task_checks.reader(task, val, False)
     example = task_checks.read_example(reader, False)
-    outputs, targets = task_checks.outputs(task, model, example["inputs"]), example["targets"]
+    targets = example["targets"]
+    outputs = task_checks.outputs(task, model, example["inputs"])
     objective.loss(task, outputs, targets, samples=1)
-    specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in (outputs, targets)]
-    sums = tf.function(lambda *batch: task_checks.sums(task, *batch), autograph=False)
-    found = sums.get_concrete_function(*specs).structured_outputs
+
+    @tf.function(autograph=False)
+    def sums(outputs: tf.Tensor, targets: tf.Tensor):
+        return task_checks.sums(task, outputs, targets)
+
+    traced = sums.get_concrete_function(of_any_batch(outputs), of_any_batch(targets))
     counts = {"hits": np.int64(1), "samples": np.int64(1)}
     task_checks.metrics(task, counts, {"loss": 1.0})
-    return found
+    return traced.structured_outputs
+
+
+def of_any_batch(tensor: tf.Tensor) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
 
 
 def mean(task, outputs, targets):
@@ -53,12 +66,17 @@ def squares(task, outputs, targets):  # [n, 1] and [n] make [n, n]
     return losses, tf.ones_like(losses)
 
 
-def terms(made):
-    return {"loss": lambda task, outputs, targets: made(*Small.loss(task, outputs, targets))}
+def terms(make):
+    """A loss that `make` makes of the losses and weights of Small."""
+    return {"loss": lambda task, outputs, targets: make(*Small.loss(task, outputs, targets))}
 
 
-def sums(name, made):
-    more = lambda task, out, y: Small.sums(task, out, y) | {name: made(out)}  # noqa: E731
+def sums(name, make):
+    """The sums of Small and another one, of the outputs."""
+
+    def more(task, outputs, targets):
+        return Small.sums(task, outputs, targets) | {name: make(outputs)}
+
     return {"sums": more}
 
 
@@ -76,12 +94,15 @@ def tuple_for_dict(task):
 
 
 def example(**parts):
-    """A training_example with these parts of (task, x, y) in the place of its own."""
-    usual = {"inputs": lambda task, x, y: x, "targets": lambda task, x, y: y}
-    made = lambda task, s, key=None: {  # noqa: E731
-        name: part(task, s["x"], s["y"]) for name, part in (usual | parts).items()
-    }
-    return {"training_example": made}
+    """A training_example with these parts of (task, x, y) in the place of Small's."""
+
+    def make(task, sample, key=None):
+        made = {"inputs": sample["x"], "targets": sample["y"]}
+        for name, part in parts.items():
+            made[name] = part(task, sample["x"], sample["y"])
+        return made
+
+    return {"training_example": make}
 
 
 def noisy(noise):
@@ -179,11 +200,11 @@ def test_a_model_of_other_inputs_is_told_with_the_line_that_builds_it():
 
 def test_sums_are_of_types_that_hold_totals():
     """A count in float32 stops growing at 2 ** 24."""
-    found = tried(sums("more", lambda outputs: tf.reduce_sum(outputs)))
+    totals = tried(sums("more", lambda outputs: tf.reduce_sum(outputs)))
     types = {"hits": tf.int64, "samples": tf.int64, "more": tf.float64}
-    assert {name: value.dtype for name, value in found.items()} == types
+    assert {name: total.dtype for name, total in totals.items()} == types
 
 
-@pytest.mark.parametrize(("methods", "words"), [(made, words) for made, *words in MISTAKES])
+@pytest.mark.parametrize(("methods", "words"), [(methods, words) for methods, *words in MISTAKES])
 def test_a_mistake_is_told_in_one_sentence(methods, words):
     refused(lambda: tried(methods), *words)
