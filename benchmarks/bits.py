@@ -25,7 +25,7 @@ import tensorflow as tf
 from small_runs import Small, fit_config
 
 from hvdkit import settings as settings_lib
-from hvdkit.data import scenes
+from hvdkit.data.prepare import scenes
 from hvdkit.data.source import Arrays
 from hvdkit.observe import compare, records
 from hvdkit.ranks import world as world_lib

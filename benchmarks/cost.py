@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
-from hvdkit.data import scenes
+from hvdkit.data.prepare import scenes
 from ranks import launch_well
 
 

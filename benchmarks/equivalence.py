@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "template"), str(ROOT / "tests" / "helpers")]
 
 import equivalence
-from hvdkit.data import scenes
+from hvdkit.data.prepare import scenes
 from ranks import launch_well
 
 

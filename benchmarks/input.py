@@ -210,9 +210,9 @@ def rate(words: list[object], cores: int, env: dict[str, str]) -> float:
 
 def make(kind: str, root: Path, shards: int) -> None:
     """The set's files in `root`, and the set packed beside it."""
-    from hvdkit.data import pack, scenes
     from hvdkit.data.open import reader_of
-    from hvdkit.data.pack import Smaller
+    from hvdkit.data.prepare import pack, scenes
+    from hvdkit.data.prepare.pack import Smaller
 
     if kind == "demo":
         scenes.ensure_demo(root, scenes.Settings(train=320, val=4))
@@ -273,8 +273,8 @@ def template(
     # isort: split
     import tensorflow as tf
 
-    from hvdkit.data import remote
     from hvdkit.data.pipeline import TrainingFeed, reader
+    from hvdkit.data.readers import remote
     from hvdkit.data.sampler import Sampler, shards_of
     from hvdkit.settings import Settings
     from tasks import classification, segmentation

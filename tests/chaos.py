@@ -38,7 +38,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parent / "helpers"))
 from hosts import ROOT, Host, Hosts, executable, require, run, start
 
-from hvdkit.data import scenes
+from hvdkit.data.prepare import scenes
 
 SLOWEST = 900  # seconds to the next new step: the longest fault, and what TCP waits after it
 CLOCK = """

@@ -14,7 +14,7 @@ project.use(PROJECT)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from hvdkit.data import scenes
+from hvdkit.data.prepare import scenes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -26,9 +26,10 @@ from small_checkpoints import ALONE, save, variables
 from hvdkit import whole_files
 from hvdkit.checkpoint import run_folder, writing
 from hvdkit.commands import examples, predict, start_listed
-from hvdkit.data import check, pack, remote, source
+from hvdkit.data import source
 from hvdkit.data.place import Place
-from hvdkit.data.readers import pictures, records
+from hvdkit.data.prepare import check, pack
+from hvdkit.data.readers import pictures, records, remote
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.sampler import Sampler

@@ -17,7 +17,8 @@ from small_runs import USUAL, fit_config, folder, on_chief, same
 
 from hvdkit.commands.evaluate import evaluate
 from hvdkit.commands.export import CARD, export
-from hvdkit.data import contents, pack
+from hvdkit.data import contents
+from hvdkit.data.prepare import pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.run import load_run
 from hvdkit.settings import Settings

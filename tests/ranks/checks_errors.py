@@ -8,7 +8,7 @@ from unittest import mock
 from small_runs import Small, fit, fit_config, folder, on_chief
 
 from hvdkit import settings as settings_lib
-from hvdkit.data import scenes
+from hvdkit.data.prepare import scenes
 from hvdkit.run import context as run_lib
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, NOT_NOW, WRONG_USE

@@ -13,9 +13,12 @@ from hvdkit.stop import WRONG_USE
 # By name: a module with main(argv) -> exit code, and a summary.
 COMMANDS = {
     "start": ("hvdkit.commands.start", "a folder of pictures to a flagfile that trains on them"),
-    "check": ("hvdkit.data.check", "reads every sample of a data set, lists the bad ones"),
+    "check": ("hvdkit.data.prepare.check", "reads every sample of a data set, lists the bad ones"),
     "browse": ("hvdkit.commands.browse", "a sheet of samples as the model gets them"),
-    "pack": ("hvdkit.data.pack", "many small files into a few large ones, for network disks"),
+    "pack": (
+        "hvdkit.data.prepare.pack",
+        "many small files into a few large ones, for network disks",
+    ),
     "evaluate": ("hvdkit.commands.evaluate", "scores of a checkpoint, classes, worst samples"),
     "predict": ("hvdkit.commands.predict", "predictions on pictures"),
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),

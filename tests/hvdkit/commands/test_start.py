@@ -21,8 +21,8 @@ from refusals import refused
 
 from hvdkit import settings as settings_lib
 from hvdkit.commands import start, start_listed, start_measured
-from hvdkit.data import arrangement
 from hvdkit.data.open import open_sources
+from hvdkit.data.prepare import arrangement
 from hvdkit.settings import project
 from ranks import PROJECT
 

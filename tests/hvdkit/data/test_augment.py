@@ -9,8 +9,9 @@ import pytest
 import tensorflow as tf
 from PIL import Image, ImageFilter
 
-from hvdkit.data import augment, image_ops
-from hvdkit.data.scenes import MARKER
+from hvdkit.data.augment import crops as augment
+from hvdkit.data.augment import image_ops
+from hvdkit.data.readers.pairs import MARKER
 from hvdkit.settings import Settings
 from tasks import classification, segmentation
 

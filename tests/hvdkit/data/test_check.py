@@ -11,8 +11,8 @@ import readers
 import tensorflow as tf
 
 from hvdkit import settings as settings_lib
-from hvdkit.data import check, pack
 from hvdkit.data.open import reader_of
+from hvdkit.data.prepare import check, pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.source import Arrays
 from hvdkit.settings import project

@@ -10,8 +10,9 @@ import tensorflow as tf
 from refusals import differ, refused
 from small_checkpoints import ALONE
 
-from hvdkit.data import check, classes
+from hvdkit.data import classes
 from hvdkit.data import open as open_lib
+from hvdkit.data.prepare import check
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Arrays
 from hvdkit.run import context

@@ -13,7 +13,7 @@ import pytest
 import readers
 from refusals import refused
 
-from hvdkit.data import arrangement
+from hvdkit.data.prepare import arrangement
 from hvdkit.data.readers.class_folders import ClassFolders
 
 PICTURE = np.zeros((8, 8, 3), np.uint8)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data import mixing
+from hvdkit.data.augment import mixing
 from hvdkit.data.pipeline import TrainingFeed
 from hvdkit.data.sampler import Sampler, partner
 from hvdkit.data.source import Arrays

@@ -7,8 +7,8 @@ import pytest
 import readers
 from refusals import refused
 
-from hvdkit.data import pack
 from hvdkit.data.mixture import Mixture
+from hvdkit.data.prepare import pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import Records

@@ -13,8 +13,8 @@ import readers
 from refusals import refused
 
 from hvdkit import settings as settings_lib
-from hvdkit.data import check, pack
 from hvdkit.data import open as open_lib
+from hvdkit.data.prepare import check, pack
 from hvdkit.data.readers import records
 from hvdkit.data.source import Arrays, Source
 from hvdkit.run import context as run_lib

@@ -16,8 +16,8 @@ from hosts import run
 from refusals import refused
 from small_checkpoints import save
 
-from hvdkit.data import pack
 from hvdkit.data.open import reader_of
+from hvdkit.data.prepare import pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.readers.records import META, Records

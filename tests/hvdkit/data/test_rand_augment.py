@@ -7,7 +7,8 @@ import pytest
 import tensorflow as tf
 from PIL import Image, ImageEnhance, ImageOps
 
-from hvdkit.data import rand_augment, shipped
+from hvdkit.data import shipped
+from hvdkit.data.augment import rand_augment
 from hvdkit.settings import Settings
 from tasks import classification
 

@@ -15,7 +15,8 @@ import pytest
 import readers
 from file_server import FileServer
 
-from hvdkit.data import pack, remote
+from hvdkit.data.prepare import pack
+from hvdkit.data.readers import remote
 from hvdkit.data.readers.records import Records
 from hvdkit.data.source import Arrays
 from hvdkit.stop import passes

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdkit.data import scenes, shipped
+from hvdkit.data import shipped
+from hvdkit.data.prepare import scenes
 
 SMALL = scenes.Settings(train=12, val=6)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdkit.data import pack
+from hvdkit.data.prepare import pack
 from hvdkit.data.shipped import Digits
 from hvdkit.models import resnet
 from hvdkit.settings import Settings

@@ -28,9 +28,10 @@ from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
 from hvdkit.commands import browse, start_listed, start_measured
 from hvdkit.commands.start_choices import Data, Measured, choices, most
-from hvdkit.data import arrangement, check, classes
-from hvdkit.data.arrangement import Item
+from hvdkit.data import classes
 from hvdkit.data.labels import IGNORE
+from hvdkit.data.prepare import arrangement, check
+from hvdkit.data.prepare.arrangement import Item
 from hvdkit.data.readers import listing
 from hvdkit.data.source import Source
 from hvdkit.logs import join

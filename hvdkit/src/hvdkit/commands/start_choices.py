@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from hvdkit.data.check import Counts
 from hvdkit.data.labels import IGNORE
+from hvdkit.data.prepare.check import Counts
 from hvdkit.settings import project, typed
 
 Choice = tuple[str, str]  # the reason and the flag

@@ -18,9 +18,9 @@ from typing import Any
 from PIL import Image
 
 from hvdkit import whole_files
-from hvdkit.data import layout, spelling
-from hvdkit.data.arrangement import Item
-from hvdkit.data.readers import listing
+from hvdkit.data import spelling
+from hvdkit.data.prepare.arrangement import Item
+from hvdkit.data.readers import layout, listing
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import classes, remote, shared_listing
+from hvdkit.data import classes, shared_listing
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.pipeline import as_written
-from hvdkit.data.readers import listing, pictures
+from hvdkit.data.readers import listing, pictures, remote
 from hvdkit.data.source import Source, Synthetic
 from hvdkit.settings import Settings
 from hvdkit.settings.data import PACK_ONLY, READERS

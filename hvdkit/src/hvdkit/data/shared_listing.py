@@ -1,7 +1,7 @@
 """Lookups that rank 0 makes for all ranks, such as listing a network disk.
 
 A reader calls `found`. Inside `run.context.open_sources`, rank 0 looks and the others receive what
-it found. Elsewhere (tests, hvdkit.data.pack) the caller itself looks.
+it found. Elsewhere (tests, hvdkit.data.prepare.pack) the caller itself looks.
 """
 
 import contextlib

@@ -14,9 +14,10 @@ import tensorflow as tf
 
 from hvdkit import logs, scores
 from hvdkit.checkpoint import run_folder
-from hvdkit.data import card, remote
+from hvdkit.data import card
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.place import BEGINNING
+from hvdkit.data.readers import remote
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib

@@ -12,7 +12,7 @@ import pytest
 import readers
 import tensorflow as tf
 
-from hvdkit.data import pack
+from hvdkit.data.prepare import pack
 from hvdkit.data.readers.records import Records
 
 

@@ -11,7 +11,7 @@ import readers
 import tensorflow as tf
 from PIL import Image, ImageOps
 
-from hvdkit.data import image_ops
+from hvdkit.data.augment import image_ops
 from hvdkit.data.readers import pairs, pictures
 from hvdkit.train.task import checks as task_checks
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 from PIL import Image
 from refusals import refused
 
-from hvdkit.data import check
 from hvdkit.data.open import doubt, reader_of
+from hvdkit.data.prepare import check
 from hvdkit.data.readers import voc as voc_reader
 from hvdkit.data.readers.cifar import Cifar100
 from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes

@@ -7,6 +7,8 @@ cityscapes.Cityscapes       Cityscapes
 class_folders.ClassFolders  a folder a class, as ImageNet
 cifar.Cifar                 CIFAR-10 and CIFAR-100
 records.Records             what `hvdkit pack` writes
-pictures                    decoding in a graph
+remote                      files of a packed set on a server
+layout                      what the levels of a folder of pictures are
+pictures, exif              decoding in a graph
 listing                     folders and lists of names, with errors that say what is missing
 """

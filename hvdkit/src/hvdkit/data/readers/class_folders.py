@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.data import contents, layout, shared_listing, source, spelling
-from hvdkit.data.layout import Place
-from hvdkit.data.readers import listing, pictures
+from hvdkit.data import contents, shared_listing, source, spelling
+from hvdkit.data.readers import layout, listing, pictures
+from hvdkit.data.readers.layout import Place
 from hvdkit.data.readers.listing import Names, Packed
 from hvdkit.data.readers.pictures import OTHER_SUFFIXES
 from hvdkit.logs import join

@@ -14,7 +14,9 @@ import tensorflow as tf
 from hvdkit.data import contents, shared_listing, source
 from hvdkit.data.readers import listing, pictures
 from hvdkit.data.readers.listing import Names, Packed, packed
-from hvdkit.data.scenes import MARKER
+
+# The demo's set has this file. It is written last: without it the set is not finished.
+MARKER = "scenes.json"
 
 
 class PicturePairs:
@@ -114,7 +116,7 @@ class ImageLabelFolder(PicturePairs):
     ROOT/labels/NAME.png            class ids: 8-bit grey PNG, or palette PNG (the indices)
     ROOT/splits/SPLIT.txt           one NAME a line; a NAME may have folders in it
 
-    `is_demo` says whether data/scenes.py made them, which its marker file shows, also in a copy.
+    `is_demo` says whether the set is the demo's, which its marker file shows, also in a copy.
 
     Raises ValueError, naming folder, file or line, when a part of the layout is missing or empty,
     a listed name lacks its image or label, or a name is listed twice.

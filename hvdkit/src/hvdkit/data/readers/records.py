@@ -26,9 +26,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import whole_files
-from hvdkit.data import remote, shared_listing, source
+from hvdkit.data import shared_listing, source
 from hvdkit.data.pipeline import reason_of
-from hvdkit.data.readers import pictures
+from hvdkit.data.readers import pictures, remote
 from hvdkit.logs import join
 
 META = "pack.json"

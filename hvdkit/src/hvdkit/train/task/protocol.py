@@ -83,7 +83,7 @@ class Task(Protocol):
     main_metric_mode: str
 
     # Whether `training_example` finds another sample of the training set, drawn by the key, as
-    # sample["partner"], to mix with (hvdkit/data/mixing.py). Optional.
+    # sample["partner"], to mix with (hvdkit/data/augment/mixing.py). Optional.
     mixes: bool
 
     def prepare(self) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from hvdkit.data import image_ops
+from hvdkit.data.augment import image_ops
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.readers import pictures
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdkit.data import layout, spelling
-from hvdkit.data.layout import Place
-from hvdkit.data.readers import listing
+from hvdkit.data import spelling
+from hvdkit.data.readers import layout, listing
+from hvdkit.data.readers.layout import Place
 from hvdkit.data.readers.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 from hvdkit.logs import join, printable
 

@@ -22,10 +22,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs, whole_files
-from hvdkit.data import image_ops, pipeline, remote
+from hvdkit.data import pipeline
+from hvdkit.data.augment import image_ops
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import check_once, reader_of
-from hvdkit.data.readers import pictures, records
+from hvdkit.data.readers import pictures, records, remote
 from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Parts, Source, Wrapper, digest, sampled
 from hvdkit.settings import of_project

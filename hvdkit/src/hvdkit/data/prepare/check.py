@@ -16,12 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs
-from hvdkit.data import contents, pipeline, remote
+from hvdkit.data import contents, pipeline
 from hvdkit.data.classes import doubt, numbered, relabelled
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, check_once, kind_of, reader_of
-from hvdkit.data.readers import listing, pictures, records
+from hvdkit.data.readers import listing, pictures, records, remote
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source
 from hvdkit.settings import of_project, typed
