@@ -57,7 +57,7 @@ def trained(folder: Path, task: str, *more: str) -> str:
 
 
 def score(folder: Path, task: str, rate: float) -> float:
-    from hvdkit.commands import seeds
+    from hvdkit.commands.jobs import seeds
 
     run = folder / "runs" / f"{task}-{rate:g}"
     printed = trained(folder, task, f"--base_lr={rate:g}", f"--run_dir={run}")

@@ -30,7 +30,7 @@ FLAGS = [
 
 def trained(network: str, ranks: int, seed: int) -> float:
     """The accuracy of one run, in percent; ends this program where the run does not end well."""
-    from hvdkit.commands import seeds
+    from hvdkit.commands.jobs import seeds
 
     folder = WORK / "runs" / f"{network}-{ranks}-{seed}"
     own = [f"--model={network}", f"--seed={seed}", f"--run_dir={folder}", *FLAGS]

@@ -25,7 +25,8 @@ from small_checkpoints import ALONE, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import run_folder, writing
-from hvdkit.commands import examples, predict, start_listed
+from hvdkit.commands import examples, predict
+from hvdkit.commands.start import tables
 from hvdkit.data import source
 from hvdkit.data.place import Place
 from hvdkit.data.prepare import check, pack
@@ -305,7 +306,7 @@ def test_pictures_that_have_no_end_or_are_no_files_are_named_and_not_read(
 
 def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(tmp_path: Path, monkeypatch):
     """A table with 4 KB of text that every row has, and zeros, which compress to a thousandth."""
-    for module in (start_listed, examples):
+    for module in (tables, examples):
         assert module._MORE_BYTES == 2**30  # in a test a smaller one
         monkeypatch.setattr(module, "_MORE_BYTES", 2**24)
     text = pyarrow.array(["x" * 2**12], pyarrow.string())
@@ -318,7 +319,7 @@ def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(tmp_path: Path
     inputs = Inputs(tf.TensorSpec([None], tf.float64), ["age"])
 
     def table(name: str) -> list:
-        return start_listed.understood(tmp_path / name, "", tmp_path)
+        return tables.understood(tmp_path / name, "", tmp_path)
 
     with little_memory():  # 1 GB of text
         refused(lambda: table("of.parquet"), "of.parquet", "its values need more than 16,9")

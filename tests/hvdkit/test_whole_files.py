@@ -195,7 +195,7 @@ def test_a_record_nested_without_end_is_none(tmp_path):
 # What these read, a process of this run has written, and nobody else can.
 OF_OURS = {
     "commands/export.py",
-    "commands/start_measured.py",
+    "commands/start/measurements.py",
     "data/card.py",
     "ranks/encoding.py",
     "ranks/questions.py",

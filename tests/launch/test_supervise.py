@@ -13,7 +13,7 @@ import pytest
 from hosts import ENVIRONMENT, ROOT, STAND_IN, Hosts, executable, require, run, wait_for
 from terminal import CTRL_C, Terminal
 
-from hvdkit.commands import supervise
+from hvdkit.commands.jobs import supervise
 from ranks import PROJECT, TINY_FLAGS
 
 SUPERVISE = [sys.executable, "-m", "hvdkit", "supervise"]

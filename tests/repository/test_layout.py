@@ -2,8 +2,10 @@
 
 import ast
 import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 from projects import ROOT, shell
 
@@ -25,6 +27,13 @@ def test_no_function_is_longer_than_60_lines():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, kinds):
                 assert node.end_lineno - node.lineno < 60, f"{path}: {node.name}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Nor where functions import them."""
+    graph = grimp.build_graph("hvdkit", exclude_type_checking_imports=True)
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    TopologicalSorter(imported).prepare()  # CycleError names the modules
 
 
 @pytest.mark.parametrize("name", FORK)

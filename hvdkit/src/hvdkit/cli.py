@@ -12,7 +12,10 @@ from hvdkit.stop import WRONG_USE
 
 # By name: a module with main(argv) -> exit code, and a summary.
 COMMANDS = {
-    "start": ("hvdkit.commands.start", "a folder of pictures to a flagfile that trains on them"),
+    "start": (
+        "hvdkit.commands.start.start",
+        "a folder of pictures to a flagfile that trains on them",
+    ),
     "check": ("hvdkit.data.prepare.check", "reads every sample of a data set, lists the bad ones"),
     "browse": ("hvdkit.commands.browse", "a sheet of samples as the model gets them"),
     "pack": (
@@ -24,9 +27,12 @@ COMMANDS = {
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
     "serve": ("hvdkit.commands.serve", "a page in the browser: a picture, the prediction"),
     "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
-    "seeds": ("hvdkit.commands.seeds", "several seeds of one run: mean and confidence interval"),
-    "sweep": ("hvdkit.commands.sweep", "searches settings by many runs, weak ones end early"),
-    "supervise": ("hvdkit.commands.supervise", "starts a run again until it is done"),
+    "seeds": (
+        "hvdkit.commands.jobs.seeds",
+        "several seeds of one run: mean and confidence interval",
+    ),
+    "sweep": ("hvdkit.commands.jobs.sweep", "searches settings by many runs, weak ones end early"),
+    "supervise": ("hvdkit.commands.jobs.supervise", "starts a run again until it is done"),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
 }
 _RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export", "serve"}

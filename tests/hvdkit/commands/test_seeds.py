@@ -10,7 +10,7 @@ import pytest
 from hosts import executable
 from scipy import stats
 
-from hvdkit.commands import seeds
+from hvdkit.commands.jobs import seeds
 
 # Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a signal
 # comes too late, of seed 12 a launcher loses the exit code, seed 14 has

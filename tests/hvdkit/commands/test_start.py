@@ -20,7 +20,7 @@ from pyarrow import parquet
 from refusals import refused
 
 from hvdkit import settings as settings_lib
-from hvdkit.commands import start, start_listed, start_measured
+from hvdkit.commands.start import measurements, start, tables
 from hvdkit.data.open import open_sources
 from hvdkit.data.prepare import arrangement
 from hvdkit.settings import project
@@ -67,7 +67,7 @@ def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
     write(data, layout, high=255 if layout == "patients" else 1)  # white: the usual binary masks
     before = sorted(data.rglob("*"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n" if tried else "\n"))
-    monkeypatch.setattr(start_measured, "rate", lambda flags: 0.02 if "my-data" in flags else None)
+    monkeypatch.setattr(measurements, "rate", lambda flags: 0.02 if "my-data" in flags else None)
     assert start.main(["hvdkit start", str(data), *["--quick"] * (not tried)]) == 0
     assert sorted(data.rglob("*")) == before and (fork / "runs/my-data-sheet.png").exists()
     config = settings_lib.parse(["", "--flagfile=configs/my-data.cfg"])
@@ -202,7 +202,7 @@ def test_what_is_no_single_label_is_refused_by_row(tmp_path, labels: list, words
     text = json.dumps({"info": {"features": {"label": {"names": ["no", "yes"]}}}})
     file = tmp_path / "set.parquet"
     parquet.write_table(table.replace_schema_metadata({"huggingface": text}), file)
-    refused(lambda: start_listed.understood(file, "", tmp_path / "links"), words)
+    refused(lambda: tables.understood(file, "", tmp_path / "links"), words)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "[1]", '{"info": 1}'])
@@ -213,9 +213,9 @@ def test_what_a_table_says_of_its_columns_is_known_or_refused(tmp_path, text: st
     file = tmp_path / "set.parquet"
     parquet.write_table(table.replace_schema_metadata({"huggingface": text}), file)
     if text.startswith("[["):
-        refused(lambda: start_listed.understood(file, "", tmp_path / "links"), f"{file}: its text")
+        refused(lambda: tables.understood(file, "", tmp_path / "links"), f"{file}: its text")
     else:
-        assert start_listed.understood(file, "", tmp_path / "links")
+        assert tables.understood(file, "", tmp_path / "links")
 
 
 def test_what_lies_beside_a_table_and_is_not_read_is_said(tmp_path, capfd):
@@ -223,13 +223,11 @@ def test_what_lies_beside_a_table_and_is_not_read_is_said(tmp_path, capfd):
         readers.save(tmp_path / f"{n}.png", readers.noise(n))
     for name in ("train.csv", "val.csv"):
         (tmp_path / name).write_text("p,label\n./0.png,x\n1,y")
-    assert len(start_listed.understood(tmp_path / "train.csv", "", tmp_path / "links")) == 2
+    assert len(tables.understood(tmp_path / "train.csv", "", tmp_path / "links")) == 2
     printed = capfd.readouterr().out
     assert "not read: 1 tables beside it, as val.csv" in printed
     assert f"not read: 4 pictures that p does not name, as {tmp_path}/2.png" in printed
-    refused(
-        lambda: start_listed.of(tmp_path), "join them into one, or give one, without the others"
-    )
+    refused(lambda: tables.of(tmp_path), "join them into one, or give one, without the others")
 
 
 def test_a_broken_picture_of_a_table_is_named_by_its_row(fork, tmp_path, capfd):

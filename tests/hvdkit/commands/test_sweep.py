@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hvdkit.commands import sweep, sweep_trials
+from hvdkit.commands.jobs import sweep, sweep_trials
 from hvdkit.observe import records
 from ranks import PROJECT, launch
 
@@ -211,7 +211,7 @@ def test_a_launcher_that_is_not_there_is_named(start, capfd):
 
 def test_without_optuna_it_says_how_to_install_it(start, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    monkeypatch.delitem(sys.modules, "hvdkit.commands.sweep_trials")
+    monkeypatch.delitem(sys.modules, "hvdkit.commands.jobs.sweep_trials")
     with pytest.raises(SystemExit, match="2"):
         start("--base_lr=0.1:1.0")
     assert "pip install optuna" in capfd.readouterr().err

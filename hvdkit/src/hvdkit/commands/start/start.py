@@ -26,8 +26,9 @@ import tensorflow as tf
 
 from hvdkit import logs, whole_files
 from hvdkit import settings as settings_lib
-from hvdkit.commands import browse, start_listed, start_measured
-from hvdkit.commands.start_choices import Data, Measured, choices, most
+from hvdkit.commands import browse
+from hvdkit.commands.start import measurements, tables
+from hvdkit.commands.start.choices import Data, Measured, choices, most
 from hvdkit.data import classes
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.prepare import arrangement, check
@@ -153,15 +154,15 @@ def _refuse_label(label: str, root: Path) -> None:
 def _recognized(root: Path, layout: str, arguments: Namespace, *, links: Path) -> list[Item]:
     """The samples of a folder, or of a table of pictures."""
     if not root.is_dir():
-        start_listed.refuse_other(root)
-        return start_listed.understood(root, arguments.label, links)
+        tables.refuse_other(root)
+        return tables.understood(root, arguments.label, links)
     try:  # a table beside what is recognized is a note
         items = arrangement.recognized(root, arguments.layout)
     except ValueError:
-        table = None if layout or arguments.layout else start_listed.of(root)
+        table = None if layout or arguments.layout else tables.of(root)
         if not table:
             raise
-        return start_listed.understood(table, arguments.label, links)
+        return tables.understood(table, arguments.label, links)
     _refuse_label(arguments.label, root)
     return items
 
@@ -205,10 +206,10 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
             print(
                 "measuring batch and learning rate, a minute or two; --quick: neither", flush=True
             )
-            batch, speeds = start_measured.batch(flag, most(data))
+            batch, speeds = measurements.batch(flag, most(data))
             measured = Measured(batch, speeds)
             write(measured)
-            write(measured._replace(rate=start_measured.rate(flag)))
+            write(measured._replace(rate=measurements.rate(flag)))
         undone.pop_all()
     print(logs.printable(f"written: {cfg}, with reasons"))
     print(logs.printable(f"to train, in {fork}: horovodrun -np 2 python train.py {flag}"))
@@ -253,6 +254,6 @@ def main(argv: list[str]) -> int:
     flag = start(root, name, arguments)
     if arguments.train:
         sys.stdout.flush()
-        command = start_measured.train(flag)
+        command = measurements.train(flag)
         os.execvp(command[0], command)
     return DONE

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from hvdkit import logs, whole_files
-from hvdkit.commands.process_tree import reap_orphans, tell
-from hvdkit.commands.supervised_hosts import Hosts
+from hvdkit.commands.jobs.process_tree import reap_orphans, tell
+from hvdkit.commands.jobs.supervised_hosts import Hosts
 from hvdkit.logs import complain, refuse
 from hvdkit.settings import Settings, of_command
 from hvdkit.settings.typed import path_argument

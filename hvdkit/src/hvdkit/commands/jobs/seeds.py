@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hvdkit import logs
-from hvdkit.commands.process_tree import tell
-from hvdkit.commands.supervise import end_with_parent, hear
+from hvdkit.commands.jobs.process_tree import tell
+from hvdkit.commands.jobs.supervise import end_with_parent, hear
 from hvdkit.observe import records
 from hvdkit.scores import MainMetric, Score
 from hvdkit.settings import typed

@@ -24,9 +24,9 @@ from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
 from hvdkit import whole_files
-from hvdkit.commands import seeds
-from hvdkit.commands.supervise import end_with_parent, hear, newest_step
-from hvdkit.commands.sweep import SearchSpace
+from hvdkit.commands.jobs import seeds
+from hvdkit.commands.jobs.search_space import SearchSpace
+from hvdkit.commands.jobs.supervise import end_with_parent, hear, newest_step
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
