@@ -36,6 +36,13 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(imported).prepare()  # CycleError names the modules
 
 
+def test_the_page_of_rooms_has_each_of_them():
+    page = (ROOT / "docs/rooms.md").read_text()
+    engine = ROOT / "hvdkit/src"
+    for file in engine.glob("hvdkit/*/**/__init__.py"):
+        assert f"`{file.parent.relative_to(engine)}/`" in page
+
+
 @pytest.mark.parametrize("name", FORK)
 def test_a_forks_file_is_read_in_one_sitting(name):
     assert len((ROOT / "template" / name).read_text().splitlines()) <= FORK[name]
