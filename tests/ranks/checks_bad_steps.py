@@ -207,7 +207,7 @@ def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
     task = weighted({one[0]: -1.0}, named="box")
     trained(world, task, "a weight of the task's loss 'box' is -1", code=WRONG_USE, num_steps=6)
     scored = weighted({}, evaluated=-2.0)
-    words = "a weight of the task's loss is -2: weights are finite numbers from 0 up"
+    words = "a weight of the task's loss is -2 but weights are finite numbers from 0 up"
     trained(world, scored, "evaluating a few samples", words, code=WRONG_USE)
     scored = weighted({}, evaluated=-2.0, place=8)  # of none of the samples that are tried
     trained(world, scored, "sample", words, code=WRONG_USE, num_steps=2, eval_every=2)

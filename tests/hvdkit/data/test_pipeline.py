@@ -17,6 +17,7 @@ from hvdkit.data import source as sources
 from hvdkit.data.pipeline import EvaluationFeed, Replaced, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Arrays
+from hvdkit.train.step import losses
 
 SOURCE = Arrays(x=np.arange(40))
 
@@ -150,7 +151,7 @@ def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
         except ValueError as error:
             outcomes.append(str(error))
     assert outcomes.count(f"sample {bad} is torn") == 1 and len(set(outcomes)) > 1
-    assert source.asked == list(range(bad // 4 * 4, bad + 1))
+    assert source.asked == [bad]
 
 
 def ids_alone(sample, key):
@@ -278,13 +279,15 @@ def of_a_false_shape(sample):
     return row
 
 
-@pytest.mark.parametrize(("transform", "inside"), [(of_wrong_shape, 2), (of_a_false_shape, 0)])
-def test_an_example_of_another_shape_is_told_with_its_line(transform, inside):
+@pytest.mark.parametrize(
+    ("transform", "first", "inside"), [(of_wrong_shape, 2, 2), (of_a_false_shape, 0, 0)]
+)
+def test_an_example_of_another_shape_is_told_with_its_line(transform, first, inside):
     """The line of the operation that fails, or else that of the function."""
     source = Arrays(x=np.arange(4))
     feed = EvaluationFeed(reader(source, transform, keyed=False), 4)
     line = transform.__code__.co_firstlineno + inside
-    refused(lambda: [*feed], "sample 0", f"test_pipeline.py, line {line}: ")
+    refused(lambda: [*feed], f"sample {first}", f"test_pipeline.py, line {line}: ")
 
 
 class Other:
@@ -336,7 +339,13 @@ def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length,
     expected = all_reads(Other(small, length, index) if length else small)
     ahead = all_reads(Other(large, length, index) if length else large)
     tf.nest.map_structure(np.testing.assert_array_equal, ahead, expected)
-    assert (max(calls) == 32) == (length in (0, 80)) and (calls.count(1) > 9) == (length > 0)
+    # By whole batches of 20 and 7; what has other indices is read sample by sample.
+    if length == 0:
+        assert set(calls) == {20, 7, 3, 1} and calls.count(1) == 2
+    elif length == 80:
+        assert max(calls) == 32 and calls.count(1) > 9
+    else:
+        assert set(calls) == {1}
 
 
 def all_reads(source) -> list:
@@ -349,3 +358,63 @@ def all_reads(source) -> list:
     batches += [samples.one(3), *EvaluationFeed(samples, 7, rank=1, size=2)]
     batches.append(source.read(tf.constant(7, tf.int64)))
     return tf.nest.map_structure(lambda tensor: tensor.numpy(), batches)
+
+
+def scaled(sample):
+    """Numbers that are rounded, a choice, a text and a class that is checked."""
+    x = (sample["x"] - 0.3) / 0.7
+    return {
+        "x": tf.where(x > 0, x * 1.1, x),
+        "name": sample["name"],
+        "hot": tf.one_hot(losses.require_classes(sample["label"], 5), 5),
+    }
+
+
+def summed(sample):
+    return {"x": tf.reduce_sum(sample["x"])}
+
+
+def exponential(sample):
+    return {"x": tf.exp(sample["x"])}
+
+
+def of_any_length(sample):
+    return {"x": tf.boolean_mask(sample["x"], sample["x"] > 0)}
+
+
+DRAW = np.random.default_rng(3)
+SMALL_SAMPLES = Arrays(
+    x=DRAW.normal(size=(61, 7)).astype(np.float32),
+    name=np.array(["a", "\u00e9"] * 30 + ["b"]),
+    label=np.arange(61) % 5,
+)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_small_samples_read_at_once_have_the_bits_of_each(monkeypatch, large: bool):
+    if large:
+        monkeypatch.setattr(sources, "_LARGE", 0)
+    source = Arrays(**SMALL_SAMPLES._arrays)
+    read = reader(source, scaled, keyed=False)
+    assert source.is_large == large and read.is_exact_at_once
+
+    at_once = [*EvaluationFeed(read, 8)]
+    one_by_one = [*EvaluationFeed(read._replace(is_exact_at_once=False), 8)]
+    assert len(at_once) == 8 and len(at_once[-1]["x"]) == 61 - 7 * 8
+    for batch, expected in zip(at_once, one_by_one, strict=True):
+        tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
+
+
+@pytest.mark.parametrize("transform", [summed, exponential, of_any_length])
+def test_what_may_round_otherwise_is_read_one_by_one(transform):
+    assert not reader(SMALL_SAMPLES, transform, keyed=False).is_exact_at_once
+
+
+def test_a_bad_sample_among_many_read_at_once_is_named():
+    labels = np.arange(61) % 5
+    labels[37] = 9
+    source = Arrays(**(SMALL_SAMPLES._arrays | {"label": labels}))
+    read = reader(source, scaled, keyed=False)
+    assert read.is_exact_at_once
+    words = ("sample 37 ", "label 9 is no class: classes are 0 to 4")
+    refused(lambda: [*EvaluationFeed(read, 8)], *words)

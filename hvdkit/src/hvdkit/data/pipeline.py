@@ -33,6 +33,60 @@ _FETCH_SAMPLES = 32
 _FETCH_BYTES = 2**25
 _FETCHES = 2
 
+# Operations whose results for many samples have the bits of one sample's: no sum, whose order may
+# depend on the shape, and no function like exp, which has other code for the last few numbers.
+_EXACT_AT_ONCE = {
+    "Abs",
+    "Add",
+    "AddV2",
+    "All",
+    "Any",
+    "ArgMax",
+    "Assert",
+    "Cast",
+    "ConcatV2",
+    "Const",
+    "EnsureShape",
+    "Equal",
+    "ExpandDims",
+    "Fill",
+    "FloorDiv",
+    "GatherV2",
+    "Greater",
+    "GreaterEqual",
+    "Identity",
+    "Less",
+    "LessEqual",
+    "LogicalAnd",
+    "LogicalNot",
+    "LogicalOr",
+    "Maximum",
+    "Minimum",
+    "Mul",
+    "Neg",
+    "NoOp",
+    "NotEqual",
+    "OneHot",
+    "OnesLike",
+    "Pack",
+    "Pad",
+    "PadV2",
+    "Placeholder",
+    "RealDiv",
+    "Reshape",
+    "SelectV2",
+    "Shape",
+    "Slice",
+    "Split",
+    "SplitV",
+    "Squeeze",
+    "StridedSlice",
+    "Sub",
+    "Transpose",
+    "Unpack",
+    "ZerosLike",
+}
+
 # Lines that TensorFlow prints before the reason of a failure.
 _NO_REASON = re.compile(
     r"\s*$|Graph execution error|Detected at node|<stack traces|\s+File \"|\d+ root error"
@@ -54,6 +108,7 @@ class Reader(NamedTuple):
     ahead: Callable[[tf.Tensor], Parts] | None  # the source's method, if it is a ReadAhead
     at_once: int  # samples that `ahead` fetches at a time
     is_paired: bool  # whether another sample is read beside each
+    is_exact_at_once: bool  # whether many samples read at once have the bits of each by itself
     line: str  # where the function begins that makes the example
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
@@ -97,17 +152,22 @@ class Reader(NamedTuple):
             return f"sample {join(ids)} (counted from 0): {line}: {reason_of(error)}"
         return f"sample {join(ids)} (counted from 0): {reason_of(error)}"
 
-    def examples(self, samples: tf.data.Dataset, workers: int) -> tf.data.Dataset:
-        """Examples of indices, or of (index, key); `workers` threads decode, others read disks."""
-        if self.ahead:
+    def batches(self, groups: tf.data.Dataset, size: int, workers: int) -> tf.data.Dataset:
+        """Batches of examples, of groups of `size` indices, or of (indices, keys) [size, 2].
 
-            def fetch(index: tf.Tensor, *key: tf.Tensor) -> tuple[Any, ...]:
-                return index, self.ahead(index), *key
-
-            groups = samples.batch(self.at_once)
-            fetched_groups = groups.map(as_written(fetch), _FETCHES, deterministic=True)
-            samples = fetched_groups.prefetch(1).unbatch()
-        examples = samples.map(as_written(self.read), workers, deterministic=True)
+        The last group may be smaller where the groups' shape is open. `workers` threads decode,
+        others read disks.
+        """
+        if self.is_exact_at_once:
+            groups = self._with_parts(groups)
+            batches = groups.map(as_written(self._read_all), workers, deterministic=True)
+        else:
+            is_whole = tf.nest.flatten(groups.element_spec)[0].shape[0] == size
+            singles = groups.unbatch()
+            if self.ahead:
+                singles = self._with_parts(singles.batch(self.at_once)).unbatch()
+            examples = singles.map(as_written(self.read), workers, deterministic=True)
+            batches = examples.batch(size, drop_remainder=is_whole)
 
         options = tf.data.Options()
         # The pool is private: TensorFlow's has a thread for every core of the host, on each rank.
@@ -117,7 +177,21 @@ class Reader(NamedTuple):
         options.autotune.enabled = False
         # An example has one thread, so that sums do not depend on the number of threads.
         options.threading.max_intra_op_parallelism = 1
-        return examples.with_options(options)
+        return batches.with_options(options)
+
+    def _with_parts(self, groups: tf.data.Dataset) -> tf.data.Dataset:
+        """Groups of indices, followed by what `ahead` returns for them, if there is one."""
+        if not self.ahead:
+            return groups
+
+        def fetch(index: tf.Tensor, *key: tf.Tensor) -> tuple[Any, ...]:
+            return index, self.ahead(index), *key
+
+        return groups.map(as_written(fetch), _FETCHES, deterministic=True).prefetch(1)
+
+    def _read_all(self, *samples: Any) -> Example:
+        """`read` of many samples in one call; a call for each would cost more than its work."""
+        return tf.vectorized_map(lambda sample: self.read(*sample), samples)
 
 
 def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = False) -> Reader:
@@ -155,15 +229,25 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
     if keyed:
         signature.append(tf.TensorSpec([2], tf.int32))
     traced = tf.function(read, input_signature=signature, autograph=False)
+    concrete = traced.get_concrete_function()  # Tracing it fills `parts`.
     return Reader(
         source=source,
-        read=traced.get_concrete_function(),  # tracing it fills `parts`
+        read=concrete,
         parts=frozenset(parts),
         ahead=ahead,
         at_once=at_once,
         is_paired=paired,
+        is_exact_at_once=_is_exact_at_once(concrete),
         line=project.line_of(transform),
     )
+
+
+def _is_exact_at_once(read: tf.types.experimental.ConcreteFunction) -> bool:
+    """Whether every operation moves numbers, or rounds each result by itself."""
+    shapes = [part.shape for part in tf.nest.flatten(read.structured_outputs)]
+    if not all(shape.is_fully_defined() for shape in shapes):
+        return False
+    return all(operation.type in _EXACT_AT_ONCE for operation in read.graph.get_operations())
 
 
 class BadSample(ValueError):
@@ -223,24 +307,26 @@ class TrainingFeed:
             self._start = tf.Variable(first_step, dtype=tf.int64)
             self._mended = tf.Variable(-1, dtype=tf.int64)  # the step that reads `_instead`
             self._instead = tf.Variable(tf.zeros_like(order.local_samples(self._start)[0]))
-        self._all = self._read(self._samples())
+        self._all = self._read(self._groups())
         self.spec = self._all.element_spec
         self._open()
 
-    def _samples(self) -> tf.data.Dataset:
-        """(id, key) of this rank's samples from step `_start` on."""
+    def _groups(self) -> tf.data.Dataset:
+        """(ids [n], keys [n, 2]) of this rank's samples of each step from `_start` on."""
+        size = self._order.micro_batches * self._order.local_micro_size
 
         def of_step(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             ids, keys = self._order.local_samples(step)
-            return tf.where(step == self._mended, self._instead, ids), keys
+            ids = tf.where(step == self._mended, self._instead, ids)
+            return tf.ensure_shape(ids, [size]), tf.ensure_shape(keys, [size, 2])
 
         def steps(_: tf.Tensor) -> tf.data.Dataset:
             return tf.data.Dataset.range(self._start, self._num_steps)
 
         once = tf.data.Dataset.from_tensors(0)
-        return once.flat_map(as_written(steps)).map(as_written(of_step)).unbatch()
+        return once.flat_map(as_written(steps)).map(as_written(of_step))
 
-    def _read(self, samples: tf.data.Dataset) -> tf.data.Dataset:
+    def _read(self, groups: tf.data.Dataset) -> tf.data.Dataset:
         """Batches of these samples."""
         order = self._order
 
@@ -250,8 +336,7 @@ class TrainingFeed:
             return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
 
         size = order.micro_batches * order.local_micro_size
-        examples = self._reader.examples(samples, self._workers)
-        return examples.batch(size, drop_remainder=True).map(fold)
+        return self._reader.batches(groups, size, self._workers).map(fold)
 
     def _open(self) -> None:
         # Two batches are read ahead, however much memory there is; a GPU gets them in its own
@@ -382,8 +467,14 @@ class EvaluationFeed:
     def _batches(self, first: int) -> tf.data.Dataset:
         """This rank's batches from number `first` on."""
         ids = tf.constant(self._ids[first * self.batch_size :], tf.int64)
-        examples = self.reader.examples(tf.data.Dataset.from_tensor_slices(ids), self._workers)
-        return examples.batch(self.batch_size).prefetch(2)
+        size = self.batch_size
+
+        def of_batch(number: tf.Tensor) -> tf.Tensor:
+            return ids[number * size : (number + 1) * size]
+
+        numbers = tf.data.Dataset.range(-(-len(ids) // size))
+        groups = numbers.map(as_written(of_batch))
+        return self.reader.batches(groups, size, self._workers).prefetch(2)
 
     def __iter__(self) -> Iterator[Example]:
         """Raises ValueError naming the sample that cannot be read; tries a disk again."""
@@ -397,8 +488,16 @@ class EvaluationFeed:
                     pauses = iter(_PAUSES)
             except _READ_ERRORS as error:
                 if not pause(error, pauses):
-                    # Only the batch that failed is looked at: the other ranks wait.
-                    raise ValueError(self.reader.explain(self.ids(done), error)) from None
+                    raise ValueError(self._explain(self.ids(done), error)) from None
+
+    def _explain(self, ids: list[int], error: Exception) -> str:
+        """A message about the first bad sample of a batch that failed with `error`."""
+        for index in ids:
+            try:
+                self.reader.one(index)
+            except _READ_ERRORS as error_of_one:
+                return self.reader.explain([index], error_of_one)
+        return self.reader.explain(ids, error)
 
     def ids(self, place: int) -> list[int]:
         """The samples of this rank's batch number `place`."""

@@ -175,7 +175,8 @@ class Arrays(ReadAhead):
                 for name, array in self._arrays.items()
             }
         else:
-            self.ahead = None  # they become constants of the input pipeline
+            self.ahead = None
+        self._tensors: Parts = {}  # the arrays as tensors, once they have been read
 
     def __len__(self) -> int:
         return len(next(iter(self._arrays.values())))
@@ -188,7 +189,13 @@ class Arrays(ReadAhead):
         """Tensors of the arrays' own dtypes, by name."""
         if self.is_large:
             return super().read(index)
-        return {name: tf.gather(array, index) for name, array in self._arrays.items()}
+        if not self._tensors:
+            # Graphs refer to these tensors. Of arrays, each graph would hold a copy of its own.
+            with tf.init_scope(), tf.device("CPU"):
+                self._tensors = {
+                    name: tf.convert_to_tensor(array) for name, array in self._arrays.items()
+                }
+        return {name: tf.gather(tensor, index) for name, tensor in self._tensors.items()}
 
     def explain(self, index: int) -> str | None:
         return None

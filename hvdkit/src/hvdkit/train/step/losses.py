@@ -37,11 +37,17 @@ def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
 def required(tensor: tf.Tensor, text: str, *, values: tf.Tensor, sound: tf.Tensor) -> tf.Tensor:
     """The tensor unchanged.
 
-    When it runs, InvalidArgumentError says `text`, with the first of `values` that is not `sound`.
+    When it runs, InvalidArgumentError says `text`, with the first of `values` that is not `sound`
+    in the place of the text's " {} ".
     """
-    first = tf.reduce_sum(tf.boolean_mask(values, ~sound)[:1])
-    message = tf.strings.format(text, first)
-    with tf.control_dependencies([tf.debugging.Assert(tf.reduce_all(sound), [message])]):
+    before, after = text.split(" {} ")
+    # One more value, which counts as wrong, is the first where all are sound.
+    all_values = tf.concat([tf.reshape(values, [-1]), tf.zeros([1], values.dtype)], axis=0)
+    is_wrong = tf.concat([tf.reshape(~sound, [-1]), [True]], axis=0)
+    first = tf.gather(all_values, tf.argmax(tf.cast(is_wrong, tf.float32)))
+    # Not tf.debugging.Assert, whose branch keeps a batch from being read at once.
+    is_sound = tf.raw_ops.Assert(condition=tf.reduce_all(sound), data=[before, first, after])
+    with tf.control_dependencies([is_sound]):
         return tf.identity(tensor)
 
 

@@ -127,7 +127,7 @@ def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
 
     When it runs, InvalidArgumentError names a weight that is negative or not finite.
     """
-    text = f"{_weight_of(name)} is {{}}: {_WEIGHTS}"
+    text = f"{_weight_of(name)} is {{}} but {_WEIGHTS}"
     return required(weights, text, values=weights, sound=_sound(weights))
 
 
