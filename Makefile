@@ -47,8 +47,11 @@ bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchma
 reproduce: setup .cache/reproduce/installed ## published figures again, three seeds on 1 and 2 ranks: published, ours, difference
 	@$(IN_VENV) python benchmarks/reproduce.py $(ARGS)
 
-.cache/reproduce/installed: benchmarks/requirements-reproduce.txt
+# Fashion-MNIST is Debian's package dataset-fashion-mnist, which Ubuntu has too.
+.cache/reproduce/installed: benchmarks/requirements-reproduce.txt benchmarks/fashion-mnist.sha256
 	@$(IN_VENV) python -m pip install -q --no-deps --upgrade --require-hashes --target .cache/reproduce -r $<
+	@cd .cache/reproduce && apt-get -qq download dataset-fashion-mnist && dpkg-deb --extract dataset-fashion-mnist_*.deb .
+	@cd .cache/reproduce && sha256sum --check --quiet ../../benchmarks/fashion-mnist.sha256
 	@touch $@
 
 bits: setup ## the same bits on any number of ranks, five runs in eight ways; 15 minutes

@@ -10,7 +10,7 @@ from hvdkit.data import augment, classes, image_ops, mixing, rand_augment
 from hvdkit.data.open import open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
-from hvdkit.models import resnet
+from hvdkit.models import resnet, small_pictures
 from hvdkit.settings import Settings
 from hvdkit.train import losses
 from hvdkit.train.outputs import softmax
@@ -21,6 +21,9 @@ import models
 
 MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
     "small": models.classifier,
+    "two_convolutions": models.two_convolutions,
+    "resnet18": small_pictures.resnet18,
+    "wide_resnet28_10": small_pictures.wide_resnet28_10,
     "resnet20": partial(resnet.cifar_resnet, depth=20),
     "resnet56": partial(resnet.cifar_resnet, depth=56),
     "resnet50": resnet.resnet50,
@@ -44,6 +47,11 @@ class Task:
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
         # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.
         self.smallest = 0.08 if config.image_size >= LARGE else None
+        if self.smallest and config.shift >= 0:
+            raise ValueError(
+                f"--shift={config.shift}: pictures of {LARGE} pixels or more are cropped, not "
+                "shifted: leave it out"
+            )
         self.colour = config.colour_limits or (0.0, 0.0, 0.0)
         self.operations = config.random_operations
         self.mixes = bool(config.mixup or config.cutmix)
@@ -59,6 +67,7 @@ class Task:
         return {
             "mirror": self.mirror,
             "smallest_area": self.smallest,
+            "shift": self.config.shift,
             "colour": self.colour,
             "rand_augment": self.operations,
             "mixup": self.config.mixup,
@@ -86,7 +95,9 @@ class Task:
         """Small pictures are shifted a little; large ones cropped at a random size and place."""
         size = self.config.image_size
         if self.smallest is None:
-            image = augment.shifted(sample, key, size=size, mirror=self.mirror)
+            image = augment.shifted(
+                sample, key, size=size, mirror=self.mirror, most=self.config.shift
+            )
         else:
             image = augment.random_resized(
                 sample, key, size=size, mirror=self.mirror, smallest=self.smallest

@@ -21,6 +21,7 @@ from PIL import Image
 
 from hvdkit import settings
 from hvdkit.checkpoint import files, run_folder
+from hvdkit.data.readers import idx as idx_files
 from hvdkit.data.readers import listing, pictures, records
 from hvdkit.evaluate import metrics
 from hvdkit.observe import compare, report
@@ -81,6 +82,10 @@ def index(file: Path) -> None:
     records._check_index(file, meta)
 
 
+def idx(file: Path) -> None:
+    idx_files._values(file.parent, file.name, dimensions=1)
+
+
 def image(file: Path) -> None:
     data = tf.constant(file.read_bytes())
     with contextlib.suppress(tf.errors.OpError, UnicodeDecodeError):
@@ -106,6 +111,7 @@ PARSERS = {
     "index": (index, struct.pack("<4Q", 0, 1000, 1016, 2000)),
     "png": (image, picture("PNG")),
     "jpeg": (image, picture("JPEG")),
+    "idx": (idx, readers.idx(np.arange(9, dtype=np.uint8))),
     "manifest": (manifest, MANIFEST),
     "confusion": (metrics.read_confusion, b"label,a,b\na,1,2\nb,3,4\n"),
     "message": (message, encoding.pack([np.ones(2), listing.packed(["b"])], "x").tobytes()),

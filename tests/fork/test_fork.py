@@ -19,6 +19,7 @@ ONLY = {"segmentation": {"tasks/segmentation.py"}, "blank": set()}
 ONLY["segmentation"] |= {f"configs/{name}.cfg" for name in ("voc", "cityscapes")}
 ONLY["classification"] = {"tasks/classification.py"}
 ONLY["classification"] |= {f"configs/{name}.cfg" for name in ("digits", "cifar10", "imagenet")}
+ONLY["classification"] |= {"configs/fashion.cfg", "configs/fashion-resnet18.cfg"}
 # What is made for the project, besides what is copied.
 MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
 MIT = 'license = "MIT"\n'

@@ -159,7 +159,7 @@ KEEPS_ON_ONE_RANK = [
 OF_TASKS = (
     *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
     *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
-    *("rand_augment", "mixup", "cutmix"),
+    *("shift", "rand_augment", "mixup", "cutmix"),
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -184,6 +184,7 @@ REFUSED = {
     "--adam_beta2=0.99999999": "less than 0.9999999",
     "--deterministic --gradient_groups=2": "--deterministic",
     "--end_lr=0.06": "is greater than",
+    "--shift=8 --image_size=8": "--shift=8 moves pictures",
     "--scale_range=2,0.5": "--scale_range='2,0.5'",
     "--colour_range=0,2,0": "--colour_range='0,2,0'",
     "--colour_range=0,nan,0": "--colour_range='0,nan,0'",

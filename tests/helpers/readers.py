@@ -1,6 +1,7 @@
 """Files of data sets in their own formats, and what tests of readers ask of an error."""
 
 import contextlib
+import gzip
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,3 +150,26 @@ def write_cifar10(root: Path, count: int = 3) -> np.ndarray:
         part.tofile(root / name)
     (root / "batches.meta.txt").write_text("\n".join("abcdefghij") + "\n\n")
     return records
+
+
+def idx(values: np.ndarray) -> bytes:
+    """The IDX file of uint8 values."""
+    sizes = b"".join(size.to_bytes(4, "big") for size in values.shape)
+    return bytes([0, 0, 8, values.ndim]) + sizes + values.tobytes()
+
+
+def write_idx(root: Path, ending: str = "") -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The four files of a set of 4 classes; pictures uint8 [n, 5, 7] and labels [n] by split."""
+    rng = np.random.default_rng(0)
+    root.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for split, prefix, count in (("train", "train", 6), ("val", "t10k", 4)):
+        images = rng.integers(0, 256, (count, 5, 7), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 4
+        written[split] = images, labels
+        for kind, values in (("images", images), ("labels", labels)):
+            content = idx(values)
+            if ending:
+                content = gzip.compress(content)
+            (root / f"{prefix}-{kind}-idx{values.ndim}-ubyte{ending}").write_bytes(content)
+    return written

@@ -163,19 +163,21 @@ def test_a_crop_is_its_keys(crop):
     assert np.abs(one.numpy().astype(int) - other).max() > 12
 
 
-def test_shifts_reach_an_eighth_both_ways_and_no_further():
-    """Each crop is the picture at one of 9 x 9 places, mirrored or not; all of them come up."""
+@pytest.mark.parametrize(("most", "reach"), [(-1, 4), (0, 0), (1, 1)])
+def test_shifts_reach_an_eighth_or_what_is_asked_both_ways_and_no_further(most, reach):
+    """Each crop is the picture at one of the places, mirrored or not; all of them come up."""
     image = NOISE[:32, :32]
-    padded = np.pad(image, [(4, 4), (4, 4), (0, 0)])
+    padded = np.pad(image, [(reach, reach), (reach, reach), (0, 0)])
+    span = range(2 * reach + 1)
     place_of = {}  # by every eighth pixel of the crop there
-    for y in range(9):
-        for x in range(9):
+    for y in span:
+        for x in span:
             crop = padded[y : y + 32, x : x + 32]
             place_of[crop[::8, ::8].tobytes()] = (y, x)
     places = set()
     mirrored_crops = 0
     sample = {"image": tf.constant(image)}
-    shift = tf.function(lambda key: augment.shifted(sample, key, size=32, mirror=True))
+    shift = tf.function(lambda key: augment.shifted(sample, key, size=32, mirror=True, most=most))
     for number in range(500):
         crop = shift(tf.constant([number, 0])).numpy()
         place = place_of.get(crop[::8, ::8].tobytes())
@@ -184,7 +186,7 @@ def test_shifts_reach_an_eighth_both_ways_and_no_further():
         if place is None:
             mirrored_crops += 1
         places.add(place or mirrored_place)
-    assert {y for y, _ in places} == {x for _, x in places} == set(range(9))
+    assert {y for y, _ in places} == {x for _, x in places} == set(span)
     assert 200 < mirrored_crops < 300
 
 

@@ -40,6 +40,7 @@ def run(capsys):
         ("class_folders", readers.write_classes, 2),
         ("cifar10", readers.write_cifar10, 9),
         ("cifar100", readers.write_cifar100, 90),
+        ("idx", readers.write_idx, 3),
     ],
 )
 def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, highest: int):

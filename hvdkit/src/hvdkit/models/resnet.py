@@ -21,7 +21,7 @@ def cifar_resnet(size: int, num_classes: int, dropout: float, *, depth: int) -> 
     for stage, filters in enumerate((16, 32, 64)):
         for block in range((depth - 2) // 6):
             x = _block(x, filters, strides=2 if stage and not block else 1)
-    return _model(image, x, num_classes, dropout=dropout, name=f"resnet{depth}")
+    return classified(image, x, num_classes, dropout=dropout, name=f"resnet{depth}")
 
 
 def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
@@ -45,7 +45,7 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
             x = _bottleneck(x, filters, strides, name=f"stage{stage}_block{block}")
 
     logits = keras.initializers.RandomNormal(stddev=0.01)
-    return _model(image, x, num_classes, dropout=dropout, name="resnet50", logits=logits)
+    return classified(image, x, num_classes, dropout=dropout, name="resnet50", logits=logits)
 
 
 def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
@@ -59,7 +59,7 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     image = keras.Input((size, size, 3), name="image")
     pixels = Preprocess(name="preprocess")(image)
     body = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
-    model = _model(image, body.output, num_classes, dropout=dropout, name="resnet50_keras")
+    model = classified(image, body.output, num_classes, dropout=dropout, name="resnet50_keras")
     model.backbone = body.layers[-1].name  # the last layer that --backbone_weights fills
     return model
 
@@ -123,7 +123,7 @@ def _torch_conv(x, filters: int, kernel: int, *, name: str, strides=1, gamma="on
     )(x)
 
 
-def _model(
+def classified(
     image, x, num_classes: int, *, dropout: float, name: str, logits="glorot_uniform"
 ) -> keras.Model:
     """Global mean, dropout and logits (initialized by `logits`), these in float32 at least."""

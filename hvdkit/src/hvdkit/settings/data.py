@@ -48,6 +48,7 @@ READERS = {
     "class_folders": "hvdkit.data.readers.class_folders.ClassFolders",
     "cifar10": "hvdkit.data.readers.cifar.Cifar10",
     "cifar100": "hvdkit.data.readers.cifar.Cifar100",
+    "idx": "hvdkit.data.readers.idx.Idx",
     "digits": "hvdkit.data.shipped.Digits",
     "records": "hvdkit.data.readers.records.Records",
 }
@@ -94,6 +95,9 @@ class DataSettings(Room):
         "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")
     )
     scale_range: str = setting("", "least and largest random scale; empty: the task's own")
+    shift: int = setting(
+        -1, "most pixels to shift a small picture; -1: an eighth of its size", low=-1
+    )
     accept_changed_data: bool = setting(False, "resume although the training data changed")
     colour_range: str = setting(
         "", "random shift of brightness, contrast, saturation: 0.1,0.2,0.2; empty: the task's own"
@@ -111,6 +115,11 @@ class DataSettings(Room):
         for name in ("train_split", "val_split"):
             if not getattr(self, name):
                 raise ValueError(f"--{name}= is empty: name a split of --data_dir")
+        if self.shift >= self.image_size:
+            raise ValueError(
+                f"--shift={self.shift} moves pictures of --image_size={self.image_size} away: make "
+                "it smaller"
+            )
         # Each of these raises where its text is wrong.
         _ = self.scale_limits
         _ = self.label_values

@@ -36,6 +36,7 @@ _SIGNS = {
     "cityscapes": ("leftImg8bit",),
     "cifar10": ("data_batch_1.bin", "cifar-10-batches-bin/data_batch_1.bin"),
     "cifar100": ("train.bin", "cifar-100-binary/train.bin"),
+    "idx": ("train-images-idx3-ubyte*",),
     "class_folders": ("train/*/*",),
 }
 _VALUES = 256  # a label picture may hold so many values

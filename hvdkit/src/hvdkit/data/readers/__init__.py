@@ -6,6 +6,7 @@ voc.Voc                     Pascal VOC
 cityscapes.Cityscapes       Cityscapes
 class_folders.ClassFolders  a folder a class, as ImageNet
 cifar.Cifar                 CIFAR-10 and CIFAR-100
+idx.Idx                     MNIST, Fashion-MNIST, KMNIST
 records.Records             what `hvdkit pack` writes
 remote                      files of a packed set on a server
 layout                      what the levels of a folder of pictures are

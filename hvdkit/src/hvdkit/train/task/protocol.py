@@ -30,6 +30,7 @@ _OF_TASKS = (
     "train_split",
     "mirror",
     "scale_range",
+    "shift",
     "label_map",
     "colour_range",
     "rand_augment",

@@ -1,0 +1,58 @@
+"""MNIST's files: read as written, packed or not; damaged ones are named."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readers
+from refusals import refused
+
+from hvdkit.data.open import reader_of
+from hvdkit.data.readers.idx import Idx
+
+IMAGES = "train-images-idx3-ubyte"
+LABELS = "train-labels-idx1-ubyte"
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_reads_what_was_written(tmp_path: Path, ending: str):
+    written = readers.write_idx(tmp_path, ending=ending)
+    for split, (images, labels) in written.items():
+        source = reader_of("idx")(tmp_path, split, 0)
+        assert source.num_classes == 4
+        samples = readers.read_all(source)
+        assert [int(sample["label"]) for sample in samples] == labels.tolist()
+        for sample, image in zip(samples, images, strict=True):
+            assert sample["image"].dtype == np.uint8
+            np.testing.assert_array_equal(sample["image"], np.dstack([image] * 3))
+
+
+SOUND = np.zeros((6, 5, 7), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (IMAGES, None, f"{IMAGES}.gz is missing, and so is {IMAGES}"),
+        (IMAGES, b"", f"{IMAGES} is damaged, or no IDX file of bytes in 3 dimension(s)"),
+        (IMAGES, readers.idx(SOUND)[:-1], "is damaged"),
+        (IMAGES, readers.idx(SOUND) + b"\0", "is damaged"),
+        (IMAGES, readers.idx(SOUND[0]), "is damaged"),
+        (IMAGES, b"\0\0\x08\x03" + b"\xff" * 12, "is damaged"),
+        (IMAGES, readers.idx(SOUND[:5]), "5 pictures and 6 labels"),
+        (LABELS, b"\0\0\x0d\x01" + b"\0\0\0\1" + b"\0" * 4, f"{LABELS} is damaged"),
+        (f"{LABELS}.gz", b"no gzip", f"{LABELS}.gz is damaged"),
+        (f"{LABELS}.gz", gzip.compress(readers.idx(SOUND[0, 0]))[:-9], f"{LABELS}.gz is damaged"),
+    ],
+)
+def test_files_that_are_not_right_are_named(tmp_path: Path, name, content, words):
+    readers.write_idx(tmp_path)
+    (tmp_path / name.removesuffix(".gz")).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refused(lambda: Idx(tmp_path, "train"), tmp_path, words)
+
+
+def test_another_split_is_refused(tmp_path: Path):
+    refused(lambda: Idx(tmp_path, "test"), "no split 'test', only train and val")
