@@ -86,6 +86,7 @@ VALUES: dict[str, list[str]] = {
     "max_bad_steps": ["", "--max_bad_steps=1"],
     "keep": ["", "--keep=1"],
     "trackers": ["", "--trackers="],
+    "profile": ["", "--profile=2:3:all"],
     "benchmark": ["", "--benchmark"],
 }
 
@@ -136,7 +137,8 @@ KEEPS = [
     (
         "--bn_sync_every=1",
         "--log_every=2 --eval_every=1 --early_stop_evals=9 --checkpoint_every=1 --keep=1 "
-        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --max_bad_steps=1",
+        "--eval_batch_size=3 --log_gradients --gradient_groups=2 --max_bad_steps=1 "
+        "--profile=2:3:all",
     ),
     ("", "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark"),
 ]
@@ -222,6 +224,9 @@ REFUSED = {
     "--eval_crop=8 --eval_window=8": "choose one",
     "--global_batch_size=12 --batch_per_rank=6": "leave one out",
     "--trackers=paper": "paper is neither",
+    "--profile=3": "not of the form",
+    "--profile=1:3": "from step 2 on",
+    "--profile=4:3": "from step 2 on",
     "--dry_run --benchmark": "choose one",
     "--find_lr --benchmark": "choose one",
     "--find_lr --resume=runs/other": "begins at step 0",

@@ -183,6 +183,9 @@ def judge_records(ended: Outcome, config: Settings, begun: int, world: World) ->
     assert len(skipped) <= (summary["skipped_steps"] if config.precision == "float16" else 0)
     gradients = ended.folder / "gradients.jsonl"
     assert bool(logged and config.log_gradients) == gradients.exists()
+    if not goes_on:
+        profiled = config.profile == "2:3:all" and begun == 0 and last == 3
+        assert (ended.folder / "profile" / "operations.json").exists() == profiled
     often = config.eval_every or config.num_steps
     due = {s for s in (begun, *steps) if s and (s % often == 0 or s == config.num_steps)}
     evaluated = [] if config.benchmark else sorted(due)

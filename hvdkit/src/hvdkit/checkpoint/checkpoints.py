@@ -54,6 +54,7 @@ _HARMLESS = {
     "max_pixels",
     "pack_bytes",
     "pack_count",
+    "profile",
     "reduce_backend",
     "resume",
     "run_dir",

@@ -6,4 +6,5 @@ records.Records         a run's folder, read back
 report, compare         `hvdkit report`, `hvdkit compare`
 pages                   self-contained HTML pages with SVG plots
 speed                   figures of --benchmark
+profile                 --profile: where the time of some steps goes
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdkit import logs
+from hvdkit import logs, whole_files
 from hvdkit import scores as scores_lib
 from hvdkit.data.labels import COLOURS
 from hvdkit.evaluate import metrics
@@ -38,6 +38,7 @@ _CURVES = {
 }
 _BAD_SAMPLES = "bad_samples.jsonl"
 _MOST_BAD = 20
+_MOST_OPERATIONS = 10
 _COUNTS = {
     "skipped_steps": "steps skipped because loss or gradients were not finite",
     "samples_passed_over": "samples left out after going back",
@@ -60,6 +61,7 @@ def write(run_dir: Path) -> Path:
         pages.section("Training", pages.cards(training(run))),
         pages.section("Scores", pages.cards(scores(run, names, counts))),
         pages.section("What it predicts", *predictions(run, names)),
+        *profile(run_dir),
         pages.section("Starts, faults and time lost", *faults(run)),
         pages.section("Computed with", pages.table(versions)),
         f"<details><summary>All settings</summary><pre>{pages.escaped(flags)}</pre></details>",
@@ -164,6 +166,23 @@ def predictions(run: Records, names: Sequence[str]) -> list[str]:
     # Classes beyond the palette are left out: their colours repeat.
     legend = pages.legend(names, [_colour(number) for number in range(len(COLOURS))])
     return [pages.picture(file, "input | label | prediction"), legend if file.exists() else ""]
+
+
+def profile(run_dir: Path) -> list[str]:
+    """The operations that cost most in the steps of --profile, if there were some."""
+    file = run_dir / "profile" / "operations.json"
+    if not file.exists():
+        return []
+    content = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
+    try:
+        rows = [
+            (entry["operation"], f"{entry['ms_a_step']:.3f}", f"{entry['share']:.1%}")
+            for entry in content[:_MOST_OPERATIONS]
+        ]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError(f"{file} is no record of --profile: remove the file") from None
+    head = ("operation", "ms a step", "share")
+    return [pages.section("Where the time of a step goes", pages.table(rows, head))]
 
 
 def faults(run: Records) -> list[str]:

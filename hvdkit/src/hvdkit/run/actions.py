@@ -15,6 +15,7 @@ from hvdkit import scores
 from hvdkit.checkpoint.checkpoints import CheckpointInfo
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
+from hvdkit.observe import profile
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
@@ -89,6 +90,39 @@ class Log:
         if config.log_gradients:
             paths = [variable.path for variable in state.model.trainable_variables]
             self._telemetry.gradients(step, paths, result["layers"].numpy())
+
+
+class StartProfile:
+    """Begins to record the steps of --profile; the last action of the step before them."""
+
+    settles = True
+
+    def __init__(self, steps: tuple[int, int], recorder: profile.Recorder) -> None:
+        self._before = steps[0] - 1
+        self._recorder = recorder
+
+    def due(self, step: int) -> bool:
+        return step == self._before
+
+    def __call__(self, step: int, result: Result) -> None:
+        self._recorder.start()
+
+
+class StopProfile:
+    """Writes the record of the steps of --profile; the first action of the last of them."""
+
+    settles = True
+
+    def __init__(self, steps: tuple[int, int], recorder: profile.Recorder) -> None:
+        self._steps = steps
+        self._recorder = recorder
+
+    def due(self, step: int) -> bool:
+        return step == self._steps[1]
+
+    def __call__(self, step: int, result: Result) -> None:
+        first, last = self._steps
+        self._recorder.stop(last - first + 1)
 
 
 DRIFT_EVERY = 1000  # steps

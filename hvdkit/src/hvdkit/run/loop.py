@@ -232,13 +232,17 @@ class Run:
 
         self._save = Save(parts)
         self._evaluate = Evaluate(parts)
+        recorder = modes.profiler(parts)
         self._actions = modes.actions(
             parts,
             task_actions,
             save=self._save,
             evaluate=self._evaluate,
             benchmark=benchmark,
+            recorder=recorder,
         )
+        if recorder:
+            self.open_parts.enter_context(recorder)
         # However the run ends, nothing reads ahead any more, and what is being written is written.
         for part in (parts.feed, parts.saver, parts.telemetry):
             self.open_parts.enter_context(part)

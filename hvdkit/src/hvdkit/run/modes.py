@@ -14,7 +14,7 @@ import dataclasses
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from hvdkit.observe import trackers
+from hvdkit.observe import profile, trackers
 from hvdkit.ranks.world import World, say
 from hvdkit.run import dry_run, find_lr, model_doctor
 from hvdkit.run.actions import (
@@ -24,6 +24,8 @@ from hvdkit.run.actions import (
     Evaluate,
     Log,
     Save,
+    StartProfile,
+    StopProfile,
     Sync,
     TaskAction,
 )
@@ -95,7 +97,50 @@ def actions_of_task(context: RunContext) -> list[Action]:
         return [TaskAction(context.world, action) for action in make(task_context)]
 
 
+def profiler(parts: RunParts) -> profile.Recorder | None:
+    """The recorder of --profile, on the ranks that record."""
+    config = parts.config
+    world = parts.world
+    steps = config.profiled_steps
+    if not steps:
+        return None
+    first = parts.start.step + 2  # The first step of a start compiles.
+    if not first <= steps[0] <= steps[1] <= config.num_steps:
+        say(
+            world,
+            f"note: --profile={config.profile} records nothing: name some of the steps {first} to "
+            f"{config.num_steps} of this start",
+        )
+        return None
+    if not (world.is_chief or config.profile.endswith(":all")):
+        return None
+    folder = Path(config.run_dir) / "profile"
+    table = folder / "operations.json" if world.is_chief else None
+    return profile.Recorder(folder / f"rank-{world.rank}", table)
+
+
 def actions(
+    parts: RunParts,
+    task_actions: list[Action],
+    *,
+    save: Save,
+    evaluate: Evaluate,
+    benchmark: Benchmark | None,
+    recorder: profile.Recorder | None,
+) -> list[Action]:
+    """What happens after a step, in their order.
+
+    What is profiled are steps alone: the profile ends before the other actions of its last step,
+    and begins after those of the step before.
+    """
+    ordered = _actions(parts, task_actions, save=save, evaluate=evaluate, benchmark=benchmark)
+    steps = parts.config.profiled_steps
+    if recorder and steps:
+        return [StopProfile(steps, recorder), *ordered, StartProfile(steps, recorder)]
+    return ordered
+
+
+def _actions(
     parts: RunParts,
     task_actions: list[Action],
     *,

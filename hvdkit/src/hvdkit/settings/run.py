@@ -4,6 +4,8 @@ import re
 
 from hvdkit.settings.fields import Room, setting
 
+_MOST_PROFILED = 100  # steps: a record of more is too large to look at
+
 
 class RunSettings(Room):
     """The run: folder, repeatability, other kinds of runs"""
@@ -68,10 +70,29 @@ class ObserveSettings(Room):
 
     log_every: int = setting(20, "steps between log lines", low=1, every=True)
     log_gradients: bool = setting(False, "log each layer's gradient to gradients.jsonl")
+    profile: str = setting("", "steps FROM:TO to profile on rank 0; FROM:TO:all: on all ranks")
     trackers: str = setting("tensorboard", "with commas: tensorboard, MODULE:CLASS; empty: none")
 
     def check(self) -> None:
         _ = self.tracker_names
+        _ = self.profiled_steps
+
+    @property
+    def profiled_steps(self) -> tuple[int, int] | None:
+        """The first and the last step of --profile. Raises ValueError where it has no such form."""
+        if not self.profile:
+            return None
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})(:all)?", self.profile)
+        if not match:
+            raise ValueError(f"--profile={self.profile} is not of the form 20:30 or 20:30:all")
+        first = int(match[1])
+        last = int(match[2])
+        if not 2 <= first <= last < first + _MOST_PROFILED:
+            raise ValueError(
+                f"--profile={self.profile}: name up to {_MOST_PROFILED} steps, from step 2 on "
+                "(step 1 compiles)"
+            )
+        return first, last
 
     @property
     def tracker_names(self) -> list[str]:

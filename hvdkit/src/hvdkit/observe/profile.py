@@ -1,0 +1,137 @@
+"""--profile=FROM:TO: what TensorFlow's profiler records of some steps.
+
+RUN_DIR/profile/rank-N has TensorFlow's own record, for TensorBoard, and trace.json.gz, for
+ui.perfetto.dev. RUN_DIR/profile/operations.json has the operations of rank 0 that cost most.
+"""
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+from hvdkit import whole_files
+from hvdkit.logs import say
+
+_MOST_OPERATIONS = 100  # entries of operations.json
+# A host's events of this form are operations: NAME:TYPE.
+_OPERATION = re.compile(r"[^:]+:_?\w+")
+# Their time is that of other operations, which are counted by themselves.
+_CONTAINERS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If")
+
+
+class Recorder:
+    """The profiler of this process; leaving its `with` ends what is recorded still.
+
+    `folder`: where this rank's record goes; `table`: the file with the costliest operations, or
+    None.
+    """
+
+    def __init__(self, folder: Path, table: Path | None) -> None:
+        self._folder = folder
+        self._table = table
+        self._is_on = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_on:
+            tf.profiler.experimental.stop(save=False)
+
+    def start(self) -> None:
+        try:
+            tf.profiler.experimental.start(str(self._folder))
+        except tf.errors.OpError as error:
+            say(f"note: --profile records nothing: {error.message}")
+        else:
+            self._is_on = True
+
+    def stop(self, steps: int) -> None:
+        """Writes what was recorded of so many steps."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        tf.profiler.experimental.stop()
+        [*_, newest] = sorted(self._folder.glob("plugins/profile/*/*.xplane.pb"))
+        space = xplane_pb2.XSpace.FromString(newest.read_bytes())
+        with gzip.open(newest.with_name("trace.json.gz"), "wt") as file:
+            json.dump({"traceEvents": trace(space)}, file)
+        if self._table:
+            costs = operations(space)
+            rows = []
+            for name, picoseconds in costs.most_common(_MOST_OPERATIONS):
+                row = {
+                    "operation": name,
+                    "ms_a_step": picoseconds / 1e9 / steps,
+                    "share": picoseconds / costs.total(),
+                }
+                rows.append(row)
+            whole_files.write_json(self._table, rows)
+        say(f"profile of {steps} steps: {newest.parent}")
+
+
+class _Event(NamedTuple):
+    place: str  # of the host or device
+    line: str  # the thread or stream
+    name: str
+    operation: str  # that started it, as NAME:TYPE; "" where it is not known
+    start_ps: int
+    duration_ps: int
+
+
+def _events(space: Any) -> Iterator[_Event]:
+    for plane in space.planes:
+        names = {number: entry.name for number, entry in plane.stat_metadata.items()}
+        for line in plane.lines:
+            for event in line.events:
+                metadata = plane.event_metadata[event.metadata_id]
+                operation = ""
+                for figure in (*metadata.stats, *event.stats):
+                    if names[figure.metadata_id] == "tf_op":
+                        operation = figure.str_value or names[figure.ref_value]
+                if not operation and _OPERATION.fullmatch(metadata.name):
+                    operation = metadata.name
+                yield _Event(
+                    place=plane.name,
+                    line=line.display_name or line.name,
+                    name=metadata.display_name or metadata.name,
+                    operation=operation,
+                    start_ps=line.timestamp_ns * 1000 + event.offset_ps,
+                    duration_ps=event.duration_ps,
+                )
+
+
+def operations(space: Any) -> Counter[str]:
+    """Picoseconds of each operation: on devices where there are some, else on the host.
+
+    A device's work counts for the operation that started it, or by its own name.
+    """
+    costs: Counter[str] = Counter()
+    costs_on_devices: Counter[str] = Counter()
+    for event in _events(space):
+        if event.place.startswith("/device:"):
+            costs_on_devices[event.operation or event.name] += event.duration_ps
+        elif event.operation and event.operation.rpartition(":")[2] not in _CONTAINERS:
+            costs[event.operation] += event.duration_ps
+    return costs_on_devices or costs
+
+
+def trace(space: Any) -> list[dict[str, Any]]:
+    """Events of Chrome's format for traces: times in microseconds."""
+    return [
+        {
+            "ph": "X",
+            "pid": event.place,
+            "tid": event.line,
+            "name": event.name,
+            "ts": event.start_ps / 1e6,
+            "dur": event.duration_ps / 1e6,
+        }
+        for event in _events(space)
+    ]
