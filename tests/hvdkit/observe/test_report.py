@@ -1,5 +1,6 @@
 """report.html and compare.py: of a real run, of made-up ones, and of what is no run."""
 
+import gzip
 import html
 import json
 import re
@@ -20,7 +21,7 @@ from hvdkit.run import loop
 from ranks import PROJECT, launch_well
 
 FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
-FLAGS += ["--checkpoint_every=3", "--trackers="]
+FLAGS += ["--checkpoint_every=3", "--trackers=", "--profile=5:6:all"]
 
 
 class Page:
@@ -63,6 +64,23 @@ def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
     assert "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:;" in page
     assert "<script" not in page and "script-src" not in page
     assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
+
+
+def test_profiled_steps_have_a_record_on_each_rank_and_a_table_in_the_page(trained):
+    for rank in range(2):
+        [record] = (trained / f"profile/rank-{rank}").glob("plugins/profile/*/*.xplane.pb")
+        with gzip.open(record.with_name("trace.json.gz"), "rt") as file:
+            events = json.load(file)["traceEvents"]
+        products = [event for event in events if "MatMul" in event["name"]]
+        assert len(products) >= 2 * 3, "each step has two products forward and more backward"
+        assert all(event["ph"] == "X" and event["dur"] >= 0 for event in products)
+
+    rows = json.loads((trained / "profile/operations.json").read_text())
+    costs = [row["ms_a_step"] for row in rows]
+    assert costs == sorted(costs, reverse=True) and 0.5 < sum(row["share"] for row in rows) <= 1.001
+    shown = page_of(trained).text
+    assert "Where the time of a step goes" in shown
+    assert rows[0]["operation"] in shown and rows[10]["operation"] not in shown
 
 
 def made_up(folder: Path, lines: list[dict], starts: list[dict], **summary) -> Path:
