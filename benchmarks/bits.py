@@ -35,11 +35,19 @@ from tasks import classification, segmentation
 
 FUSION = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "0.1"}
 # Name: ranks, backend, variables of Horovod.
-COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {"1": (1, "alone", {})}
-COLUMNS |= {f"{ranks} Gloo": (ranks, "gloo", {}) for ranks in (2, 3, 4, 8)}
-COLUMNS |= {"2 MPI": (2, "mpirun", {}), "3 MPI": (3, "mpi", {})}
-COLUMNS["3 Gloo unfused"] = (3, "gloo", FUSION)
-WORDS, LENGTH, WIDTH = 50, 12, 16
+COLUMNS: dict[str, tuple[int, str, dict[str, str]]] = {
+    "1": (1, "alone", {}),
+    "2 Gloo": (2, "gloo", {}),
+    "3 Gloo": (3, "gloo", {}),
+    "4 Gloo": (4, "gloo", {}),
+    "8 Gloo": (8, "gloo", {}),
+    "2 MPI": (2, "mpirun", {}),
+    "3 MPI": (3, "mpi", {}),
+    "3 Gloo unfused": (3, "gloo", FUSION),
+}
+WORDS = 50
+LENGTH = 12
+WIDTH = 16
 
 
 class KerasDropout(classification.Task):
@@ -116,8 +124,10 @@ def main() -> int:
     parser.add_argument("--columns", default=",".join(COLUMNS))
     parser.add_argument("--rows", default=",".join(ROWS))
     args = parser.parse_args()
-    columns, rows = args.columns.split(","), args.rows.split(",")
-    if unknown := {*columns} - {*COLUMNS} | {*rows} - {*ROWS}:
+    columns = args.columns.split(",")
+    rows = args.rows.split(",")
+    unknown = (set(columns) - set(COLUMNS)) | (set(rows) - set(ROWS))
+    if unknown:
         parser.error(f"unknown: {sorted(unknown)}")
 
     cells: dict[tuple[str, str], dict] = {}
@@ -135,22 +145,29 @@ def main() -> int:
 
 
 def table(rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict]) -> int:
-    print(f"| run | {' | '.join(columns)} |\n| --- {'| --- ' * len(columns)}|")
-    same = True
+    """Prints the table; returns the exit code."""
+    print(f"| {' | '.join(['run', *columns])} |")
+    print(f"| {' | '.join('---' for _ in ['run', *columns])} |")
+    code = 0
     for row in rows:
-        every = [cells[row, column] for column in columns]
-        marks = ["!" * (cell["records"] != every[0]["records"]) for cell in every]
-        shown = [f"`{cell['weights_sha256'][:12]}`{mark}" for cell, mark in zip(every, marks)]
-        same &= all(cell == every[0] for cell in every)
-        print(f"| {ROWS[row][0]} | {' | '.join(shown)} |")
-    return 0 if same else 1
+        first = cells[row, columns[0]]
+        shown = [ROWS[row][0]]
+        for column in columns:
+            cell = cells[row, column]
+            mark = "" if cell["records"] == first["records"] else "!"
+            shown.append(f"`{cell['weights_sha256'][:12]}`{mark}")
+            if cell != first:
+                code = 1
+        print(f"| {' | '.join(shown)} |")
+    return code
 
 
 def worker(out_dir: str, *names: str) -> None:
-    """On each rank: trains each row and writes OUT_DIR/ROW.json: weights_sha256 and records."""
+    """Trains each row on each rank and writes OUT_DIR/ROW.json: weights_sha256 and records."""
     # As in a run; small_runs turns TensorFlow's optimizer of graphs off.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
-    out, world = Path(out_dir), world_lib.connect()
+    out = Path(out_dir)
+    world = world_lib.connect()
     world_lib.set_up(world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
     if world.is_chief:
         scenes.ensure_demo(out / "data", scenes.Settings(train=60, val=12, size=64))
@@ -161,10 +178,12 @@ def worker(out_dir: str, *names: str) -> None:
         ended = fit_config(settings_lib.parse(["train.py", *words]), world, task)
         assert ended.code == DONE, f"{name}: {ended.message}"
         if world.is_chief:
-            found = records.read(ended.folder)
-            record = {"records": compare.figures(found)}
-            record["weights_sha256"] = found.summary["weights_sha256"]
-            (out / f"{name}.json").write_text(json.dumps(record))
+            run = records.read(ended.folder)
+            cell = {
+                "records": compare.figures(run),
+                "weights_sha256": run.summary["weights_sha256"],
+            }
+            (out / f"{name}.json").write_text(json.dumps(cell))
     world_lib.finish(world)
 
 

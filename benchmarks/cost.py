@@ -41,18 +41,33 @@ RESNET = (
 
 
 def rows(ranks: int, data: Path) -> dict[str, Row]:
-    settings = ("--deterministic", "--bn_sync=full", "--bn_sync_every=1", "--log_gradients")
-    settings += ("--compression=fp16", "--compression=bf16", "--gradient_groups=1")
-    settings += ("--accumulation_steps=2", "--jit")
-    found = {name: Row(DEMO.format(data=data), "", name) for name in settings}
-    both = RESNET.format(size=64, batch=8 * ranks)
-    found["--jit, ResNet-50, 64 px, 8 samples each"] = Row(both, "", "--jit")
-    for size, each, held in ((64, 8, 1), (128, 16, 1), (64, 8, 4)):
-        both = RESNET.format(size=size, batch=each * held * ranks)
-        plain = f"--accumulation_steps={held}" if held > 1 else ""
-        name = f"--virtual_ranks, {size} px, {each} samples each, V = {held} N".replace("1 N", "N")
-        found[name] = Row(both, plain, f"--virtual_ranks={held * ranks}")
-    return found
+    settings = (
+        "--deterministic",
+        "--bn_sync=full",
+        "--bn_sync_every=1",
+        "--log_gradients",
+        "--compression=fp16",
+        "--compression=bf16",
+        "--gradient_groups=1",
+        "--accumulation_steps=2",
+        "--jit",
+    )
+    rows = {name: Row(DEMO.format(data=data), "", name) for name in settings}
+    resnet = RESNET.format(size=64, batch=8 * ranks)
+    rows["--jit, ResNet-50, 64 px, 8 samples each"] = Row(resnet, "", "--jit")
+    rows["--virtual_ranks, 64 px, 8 samples each, V = N"] = _virtual(ranks, 64, 8, 1)
+    rows["--virtual_ranks, 128 px, 16 samples each, V = N"] = _virtual(ranks, 128, 16, 1)
+    rows["--virtual_ranks, 64 px, 8 samples each, V = 4 N"] = _virtual(ranks, 64, 8, 4)
+    return rows
+
+
+def _virtual(ranks: int, size: int, samples: int, virtual_of_each: int) -> Row:
+    """ResNet-50 with so many virtual ranks on each rank, and so many samples on each of these."""
+    return Row(
+        both=RESNET.format(size=size, batch=samples * virtual_of_each * ranks),
+        plain=f"--accumulation_steps={virtual_of_each}" if virtual_of_each > 1 else "",
+        setting=f"--virtual_ranks={virtual_of_each * ranks}",
+    )
 
 
 def main() -> None:
@@ -64,18 +79,21 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        there = rows(args.ranks, data)
+        all_rows = rows(args.ranks, data)
         wanted = tuple(args.names) or ("",)
-        chosen = {name: row for name, row in there.items() if name.startswith(wanted)}
+        chosen = {name: row for name, row in all_rows.items() if name.startswith(wanted)}
         if not chosen:
-            parser.error(f"no row begins with {args.names}; there are {list(there)}")
+            parser.error(f"no row begins with {args.names}; there are {list(all_rows)}")
         if any(str(data) in row.both for row in chosen.values()):
             scenes.ensure_demo(data, scenes.Settings(train=320, val=4))
-        lines = list(dict.fromkeys(line for row in chosen.values() for line in _both_lines(row)))
-        seconds: dict[str, list[float]] = {line: [] for line in lines}
+
+        seconds: dict[str, list[float]] = {}
+        for row in chosen.values():
+            for line in _both_lines(row):
+                seconds[line] = []
         for _ in range(args.rounds):
-            for line in lines:
-                seconds[line].append(_seconds_a_step(line, args.ranks, args.steps))
+            for line, measured in seconds.items():
+                measured.append(_seconds_a_step(line, args.ranks, args.steps))
     print(f"| setting, {args.ranks} ranks, {args.rounds} rounds | time a step over plain |")
     print("| --- | --- |")
     for name, row in chosen.items():
@@ -92,12 +110,19 @@ def _both_lines(row: Row) -> tuple[str, str]:
 def _seconds_a_step(line: str, ranks: int, steps: int) -> float:
     """Median over the logged quarters of a run, without the first; of as many samples a step."""
     with tempfile.TemporaryDirectory() as run_dir:
-        usual = [f"--num_steps={steps}", f"--log_every={steps // 4}", "--benchmark"]
-        command = ["train.py", *line.split(), *usual, f"--run_dir={run_dir}"]
+        command = [
+            "train.py",
+            *line.split(),
+            f"--num_steps={steps}",
+            f"--log_every={steps // 4}",
+            "--benchmark",
+            f"--run_dir={run_dir}",
+        ]
         launch_well(ranks, command, "gloo", timeout=900)
-        lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line).get("samples_per_second") for line in lines]
-    return 1 / statistics.median([rate for rate in rates if rate][1:])
+        records = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(record).get("samples_per_second") for record in records]
+    logged = [rate for rate in rates if rate]
+    return 1 / statistics.median(logged[1:])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="1,2,3,4")
     args = parser.parse_args()
-    ranks = [int(n) for n in args.ranks.split(",")]
+    ranks = [int(count) for count in args.ranks.split(",")]
     if ranks[0] != 1:
         parser.error(f"--ranks={args.ranks} must begin with 1, which the others are compared to")
 
@@ -34,32 +34,38 @@ def main() -> int:
         root = Path(folder)
         settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
         scenes.ensure_demo(root / "data", settings)
-        return _table(root, ranks, {n: _train(root, n) for n in ranks})
+        times = {count: _train(root, count) for count in ranks}
+        return _table(root, ranks, times)
 
 
 def _train(root: Path, ranks: int) -> dict[str, float]:
-    """Trains every setting on `ranks` ranks; milliseconds a step by setting."""
+    """Trains every setting on `ranks` ranks; returns milliseconds a step by setting."""
     print(f"training on {ranks} rank(s) ...", file=sys.stderr, flush=True)
     (root / str(ranks)).mkdir()
     worker = [equivalence.__file__, root / "data", root / str(ranks), "tiny"]
     ended = launch_well(ranks, [*worker, *equivalence.SETTINGS], "gloo", timeout=1800)
-    found = re.findall(r"(float\d\d [a-z_ ]+): ([\d.]+) ms a step", ended.output)
-    return {name: float(ms) for name, ms in found}
+    lines = re.findall(r"(float\d\d [a-z_ ]+): ([\d.]+) ms a step", ended.output)
+    return {name: float(milliseconds) for name, milliseconds in lines}
 
 
 def _table(root: Path, ranks: list[int], times: dict[int, dict[str, float]]) -> int:
-    print(f"| setting ({equivalence.STEPS} steps) |" + "".join(f" {n} ranks |" for n in ranks[1:]))
-    print("| --- |" + " --- |" * (len(ranks) - 1))
-    failed = False
+    """Prints the table; returns the exit code."""
+    head = [f"setting ({equivalence.STEPS} steps)"]
+    head += [f"{count} ranks" for count in ranks[1:]]
+    print(f"| {' | '.join(head)} |")
+    print(f"| {' | '.join('---' for _ in head)} |")
+    code = 0
     for name in equivalence.SETTINGS:
-        cells = []
-        for n in ranks[1:]:
-            files = [root / str(k) / f"{name}.npz" for k in (1, n)]
-            difference = equivalence.largest_difference(*files)
-            failed |= name.startswith("float64") and "local" not in name and difference > 1e-12
-            cells.append(f" {difference:.0e}, {times[n][name]:.0f} ms a step |")
-        print(f"| {name} |" + "".join(cells))
-    return int(failed)
+        cells = [name]
+        for count in ranks[1:]:
+            on_one = root / "1" / f"{name}.npz"
+            on_many = root / str(count) / f"{name}.npz"
+            difference = equivalence.largest_difference(on_one, on_many)
+            cells.append(f"{difference:.0e}, {times[count][name]:.0f} ms a step")
+            if name.startswith("float64") and "local" not in name and difference > 1e-12:
+                code = 1
+        print(f"| {' | '.join(cells)} |")
+    return code
 
 
 if __name__ == "__main__":

@@ -43,33 +43,46 @@ SMALL = f"--task=classification {USUAL} --model=resnet20 --image_size=64 --cpu_t
 RANDOM = "--synthetic_data --num_classes=1000"
 PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
 DEEPLAB = f"--task=segmentation {USUAL} --model=deeplabv3plus --image_size=512"
-HEAD = ("ranks", "setting", "PyTorch, samples/s", "bare, samples/s", "ours, samples/s")
-HEAD += ("ours / bare", "over")
-HEAD += ("of 1 rank", "of peak", "input wait", "reduction alone", "memory of a rank, GiB")
+HEAD = (
+    "ranks",
+    "setting",
+    "PyTorch, samples/s",
+    "bare, samples/s",
+    "ours, samples/s",
+    "ours / bare",
+    "over",
+    "of 1 rank",
+    "of peak",
+    "input wait",
+    "reduction alone",
+    "memory of a rank, GiB",
+)
 
 
 class Row(NamedTuple):
     flags: str
-    bare: bool = False  # whether the bare loop has it too
-    torch: str = ""  # PyTorch's name for it
+    bare: bool = False  # whether the bare loop runs too
+    torch: str = ""  # the name that PyTorch has for this precision
     over: str = ""  # the row that it is compared with
-    fewest: int = 1  # ranks
+    fewest: int = 1  # on fewer ranks it does not run
     env: dict[str, str] | None = None
     data: str = RANDOM
     deeplab: bool = False
 
 
 def rows(gpus: bool) -> dict[str, Row]:
-    """The rows by name; {ranks} in their flags is how many there are."""
+    """The rows by name; {ranks} in their flags is the number of ranks."""
     plain = "float32, TF32 off" if gpus else "float32"
     tf32_off = {"NVIDIA_TF32_OVERRIDE": "0"} if gpus else None
-    found = {plain: Row("", bare=True, torch="float32", env=tf32_off)}
+    rows_by_name = {plain: Row("", bare=True, torch="float32", env=tf32_off)}
     bfloat16 = "--precision=bfloat16"
     if gpus:
-        found["float32, TF32 on"] = Row("", bare=True, torch="tf32", over=plain)
-        found["DeepLabV3+, TF32 on"] = Row("", deeplab=True)
-        found["DeepLabV3+, bfloat16"] = Row(bfloat16, over="DeepLabV3+, TF32 on", deeplab=True)
-    return found | {
+        rows_by_name |= {
+            "float32, TF32 on": Row("", bare=True, torch="tf32", over=plain),
+            "DeepLabV3+, TF32 on": Row("", deeplab=True),
+            "DeepLabV3+, bfloat16": Row(bfloat16, over="DeepLabV3+, TF32 on", deeplab=True),
+        }
+    return rows_by_name | {
         "bfloat16": Row(bfloat16, bare=True, torch="bfloat16", over=plain),
         "float16": Row("--precision=float16", bare=True, over=plain),
         "bfloat16, input on": Row(bfloat16, over="bfloat16", data=PHOTOS),
@@ -88,27 +101,38 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names")
     args = parser.parse_args()
     gpus = check()
-    counts = [int(n) for n in args.ranks.split(",")] if args.ranks else powers(gpus or 2)
+    counts = powers(gpus or 2)
+    if args.ranks:
+        counts = [int(count) for count in args.ranks.split(",")]
     if gpus and max(counts) > gpus:
         parser.error(f"--ranks={args.ranks}: this host has {gpus} GPU(s)")
     if args.torch and not gpus:
         parser.error("--torch is for GPUs, and there is none here: see peers.py")
-    known = rows(gpus > 0)
-    first = tuple(args.names) or ("",)
-    wanted = {name: row for name, row in known.items() if name.startswith(first)}
-    asked = {name: what for name, what in CHECKS.items() if name.startswith(first)}
-    if not wanted and not asked:
-        parser.error(f"nothing begins with {args.names}; there are {[*CHECKS, *known]}")
-    failures = checks(asked, max(counts), gpus) if asked else []
+
+    all_rows = rows(gpus > 0)
+    beginnings = tuple(args.names) or ("",)
+    wanted_rows = {name: row for name, row in all_rows.items() if name.startswith(beginnings)}
+    wanted_checks = {name: run for name, run in CHECKS.items() if name.startswith(beginnings)}
+    if not wanted_rows and not wanted_checks:
+        parser.error(f"nothing begins with {args.names}; there are {[*CHECKS, *all_rows]}")
+
+    failures = []
+    if wanted_checks:
+        failures += checks(wanted_checks, max(counts), gpus)
     with tempfile.TemporaryDirectory() as folder:
         photos = Path(folder) / "photos"
-        if any(row.data == PHOTOS for row in wanted.values()):
+        if any(row.data == PHOTOS for row in wanted_rows.values()):
             in_own_process("photos", str(photos))
-        if wanted:
-            rate = Rate(args.steps if gpus else 15, args.batch if gpus else 4, gpus > 0, args.torch)
-            failures += table(wanted, counts, rate, photos=photos)
+        if wanted_rows:
+            rate = Rate(
+                steps=args.steps if gpus else 15,
+                batch=args.batch if gpus else 4,
+                gpus=gpus > 0,
+                torch=args.torch,
+            )
+            failures += table(wanted_rows, counts, rate, photos=photos)
     print("".join(f"\nfailed: {failure}" for failure in failures))
-    return int(bool(failures))
+    return 1 if failures else 0
 
 
 class Rate(NamedTuple):
@@ -120,26 +144,36 @@ class Rate(NamedTuple):
     torch: Path | None
 
     def flags(self, row: Row, ranks: int, photos: Path) -> list[str]:
-        usual = DEEPLAB if row.deeplab else LARGE if self.gpus else SMALL
-        batch = self.batch // 8 if row.deeplab else self.batch
-        data = row.data.format(photos=photos)
-        more = f"--num_steps={self.steps} --global_batch_size={batch * ranks}"
-        return f"{usual} {data} {more} {row.flags}".format(ranks=ranks).split()
+        batch = self.batch
+        if row.deeplab:
+            model = DEEPLAB
+            batch = self.batch // 8
+        elif self.gpus:
+            model = LARGE
+        else:
+            model = SMALL
+        return [
+            *model.split(),
+            *row.data.format(photos=photos).split(),
+            f"--num_steps={self.steps}",
+            f"--global_batch_size={batch * ranks}",
+            *row.flags.format(ranks=ranks).split(),
+        ]
 
 
-def checks(asked: dict[str, Any], ranks: int, gpus: int) -> list[str]:
-    """Prints a line for each; those that failed."""
+def checks(wanted: dict[str, Any], ranks: int, gpus: int) -> list[str]:
+    """Prints a line for each; returns those that failed."""
     print("| check | seen | seconds |\n| --- | --- | --- |", flush=True)
     failures = []
-    for name, what in asked.items():
-        begun = time.monotonic()
+    for name, run in wanted.items():
+        start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             try:
-                seen = what(Path(folder), ranks, gpus)
+                seen = run(Path(folder), ranks, gpus)
             except (AssertionError, OSError) as error:
                 seen = f"**failed**: {' '.join(str(error).split())}"
                 failures.append(f"{name}: {error}")
-        print(f"| {name} | {seen} | {time.monotonic() - begun:.0f} |", flush=True)
+        print(f"| {name} | {seen} | {time.monotonic() - start:.0f} |", flush=True)
     print(flush=True)
     return failures
 
@@ -167,14 +201,19 @@ def same_bits(folder: Path, ranks: int, gpus: int) -> str:
     """The demo with virtual ranks: again, resumed half-way, on each power of two of ranks."""
     flags = ["--num_steps=40", "--checkpoint_every=20", f"--virtual_ranks={max(ranks, 4)}"]
     half = f"--resume={folder}/1/checkpoints/step-00000020"
-    runs = {"once": (1, ""), "again": (1, ""), "resumed at 20": (1, half)}
-    runs |= {f"{many} ranks": (many, "") for many in powers(ranks)[1:]}
-    found = {}
-    for number, (name, (many, more)) in enumerate(runs.items(), 1):
-        summary = demo_run(folder / str(number), many, *flags, *filter(None, [more]))
-        found[name] = summary["weights_sha256"][:12]
-    assert len({*found.values()}) == 1, str(found)
-    return f"{', '.join(found)}: {found['once']}"
+    runs: dict[str, tuple[int, list[str]]] = {
+        "once": (1, flags),
+        "again": (1, flags),
+        "resumed at 20": (1, [*flags, half]),
+    }
+    for count in powers(ranks)[1:]:
+        runs[f"{count} ranks"] = (count, flags)
+    digests = {}
+    for number, (name, (count, flags_of_run)) in enumerate(runs.items(), 1):
+        summary = demo_run(folder / str(number), count, *flags_of_run)
+        digests[name] = summary["weights_sha256"][:12]
+    assert len(set(digests.values())) == 1, str(digests)
+    return f"{', '.join(digests)}: {digests['once']}"
 
 
 def demo_run(folder: Path, ranks: int, *flags: str) -> dict[str, Any]:
@@ -183,27 +222,33 @@ def demo_run(folder: Path, ranks: int, *flags: str) -> dict[str, Any]:
 
 
 DEMO = ["--flagfile=configs/demo.cfg"]
-CHECKS = {"doctor": doctor, "demo": demo, "one rank more than GPUs": one_too_many}
-CHECKS["same bits"] = same_bits
+CHECKS = {
+    "doctor": doctor,
+    "demo": demo,
+    "one rank more than GPUs": one_too_many,
+    "same bits": same_bits,
+}
 
 
 def powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length())]
+    """Powers of two from 1 to `most`."""
+    return [2**exponent for exponent in range(most.bit_length())]
 
 
 def check() -> int:
     """The number of GPUs; prints what this host has. Raises SystemExit if it cannot go on."""
-    found = json.loads(in_own_process("check").splitlines()[-1])
-    gpus = found["gpus"]
-    few = "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
-    first = f"{len(gpus)} GPU(s): {', '.join({*gpus})}" if gpus else few
-    print(first, found["versions"], sep="\n", flush=True)
+    host = json.loads(in_own_process("check").splitlines()[-1])
+    gpus = host["gpus"]
     if gpus:
+        print(f"{len(gpus)} GPU(s): {', '.join(set(gpus))}", host["versions"], sep="\n", flush=True)
         query = "--query-gpu=name,memory.total,driver_version"
         with contextlib.suppress(OSError):
             subprocess.run(["nvidia-smi", query, "--format=csv"], timeout=60, check=False)
-    if found["fault"]:
-        raise SystemExit(f"error: {found['fault']}")
+    else:
+        print("No GPU here: the small form on CPUs; its figures say nothing about GPUs.")
+        print(host["versions"], flush=True)
+    if host["fault"]:
+        raise SystemExit(f"error: {host['fault']}")
     print(flush=True)
     return len(gpus)
 
@@ -218,8 +263,9 @@ def in_own_process(*words: str) -> str:
 
 
 def table(wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path) -> list[str]:
-    """Prints the rows as they come; those that failed."""
-    print(f"| {' | '.join(HEAD)} |\n{'| --- ' * len(HEAD)}|", flush=True)
+    """Prints the rows as they come; returns those that failed."""
+    print(f"| {' | '.join(HEAD)} |")
+    print(f"| {' | '.join('---' for _ in HEAD)} |", flush=True)
     ours: dict[tuple[str, int], dict[str, Any]] = {}
     failures = []
     for ranks in counts:
@@ -227,24 +273,33 @@ def table(wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path
             if ranks < row.fewest:
                 continue
             flags = rate.flags(row, ranks, photos)
-            how = ["same-batch" if row.data == RANDOM else "train", *["bare"] * row.bare]
-            found = {}
-            for kind in how:
-                found[kind], failure = measure(kind, ranks, flags, env=row.env)
-                failures += [f"{name}, {ranks} rank(s), {kind}: {failure}"] * bool(failure)
+            our_kind = "same-batch" if row.data == RANDOM else "train"
+            kinds = [our_kind]
+            if row.bare:
+                kinds.append("bare")
+            records = {}
+            for kind in kinds:
+                records[kind], failure = measure(kind, ranks, flags, env=row.env)
+                if failure:
+                    failures.append(f"{name}, {ranks} rank(s), {kind}: {failure}")
             if rate.torch and row.torch:
                 words = [row.torch, str(rate.batch)]
-                found["torch"], failure = torch_rate(rate.torch, ranks, words)
-                failures += [f"{name}, {ranks} rank(s), PyTorch: {failure}"] * bool(failure)
-            ours[name, ranks] = found[how[0]]
-            over, alone = ours.get((row.over, ranks), {}), ours.get((name, 1), {})
-            shown = cells(found, row, over=over, alone=alone)
+                records["torch"], failure = torch_rate(rate.torch, ranks, words)
+                if failure:
+                    failures.append(f"{name}, {ranks} rank(s), PyTorch: {failure}")
+            ours[name, ranks] = records[our_kind]
+            shown = cells(
+                records,
+                row,
+                over=ours.get((row.over, ranks), {}),
+                alone=ours.get((name, 1), {}),
+            )
             print(f"| {ranks} | {name} | {' | '.join(shown)} |", flush=True)
     return failures
 
 
 def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, Any], str]:
-    """PyTorch's samples a second as `measure` gives ours: peers.py, by a Python that has it."""
+    """PyTorch's samples a second as `measure` gives ours: peers.py run by a Python with PyTorch."""
     import hvdkit.ranks.quiet  # noqa: F401
 
     # isort: split
@@ -255,29 +310,40 @@ def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, An
         port = str(held.getsockname()[1])
     command = [python.absolute(), peers.__file__, "--worker", "cuda", "10", *words, port]
     ended = launched(ranks, [*peers.BECOME, *command], "mpirun", timeout=600)
-    if ended.code or not (found := peers.shown(ended.output)):
+    seconds_a_step = peers.shown(ended.output)
+    if ended.code or not seconds_a_step:
         return {}, f"exit code {ended.code}: {last_lines(ended.output)}"
-    rates = [ranks * int(words[1]) / seconds for seconds in found]
+    samples_a_step = ranks * int(words[1])
+    rates = [samples_a_step / seconds for seconds in seconds_a_step]
     return {"samples_per_second": speed.spread(rates)}, ""
 
 
 def cells(
-    found: dict[str, dict[str, Any]], row: Row, *, over: dict[str, Any], alone: dict[str, Any]
+    records: dict[str, dict[str, Any]], row: Row, *, over: dict[str, Any], alone: dict[str, Any]
 ) -> list[str]:
-    """A row of the table. `over`, `alone`: records that it is compared with, or {}."""
-    bare, ours = found.get("bare", {}), next(iter(found.values()))
-    speed, bare_speed, over_speed = (_mean(x) for x in (ours, bare, over))
-    each, alone_speed = speed / ours.get("ranks", 1), _mean(alone)
-    shares, work = ours.get("shares_of_a_step", {}), ours.get("model_flops", {})
-    peaks = [own["gpu_peak_bytes"] or own["host_peak_bytes"] for own in ours.get("by_rank", [])]
+    """A row of the table, without number of ranks and name.
+
+    `records`: by kind, ours first; `over`, `alone`: records that ours is compared with, or {}.
+    """
+    ours = next(iter(records.values()))
+    bare = records.get("bare", {})
+    speed = _mean(ours)
+    bare_speed = _mean(bare)
+    over_speed = _mean(over)
+    alone_speed = _mean(alone)
+    speed_of_a_rank = speed / ours.get("ranks", 1)
+    shares = ours.get("shares_of_a_step", {})
+    peaks = []
+    for rank in ours.get("by_rank", []):
+        peaks.append(rank["gpu_peak_bytes"] or rank["host_peak_bytes"])
     return [
-        _rate(found.get("torch", {})),
+        _rate(records.get("torch", {})),
         _rate(bare),
         _rate(ours) or "failed",
         f"{speed / bare_speed:.3f}" if speed and bare_speed else "",
         f"{over_speed / speed:.2f} ({row.over})" if speed and over_speed else "",
-        f"{each / alone_speed:.2f}" if speed and alone_speed else "",
-        _percent(work.get("utilization")),
+        f"{speed_of_a_rank / alone_speed:.2f}" if speed and alone_speed else "",
+        _percent(ours.get("model_flops", {}).get("utilization")),
         _percent(shares.get("input")),
         _percent(shares.get("reduction_alone")),
         f"{max(peaks) / 2**30:.1f}" if peaks else "",
@@ -300,10 +366,17 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
 
 
-def launched(ranks: int, command: list, *words: str, **how: Any) -> Launch:
-    """As `launch`; what hung has failed like any other, and the table goes on."""
+def launched(
+    ranks: int,
+    command: list,
+    backend: str = "",
+    *,
+    timeout: int,
+    env: dict[str, str] | None = None,
+) -> Launch:
+    """As `launch`; a launch that hangs counts as failed, and the table goes on."""
     try:
-        return launch(ranks, command, *words, **how)
+        return launch(ranks, command, backend, timeout=timeout, env=env)
     except AssertionError as error:
         return Launch(-9, str(error))
 
@@ -318,8 +391,8 @@ def measure(
         file = Path(folder) / "run" / "benchmark.json"
         if ended.code == 0 and file.exists():
             return json.loads(file.read_text()), ""
-    why = ended.errors() or last_lines(ended.output).splitlines()[-1:]
-    return {}, f"exit code {ended.code}: {' '.join(why)}"
+    reasons = ended.errors() or last_lines(ended.output).splitlines()[-1:]
+    return {}, f"exit code {ended.code}: {' '.join(reasons)}"
 
 
 def worker(kind: str, *words: str) -> None:
@@ -357,18 +430,22 @@ def devices_and_versions() -> dict[str, Any]:
 
     from hvdkit.ranks import devices
 
-    found = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in found]
-    built = tf.sysconfig.get_build_info()
-    cuda = f", CUDA {built['cuda_version']}" if "cuda_version" in built else ""
-    nccl = "with NCCL" if hvd.nccl_built() else "without NCCL"
-    fault = "" if found else devices.why_no_gpu("auto")
-    if len(found) > 1 and not hvd.nccl_built():
+    gpus = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+    fault = "" if gpus else devices.why_no_gpu("auto")
+    if len(gpus) > 1 and not hvd.nccl_built():
         fault = "Horovod was built without NCCL: set up again with DEVICE=gpu"
+
+    versions = [f"TensorFlow {tf.__version__}"]
+    build = tf.sysconfig.get_build_info()
+    if "cuda_version" in build:
+        versions.append(f"CUDA {build['cuda_version']}")
+    versions.append(f"Keras {keras.__version__}")
+    versions.append("Horovod with NCCL" if hvd.nccl_built() else "Horovod without NCCL")
     return {
-        "gpus": [each.get("device_name", "GPU") for each in details],
+        "gpus": [gpu.get("device_name", "GPU") for gpu in details],
         "fault": fault,
-        "versions": f"TensorFlow {tf.__version__}{cuda}, Keras {keras.__version__}, Horovod {nccl}",
+        "versions": ", ".join(versions),
     }
 
 
@@ -385,8 +462,13 @@ def bare(flags: list[str]) -> None:
     world_lib.set_up(world, config)
     world_lib.set_numbers(config)
     clock = peers.Clock(speed.WINDOWS, config.num_steps // (speed.WINDOWS + 1))
-    how = {"scale": LOSS_SCALE if config.precision == "float16" else 1.0}
-    peers.run_bare(clock, classification.Task(config), rank=world.rank, size=world.size, **how)
+    peers.run_bare(
+        clock,
+        classification.Task(config),
+        rank=world.rank,
+        size=world.size,
+        scale=LOSS_SCALE if config.precision == "float16" else 1.0,
+    )
     if world.is_chief:
         rates = [config.global_batch_size / seconds for seconds in clock.windows()]
         path = Path(config.run_dir) / "benchmark.json"

@@ -51,10 +51,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "template"))
 PICTURES, WIDTH, HEIGHT = 192, 500, 375
 SHORT_SIDE, QUALITY = 256, 90  # of the packed set
-BATCH, WARM_UP = 32, 3  # samples; batches before the clock starts
-REMOTE = ["local", "filling", "full"]
-SHARDS, WINDOW, URL = 60, 6, "s3://bucket/set"  # for these
-SIZES = {"photos": 224, "pairs": 512, "demo": 64}  # pixels a side of what comes out
+BATCH = 32  # samples
+WARM_UP = 3  # batches before the clock starts
+REMOTE = ["local", "filling", "full"]  # pipelines of --remote, with so many shards at this address
+SHARDS, WINDOW, URL = 60, 6, "s3://bucket/set"
+SIZES = {"photos": 224, "pairs": 512, "demo": 64}  # pixels a side of the samples
 SLOW_DISK = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -97,72 +98,128 @@ def main() -> None:
     far.add_argument("--slow", action="store_true", help="opens and reads take long; needs cc")
     far.add_argument("--remote", action="store_true", help="packed sets on a server of S3's")
     args = parser.parse_args()
-    others = ["tf.data"] + ["torch"] * bool(args.torch) + ["packed, near"] * args.slow
-    words = [args.torch or "false", "-c", "import webdataset"]
-    if not subprocess.run(words, stderr=subprocess.DEVNULL).returncode:
-        others.append("webdataset")
-    names = ["template", "packed", *others]
-    pairs = [(ours, name) for name in others for ours in names[:2]]
     if args.remote:
-        names, pairs, args.seconds = REMOTE, [(name, "local") for name in REMOTE[1:]], np.inf
-    head = ["set", "cores", *names, *map(" / ".join, pairs)]
-    print(f"| {' | '.join(head)} |\n" + "| --- " * len(head) + "|")
+        args.seconds = np.inf
+        names = REMOTE
+        pairs = [("filling", "local"), ("full", "local")]
+    else:
+        others = other_pipelines(args.torch, args.slow)
+        names = ["template", "packed", *others]
+        pairs = []
+        for name in others:
+            pairs += [("template", name), ("packed", name)]
+
+    head = ["set", "cores", *names]
+    head += [f"{ours} / {other}" for ours, other in pairs]
+    print(f"| {' | '.join(head)} |")
+    print(f"| {' | '.join('---' for _ in head)} |")
     with tempfile.TemporaryDirectory() as folder:
-        slow = {}
-        if args.slow:
-            words = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", f"{folder}/slow.so", "-ldl"]
-            subprocess.run(words, input=SLOW_DISK.encode(), check=True)
-            slow = {"LD_PRELOAD": f"{folder}/slow.so", "SLOW_DISK": folder}
+        slow = slow_disk(folder) if args.slow else {}
         for kind in args.sets.split(","):
             data = Path(folder) / kind
             make(kind, data, 1 if args.remote else 4)
-            with served(data) if args.remote else contextlib.nullcontext(slow) as usual:
-                for cores in map(int, args.cores.split(",")):
-                    rates: dict[str, list[float]] = {name: [] for name in names}
-                    for name in names * args.rounds:
-                        if name == "filling":
-                            shutil.rmtree(f"{folder}/.cache", ignore_errors=True)
-                        if name == "webdataset" and kind != "photos":
-                            continue
-                        python = args.torch if name in ("torch", "webdataset") else sys.executable
-                        where = {"local": f"{data}-packed", "filling": URL, "full": URL}
-                        words = [python, __file__, "--worker", name.split(",")[0], kind]
-                        words += [where.get(name, data), args.seconds]
-                        env = {} if "near" in name else usual
-                        rates[name].append(rate(words, cores, env))
+            environment = served(data) if args.remote else contextlib.nullcontext(slow)
+            with environment as env:
+                for cores in args.cores.split(","):
+                    rates = measure(kind, data, names, env=env, cores=int(cores), args=args)
                     print(f"| {kind} | {cores} | {row(rates, pairs)} |", flush=True)
 
 
+def other_pipelines(torch: str | None, slow: bool) -> list[str]:
+    """The pipelines that ours are compared with; `torch`: a Python that has it."""
+    names = ["tf.data"]
+    if torch:
+        names.append("torch")
+    if slow:
+        names.append("packed, near")
+    if torch:
+        command = [torch, "-c", "import webdataset"]
+        if subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0:
+            names.append("webdataset")
+    return names
+
+
+def slow_disk(folder: str) -> dict[str, str]:
+    """The environment of a process in which opening and reading files in `folder` takes long."""
+    library = f"{folder}/slow.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library, "-ldl"]
+    subprocess.run(command, input=SLOW_DISK.encode(), check=True)
+    return {"LD_PRELOAD": library, "SLOW_DISK": folder}
+
+
+def measure(
+    kind: str,
+    data: Path,
+    names: list[str],
+    *,
+    env: dict[str, str],
+    cores: int,
+    args: argparse.Namespace,
+) -> dict[str, list[float]]:
+    """Samples a second of each pipeline, in turn, by round."""
+    folder_of = {"local": f"{data}-packed", "filling": URL, "full": URL}
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(args.rounds):
+        for name in names:
+            if name == "filling":
+                shutil.rmtree(data.parent / ".cache", ignore_errors=True)
+            if name == "webdataset" and kind != "photos":
+                continue
+            python = args.torch if name in ("torch", "webdataset") else sys.executable
+            pipeline = name.removesuffix(", near")
+            words = [python, __file__, "--worker", pipeline, kind]
+            words += [folder_of.get(name, data), args.seconds]
+            rates[name].append(rate(words, cores, {} if name == "packed, near" else env))
+    return rates
+
+
 def row(rates: dict[str, list[float]], pairs: list[tuple[str, str]]) -> str:
-    cells = [f"{statistics.median(found):.0f}" if found else "" for found in rates.values()]
-    for ours, other in pairs:
-        if ratios := [a / b for a, b in zip(rates[ours], rates[other])]:
-            middle = statistics.median(rates[ours]) / statistics.median(rates[other])
-        cells.append(f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "")
+    cells = []
+    for measured in rates.values():
+        cells.append(f"{statistics.median(measured):.0f}" if measured else "")
+    for our_name, other_name in pairs:
+        ours = rates[our_name]
+        others = rates[other_name]
+        if not ours or not others:
+            cells.append("")
+            continue
+        ratios = [our_rate / other_rate for our_rate, other_rate in zip(ours, others)]
+        whole = statistics.median(ours) / statistics.median(others)
+        cells.append(f"{whole:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     return " | ".join(cells)
 
 
 @contextlib.contextmanager
 def served(data: Path) -> Iterator[dict[str, str]]:
-    """Serves the packed set, its shard SHARDS times; the environment of who reads it."""
+    """Serves the packed set, its shard SHARDS times; yields the environment of its readers."""
     from hvdkit.data.readers import records
 
     train = data.with_name(f"{data.name}-packed") / "train"
-    meta, index = json.loads((train / records.META).read_text()), train / records.INDEX
+    meta = json.loads((train / records.META).read_text())
+    index = np.fromfile(train / records.INDEX, records.PLACE)
     (shard,) = meta["shards"]
     meta["shards"] = [shard | {"name": f"{number}.tfrecord"} for number in range(SHARDS)]
     for copy in meta["shards"]:
         (train / copy["name"]).hardlink_to(train / shard["name"])
-    records.write_meta(train, meta, np.tile(np.fromfile(index, records.PLACE), SHARDS))
+    records.write_meta(train, meta, np.tile(index, SHARDS))
 
-    words, last = [sys.executable, __file__, "--serve", train.parent], max(os.sched_getaffinity(0))
-    place = {"preexec_fn": lambda: os.sched_setaffinity(0, [last])}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **place) as server:
+    last_core = max(os.sched_getaffinity(0))
+    with subprocess.Popen(
+        [sys.executable, __file__, "--serve", train.parent],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, [last_core]),
+    ) as server:
         try:
-            if not (url := server.stdout.readline().strip()):
+            url = server.stdout.readline().strip()
+            if not url:
                 raise SystemExit("pip install -r benchmarks/requirements-remote.txt")
-            keys = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "some")
-            yield keys | {"AWS_ENDPOINT_URL": url, "HOME": str(data.parent)}  # HOME: the cache
+            yield {
+                "AWS_ACCESS_KEY_ID": "some",
+                "AWS_SECRET_ACCESS_KEY": "some",
+                "AWS_ENDPOINT_URL": url,
+                "HOME": str(data.parent),  # holds the cache
+            }
         finally:
             server.kill()
 
@@ -173,18 +230,21 @@ def serve(folder: str) -> None:
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    app, gets = DomainDispatcherApplication(create_backend_app), itertools.count(1)
+    app = DomainDispatcherApplication(create_backend_app)
+    numbers = itertools.count(1)
 
-    def far(asked: dict[str, object], answer: Callable[..., object]) -> list[bytes]:
-        if asked["REQUEST_METHOD"] != "GET":
-            return app(asked, answer)
-        number = next(gets)
+    def far(request: dict[str, object], answer: Callable[..., object]) -> list[bytes]:
+        if request["REQUEST_METHOD"] != "GET":
+            return app(request, answer)
+        number = next(numbers)
         time.sleep(0.02)
         if number % 20 == 0:
             answer("503 Slow Down", [("Content-Length", "0")])
             return []
-        data = b"".join(app(asked, answer))
-        return [data[: len(data) // 2] if number % 33 == 0 else data]
+        data = b"".join(app(request, answer))
+        if number % 33 == 0:
+            data = data[: len(data) // 2]
+        return [data]
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # no line for each request
     server = make_server("127.0.0.1", 0, far, threaded=True)
@@ -199,10 +259,14 @@ def serve(folder: str) -> None:
 def rate(words: list[object], cores: int, env: dict[str, str]) -> float:
     """Samples a second of one pipeline, in a process of its own on the first `cores`."""
     chosen = sorted(os.sched_getaffinity(0))[:cores]
-    how = {"capture_output": True, "text": True, "env": os.environ | env}
-    how["env"]["CUDA_VISIBLE_DEVICES"] = ""
-    how["preexec_fn"] = lambda: os.sched_setaffinity(0, chosen)
-    ended = subprocess.run(list(map(str, words)), timeout=300, **how)
+    ended = subprocess.run(
+        [str(word) for word in words],
+        capture_output=True,
+        text=True,
+        env=os.environ | env | {"CUDA_VISIBLE_DEVICES": ""},
+        preexec_fn=lambda: os.sched_setaffinity(0, chosen),
+        timeout=300,
+    )
     if ended.returncode:
         raise SystemExit(ended.stderr[-2000:])
     return float(ended.stdout.split()[-1])
@@ -216,12 +280,14 @@ def make(kind: str, root: Path, shards: int) -> None:
 
     if kind == "demo":
         scenes.ensure_demo(root, scenes.Settings(train=320, val=4))
+    elif kind == "photos":
+        _photos(root)
     else:
-        {"photos": _photos, "pairs": _pairs}[kind](root)
+        _pairs(root)
     layout = "class_folders" if kind == "photos" else "folders"
     out = root.with_name(f"{root.name}-packed")
     for split in ("train", "val"):
-        with contextlib.redirect_stderr(io.StringIO()):  # its bar
+        with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar
             source = reader_of(layout)(root, split, 0)
             if kind == "photos":
                 source = Smaller(source, SHORT_SIDE, QUALITY)
@@ -279,15 +345,29 @@ def template(
     from hvdkit.settings import Settings
     from tasks import classification, segmentation
 
-    task_class = classification if kind == "photos" else segmentation
-    layout = layout or ("class_folders" if kind == "photos" else "folders")
-    data = {"data_dir": str(folder), "data_format": layout, "image_size": SIZES[kind]}
-    data["colour_range"] = "0,0,0"  # as the others
-    task = task_class.Task(Settings(num_classes=4 if kind == "photos" else 21, **data))
+    is_photos = kind == "photos"
+    settings = Settings(
+        num_classes=4 if is_photos else 21,
+        data_dir=str(folder),
+        data_format=layout or ("class_folders" if is_photos else "folders"),
+        image_size=SIZES[kind],
+        colour_range="0,0,0",  # the other pipelines change no colours
+    )
+    task = (classification if is_photos else segmentation).Task(settings)
     source, _ = task.sources()
-    order = Sampler(len(source), BATCH, 1, 1, 0, 1, shards=shards_of(source, window))
+    order = Sampler(
+        len(source),
+        BATCH,
+        micro_batches=1,
+        seed=1,
+        rank=0,
+        size=1,
+        shards=shards_of(source, window),
+    )
     read = reader(source, task.training_example, keyed=True)
-    steps, step, ahead = tf.int64.max // BATCH, 0, contextlib.nullcontext()
+    step = 0
+    steps = tf.int64.max // BATCH
+    ahead = contextlib.nullcontext()
     if getattr(source, "is_remote", False):
         ahead = remote.fetched_ahead(source, lambda: order.coming_shards(step))
     with TrainingFeed(order, read, num_steps=steps, workers=workers) as feed:
@@ -309,11 +389,12 @@ def plain(kind: str, folder: Path, workers: int) -> Iterator[object]:
     """TensorFlow's, as the model garden's input pipelines are written."""
     import tensorflow as tf
 
-    read = _plain_photo if kind == "photos" else functools.partial(_plain_pair, SIZES[kind])
     if kind == "photos":
-        files = sorted(map(str, folder.glob("train/*/*")))
+        read = _plain_photo
+        files = sorted(str(path) for path in folder.glob("train/*/*"))
         labels = [ord(Path(name).parent.name[-1]) for name in files]
     else:
+        read = functools.partial(_plain_pair, SIZES[kind])
         names = (folder / "splits" / "train.txt").read_text().split()
         files = [str(next((folder / "images").glob(f"{name}.*"))) for name in names]
         labels = [str(folder / "labels" / f"{name}.png") for name in names]
@@ -372,8 +453,8 @@ def torch_loader(kind: str, folder: Path, workers: int) -> Iterator[object]:
 
     torch.set_num_threads(1)
     if kind == "photos":
-        turns = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-        data = torchvision.datasets.ImageFolder(folder / "train", v2.Compose(turns))
+        steps = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+        data = torchvision.datasets.ImageFolder(folder / "train", v2.Compose(steps))
     else:
         data = _Pairs(folder, SIZES[kind])
     # Epochs of many batches, as sets have that are not made for a benchmark.
@@ -391,11 +472,11 @@ def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
     from torchvision.transforms import v2
 
     torch.set_num_threads(1)
-    turns = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    steps = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     tars = [str(folder.with_name(f"train{number}.tar")) for number in range(4)]
     data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
     data = data.decode("pil").to_tuple("jpg", "__key__")
-    data = data.map_tuple(v2.Compose(turns), lambda name: int(name[0]))
+    data = data.map_tuple(v2.Compose(steps), lambda name: int(name[0]))
     return iter(torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers))
 
 
@@ -417,38 +498,54 @@ class _Pairs:
 
         image = Image.open(self._images[index]).convert("RGB")
         label = Image.open(self._labels[index])
-        side, scale = self._side, 2.0 ** random.uniform(-1.0, 1.0)
-        size = [max(round(length * scale), 1) for length in (image.height, image.width)]
-        image = f.resize(image, size, InterpolationMode.BILINEAR)
-        label = f.resize(label, size, InterpolationMode.NEAREST)
-        beside = [0, 0, max(side - size[1], 0), max(side - size[0], 0)]
-        image, label = f.pad(image, beside, 127), f.pad(label, beside, 255)
-        top, left = (random.randint(0, max(length - side, 0)) for length in size)
-        image, label = (f.crop(part, top, left, side, side) for part in (image, label))
+        side = self._side
+        scale = 2.0 ** random.uniform(-1.0, 1.0)
+        height = max(round(image.height * scale), 1)
+        width = max(round(image.width * scale), 1)
+        image = f.resize(image, [height, width], InterpolationMode.BILINEAR)
+        label = f.resize(label, [height, width], InterpolationMode.NEAREST)
+        padding = [0, 0, max(side - width, 0), max(side - height, 0)]
+        image = f.pad(image, padding, 127)
+        label = f.pad(label, padding, 255)
+        top = random.randint(0, max(height - side, 0))
+        left = random.randint(0, max(width - side, 0))
+        image = f.crop(image, top, left, side, side)
+        label = f.crop(label, top, left, side, side)
         if random.random() < 0.5:
-            image, label = f.hflip(image), f.hflip(label)
+            image = f.hflip(image)
+            label = f.hflip(label)
         return f.pil_to_tensor(image), f.pil_to_tensor(label)
 
 
-PIPELINES = {"template": template, "packed": packed, "tf.data": plain, "torch": torch_loader}
-WINDOWS = functools.partial(template, layout="records", window=WINDOW)
-PIPELINES |= {"webdataset": web_tars, **dict.fromkeys(REMOTE, WINDOWS)}
+in_windows = functools.partial(template, layout="records", window=WINDOW)
+PIPELINES = {
+    "template": template,
+    "packed": packed,
+    "tf.data": plain,
+    "torch": torch_loader,
+    "webdataset": web_tars,
+    "local": in_windows,
+    "filling": in_windows,
+    "full": in_windows,
+}
 
 
 def worker(pipeline: str, kind: str, folder: str, seconds: str) -> None:
     """Reads batches for some seconds, on the cores that this process has; prints their rate."""
     workers = len(os.sched_getaffinity(0))
-    batches, done = iter(PIPELINES[pipeline](kind, Path(folder), workers)), 0
+    batches = iter(PIPELINES[pipeline](kind, Path(folder), workers))
     for _ in range(1 if pipeline in REMOTE else WARM_UP):
         next(batches)
+    samples = 0
     start = time.perf_counter()
     for _ in batches:
-        done += BATCH
-        if (taken := time.perf_counter() - start) > float(seconds):
+        samples += BATCH
+        taken = time.perf_counter() - start
+        if taken > float(seconds):
             break
     if hasattr(batches, "close"):
         batches.close()
-    print(f"samples/s: {done / taken:.1f}")
+    print(f"samples/s: {samples / taken:.1f}")
 
 
 if __name__ == "__main__":

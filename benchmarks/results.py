@@ -74,7 +74,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE / "RESULTS.md")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PARTS))
     args = parser.parse_args()
-    if unknown := {*args.names} - {*PARTS}:
+    unknown = set(args.names) - set(PARTS)
+    if unknown:
         parser.error(f"no benchmark {sorted(unknown)}; there are {list(PARTS)}")
     if not args.out.parent.is_dir():
         parser.error(f"--out={args.out}: there is no folder {args.out.parent}")
@@ -96,22 +97,33 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
         start = time.monotonic()
         code, output = run([sys.executable, "-u", HERE / file, *flags])
         minutes, seconds = divmod(round(time.monotonic() - start), 60)
-        ended = f"**failed with exit code {code}**" if code else "done"
-        failed += [name] * bool(code)
+        outcome = "done"
+        if code:
+            outcome = f"**failed with exit code {code}**"
+            failed.append(name)
         with out.open("a") as results:
-            about = f"{ended} after {minutes} min {seconds} s. {part.about}"
-            results.write(f"\n## {part.title}\n\n`python benchmarks/{part.command}`: {about}\n\n")
+            results.write(f"\n## {part.title}\n\n")
+            results.write(f"`python benchmarks/{part.command}`: ")
+            results.write(f"{outcome} after {minutes} min {seconds} s. {part.about}\n\n")
             results.write(f"{output.strip()}\n")
-    print(f"{out}" + (f"; failed: {', '.join(failed)}" if failed else ""), file=sys.stderr)
-    return 1 if failed else 0
+    if failed:
+        print(f"{out}; failed: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    print(out, file=sys.stderr)
+    return 0
 
 
 def run(command: Sequence[object]) -> tuple[int, str]:
     """Exit code (124: it took longer than TIMEOUT) and standard output, shown as it comes."""
-    # By SIGINT, once, as a second one would end its own ending of the ranks that it started.
-    words, lines = ["timeout", "--foreground", "--signal=INT", TIMEOUT, *command], []
-    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(list(map(str, words)), **how) as process:
+    # timeout sends SIGINT once: a second one would keep the command from ending its ranks.
+    words = ["timeout", "--foreground", "--signal=INT", TIMEOUT, *command]
+    lines = []
+    with subprocess.Popen(
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
         try:
             for line in process.stdout:
                 print(line, end="", flush=True)
@@ -125,8 +137,8 @@ def run(command: Sequence[object]) -> tuple[int, str]:
 def machine() -> list[str]:
     """Lines on when and where this runs."""
     now = datetime.datetime.now(datetime.UTC)
-    words = ["git", "-C", HERE, "describe", "--always", "--dirty"]
-    commit = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    git = ["git", "-C", HERE, "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     memory = int(_found("/proc/meminfo", "MemTotal").split()[0]) / 2**20
     return [
         f"- date: {now:%Y-%m-%d %H:%M} UTC, commit {commit or 'unknown'}",
@@ -137,18 +149,20 @@ def machine() -> list[str]:
 
 
 def versions(torch: str | None) -> str:
-    """Of Python and what is imported, which may be installed under other names."""
+    """Versions of Python and of what is imported, which may be installed under other names."""
     installed = metadata.packages_distributions()
-    found = [f"- versions: Python {platform.python_version()}"]
+    shown = [f"- versions: Python {platform.python_version()}"]
     for module in ("tensorflow", "keras", "horovod", "numpy"):
-        found += [f"{name} {metadata.version(name)}" for name in sorted({*installed[module]})]
+        for name in sorted(set(installed[module])):
+            shown.append(f"{name} {metadata.version(name)}")
     if torch:
         code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
-        torchs = subprocess.run([torch, "-c", code], capture_output=True, text=True)
-        if torchs.returncode:
-            raise SystemExit(f"--torch={torch}: {torchs.stderr.strip().splitlines()[-1]}")
-        found += ["torch {}, torchvision {}".format(*torchs.stdout.split())]
-    return ", ".join(found)
+        ended = subprocess.run([torch, "-c", code], capture_output=True, text=True)
+        if ended.returncode:
+            raise SystemExit(f"--torch={torch}: {ended.stderr.strip().splitlines()[-1]}")
+        torch_version, torchvision_version = ended.stdout.split()
+        shown.append(f"torch {torch_version}, torchvision {torchvision_version}")
+    return ", ".join(shown)
 
 
 def _found(file: str, name: str) -> str:

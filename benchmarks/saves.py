@@ -22,10 +22,13 @@ import peers
 from ranks import PROJECT, last_lines, launch
 
 TIMEOUT = 900
-RESNET = ["--task=classification", "--model=resnet50", "--num_classes=1000", "--image_size=64"]
-RESNET += ["--global_batch_size=16", "--synthetic_data", "--cpu_threads=1", "--base_lr=0.01"]
+DEMO = "--flagfile=configs/demo.cfg --cpu_threads=1"
+RESNET = (
+    "--task=classification --model=resnet50 --num_classes=1000 --image_size=64 "
+    "--global_batch_size=16 --synthetic_data --cpu_threads=1 --base_lr=0.01"
+)
 # Flags, and the steps between saves.
-RUNS = {"demo": (["--flagfile=configs/demo.cfg", "--cpu_threads=1"], 40), "resnet50": (RESNET, 20)}
+RUNS = {"demo": (DEMO, 40), "resnet50": (RESNET, 20)}
 
 
 def main() -> None:
@@ -35,7 +38,8 @@ def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
         return worker(sys.argv[2:])
     args = parser.parse_args()
-    if unknown := {*args.runs} - {*RUNS}:
+    unknown = set(args.runs) - set(RUNS)
+    if unknown:
         parser.error(f"no run {sorted(unknown)}; there are {list(RUNS)}")
     print("| run | ranks | MB a checkpoint | ms a step | ms a save | at a save every 100 steps |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
@@ -47,17 +51,29 @@ def main() -> None:
 def row(name: str, ranks: int, saves: int) -> None:
     flags, every = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, f"--run_dir={folder}/run", f"--num_steps={every * (saves + 1)}"]
-        flags += [f"--checkpoint_every={every}", "--eval_every=0", "--log_every=1000000"]
-        command = [Path(__file__), "--worker", *flags]
+        command = [
+            Path(__file__),
+            "--worker",
+            *flags.split(),
+            f"--run_dir={folder}/run",
+            f"--num_steps={every * (saves + 1)}",
+            f"--checkpoint_every={every}",
+            "--eval_every=0",
+            "--log_every=1000000",
+        ]
         ended = launch(ranks, command, "gloo", TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
-        if ended.code or not (seconds := peers.shown(ended.output)):
+        seconds = peers.shown(ended.output)
+        if ended.code or not seconds:
             raise SystemExit(f"{name}: exit code {ended.code}\n{last_lines(ended.output)}")
         files = list(Path(folder).glob("run/checkpoints/step-*/*"))
-        size = sum(file.stat().st_size for file in files) / len({f.parent for f in files})
+        checkpoints = {file.parent for file in files}
+        size = sum(file.stat().st_size for file in files) / len(checkpoints)
     step, save, error = cost(seconds, every)
-    times = f"{step * 1e3:.1f} | {save * 1e3:.0f} ({error * 1e3:.0f}) | {save / (100 * step):.2%}"
-    print(f"| {name} | {ranks} | {size / 1e6:.1f} | {times} |", flush=True)
+    print(
+        f"| {name} | {ranks} | {size / 1e6:.1f} | {step * 1e3:.1f} "
+        f"| {save * 1e3:.0f} ({error * 1e3:.0f}) | {save / (100 * step):.2%} |",
+        flush=True,
+    )
 
 
 def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
@@ -68,11 +84,16 @@ def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
     # From one save to the next; the last save is waited for.
     starts = range(every - 2, len(seconds) - every, every)
     half = every // 2
-    quiet = [sum(seconds[start + half : start + every]) for start in starts]
-    added = [sum(seconds[start : start + half]) - base for start, base in zip(starts, quiet)]
+    quiet = []
+    added = []
+    for start in starts:
+        while_written = sum(seconds[start : start + half])
+        after = sum(seconds[start + half : start + every])
+        quiet.append(after)
+        added.append(while_written - after)
     # A median's standard error, from the median distance to it, as of a normal distribution.
     middle = statistics.median(added)
-    spread = 1.4826 * statistics.median(abs(one - middle) for one in added)
+    spread = 1.4826 * statistics.median(abs(seconds_added - middle) for seconds_added in added)
     error = math.sqrt(math.pi / 2) * spread / math.sqrt(len(added))
     return statistics.median(quiet) / half, middle, error
 

@@ -49,16 +49,38 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="growth over so many steps instead")
     parser.add_argument("--samples", type=int, default=0, help="opens a packed set instead")
     args = parser.parse_args()
-    if args.steps or args.samples:
-        return growth(args.steps) if args.steps else opening(args.samples)
+    if args.steps:
+        growth(args.steps)
+    elif args.samples:
+        opening(args.samples)
+    else:
+        exchanges(_numbers(args.ranks), _numbers(args.mocked))
+
+
+def _numbers(text: str) -> list[int]:
+    """Of 1,2,4; none of an empty text."""
+    return [int(number) for number in text.split(",") if number]
+
+
+def exchanges(real: list[int], mocked: list[int]) -> None:
+    """Prints the table of numbers of ranks."""
     print(f"Rank 0 of the blank task; real ranks share {len(os.sched_getaffinity(0))} cores.\n")
     print("| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |")
-    print("| --- " * 9 + "|")
-    for text, mocked in ((args.ranks, False), (args.mocked, True)):
-        for count in map(int, filter(None, text.split(","))):
-            row = run(count, mocked, [*SHORT, f"--global_batch_size={max(count, 32)}"])[-1]
-            values = [f"{row[name]:.{digits}f}" for name, digits in _COLUMNS.items()]
-            print(f"| {count:,}{' mocked' * mocked} | {' | '.join(values)} |", flush=True)
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for ranks in real:
+        _print_row(f"{ranks:,}", run(ranks, False, _short_run(ranks)))
+    for ranks in mocked:
+        _print_row(f"{ranks:,} mocked", run(ranks, True, _short_run(ranks)))
+
+
+def _short_run(ranks: int) -> list[str]:
+    return [*SHORT, f"--global_batch_size={max(ranks, 32)}"]
+
+
+def _print_row(ranks: str, rows: list[dict]) -> None:
+    """Prints the last of the rows that a run printed."""
+    values = [f"{rows[-1][name]:.{digits}f}" for name, digits in _COLUMNS.items()]
+    print(f"| {ranks} | {' | '.join(values)} |", flush=True)
 
 
 def opening(samples: int) -> None:
@@ -69,23 +91,34 @@ def opening(samples: int) -> None:
     from hvdkit.data.readers import records
 
     findings: dict = {}
-    ways = {"rank 0": lambda: shared_listing.kept(findings)}
-    ways["a rank on rank 0's host"] = lambda: shared_listing.given(findings, look=False)
-    ways["the first rank of another host"] = lambda: shared_listing.given(findings, look=True)
+    ways = {
+        "rank 0": lambda: shared_listing.kept(findings),
+        "a rank on rank 0's host": lambda: shared_listing.given(findings, look=False),
+        "the first rank of another host": lambda: shared_listing.given(findings, look=True),
+    }
     print("| who | s | MB of its own | files opened |\n| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
         hollow_pack(Path(folder, "train"), samples)
         opened: list[str] = []
-        sys.addaudithook(lambda what, of: what == "open" and opened.append(str(of[0])))
+
+        def note_opened_file(event: str, arguments: tuple) -> None:
+            if event == "open" and str(arguments[0]).startswith(folder):
+                opened.append(str(arguments[0]))
+
+        sys.addaudithook(note_opened_file)
         for who, way in ways.items():
             opened.clear()
-            before, start = own_memory(), time.perf_counter()
+            memory_before = own_memory()
+            start = time.perf_counter()
             with way():
                 source = records.Records(Path(folder), "train")
-            for part in np.split(np.random.default_rng(1).integers(0, samples, 320), 10):
+            indices = np.random.default_rng(1).integers(0, samples, 320)
+            for part in np.split(indices, 10):
                 source.fetch(part)
-            taken, files = time.perf_counter() - start, sum(n.startswith(folder) for n in opened)
-            print(f"| {who} | {taken:.1f} | {own_memory() - before:.0f} | {files:,} |", flush=True)
+            seconds = time.perf_counter() - start
+            files = len(opened)
+            megabytes = own_memory() - memory_before
+            print(f"| {who} | {seconds:.1f} | {megabytes:.0f} | {files:,} |", flush=True)
 
 
 def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 100_000) -> None:
@@ -95,17 +128,19 @@ def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 10
     from hvdkit.data.readers import records
 
     folder.mkdir()
-    around, listed = records.BEFORE + records.AFTER, []
+    record_bytes = records.BEFORE + length + records.AFTER
     index = np.empty(samples, records.PLACE)
     index["length"] = length
+    listed = []
     for number in range(shards):
-        first, last = samples * number // shards, samples * (number + 1) // shards
-        places = np.arange(last - first, dtype=np.uint64) * (length + around)
+        first = samples * number // shards
+        last = samples * (number + 1) // shards
+        count = last - first
+        places = np.arange(count, dtype=np.uint64) * record_bytes
         index["offset"][first:last] = places + records.BEFORE
-        size = (last - first) * (length + around)
         with (folder / f"{number}").open("wb") as file:
-            file.truncate(size)
-        listed.append({"name": f"{number}", "records": last - first, "bytes": size})
+            file.truncate(count * record_bytes)
+        listed.append({"name": f"{number}", "records": count, "bytes": count * record_bytes})
     meta = {"kind": "class", "num_classes": 1, "packed_from": "", "shards": listed}
     records.write_meta(folder, meta, index)
 
@@ -115,8 +150,16 @@ def own_memory() -> float:
     return int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
 
 
-_COLUMNS = {"start": 1, "log": 2, "save": 1, "together": 2, "MB": 0, "files": 0}
-_COLUMNS |= {"exchanges": 0, "kB": 0}  # name: digits
+_COLUMNS = {  # name: digits
+    "start": 1,
+    "log": 2,
+    "save": 1,
+    "together": 2,
+    "MB": 0,
+    "files": 0,
+    "exchanges": 0,
+    "kB": 0,
+}
 
 
 def growth(steps: int) -> None:
@@ -124,12 +167,16 @@ def growth(steps: int) -> None:
     tenth = steps // 10
     flags = [f"--num_steps={steps}", "--log_every=20", f"--checkpoint_every={tenth}"]
     print("| step | s a 1,000 | MB | files | metrics.jsonl | tensorboard | checkpoints | other |")
-    print("| --- " * 8 + "|")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in run(1, False, [*flags, f"--eval_every={tenth}"])[:-1]:
-        sizes = [f"{row['bytes'].get(name, 0):,}" for name in _WRITTEN]
-        seconds = f"{row['seconds'] / row['steps'] * 1000:.2f}"
-        print(f"| {row['step']:,} | {seconds} | {row['MB']:.0f} | {row['files']} | ", end="")
-        print(f"{' | '.join(sizes)} |")
+        cells = [
+            f"{row['step']:,}",
+            f"{row['seconds'] / row['steps'] * 1000:.2f}",
+            f"{row['MB']:.0f}",
+            f"{row['files']}",
+        ]
+        cells += [f"{row['bytes'].get(name, 0):,}" for name in _WRITTEN]
+        print(f"| {' | '.join(cells)} |")
 
 
 _WRITTEN = ("metrics.jsonl", "tensorboard", "checkpoints", "other")
@@ -142,10 +189,15 @@ def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
         if count > 1 and not mocked:
             words = [ROOT / "launch/hosts.sh", "-np", count, *words]
         words += ["--flagfile=configs/blank.cfg", f"--run_dir={folder}/run", *flags]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        words = list(map(str, words))
-        ended = subprocess.run(words, env=env, cwd=TEMPLATE, timeout=TIMEOUT, **pipes)
+        ended = subprocess.run(
+            [str(word) for word in words],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            cwd=TEMPLATE,
+            timeout=TIMEOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     rows = re.findall(rf"{MARK}(\{{.*\}})", ended.stdout)
     if ended.returncode or not rows:
         raise SystemExit(f"exit code {ended.returncode}\n{ended.stdout[-3000:]}")
@@ -156,10 +208,13 @@ class Watch:
     """What parts of a run cost this rank."""
 
     def __init__(self, typed: float) -> None:
-        self._typed, self._start = typed, 0.0  # seconds from the command to the first step done
+        """`typed`: when the command was typed, as time.time() gives it."""
+        self._typed = typed
+        self._start = 0.0  # seconds from the command to the first step done
         self._kb: list[float] = []  # of each exchange until then
         self._ms: dict[str, list[float]] = {"log": [], "save": [], "together": []}
-        self._last_step, self._last_time = 0, 0.0
+        self._last_step = 0
+        self._last_time = 0.0
 
     def exchanged(self, size: int) -> None:
         if not self._start:
@@ -173,22 +228,26 @@ class Watch:
 
     def logged(self, seconds: float, action, step: int, *_: object) -> None:
         self._ms["log"].append(seconds * 1e3)
-        config, now = action._run.config, time.perf_counter()
+        config = action._run.config
+        now = time.perf_counter()
         if 10 * step in (config.num_steps, 5 * config.num_steps, 10 * config.num_steps):
             row = {"step": step, "steps": step - self._last_step, "seconds": now - self._last_time}
             say(row | held() | {"bytes": written(Path(config.run_dir))})
-            self._last_step, self._last_time = step, now
+            self._last_step = step
+            self._last_time = now
         self._last_time = self._last_time or now
 
     def ended(self, world) -> None:
-        for name in ("first", *["scale"] * 20):
+        for _ in range(21):
             start = time.perf_counter()
-            with world.fail_together(name):
+            with world.fail_together("scale"):
                 pass
             self._ms["together"].append((time.perf_counter() - start) * 1e3)
-        middle = {name: statistics.median(ms[1:] or ms) for name, ms in self._ms.items()}
-        found = {"exchanges": len(self._kb), "kB": sum(self._kb), "start": self._start}
-        say(middle | found | held())
+        row = {"exchanges": len(self._kb), "kB": sum(self._kb), "start": self._start}
+        for name, milliseconds in self._ms.items():
+            # The first one takes longer; it counts where it is the only one.
+            row[name] = statistics.median(milliseconds[1:] or milliseconds)
+        say(row | held())
 
 
 def say(row: dict) -> None:
@@ -202,28 +261,30 @@ def after(owner: object, name: str, look) -> None:
     """Calls look(seconds, *arguments) after every call of this function."""
     inner = getattr(owner, name)
 
-    def call(*args, **how):
+    def call(*args, **keywords):
         start = time.perf_counter()
-        found = inner(*args, **how)
+        result = inner(*args, **keywords)
         look(time.perf_counter() - start, *args)
-        return found
+        return result
 
     setattr(owner, name, call)
 
 
 def count(owner: object, name: str, *, mocked: int, exchanged) -> None:
-    """Collectives outside of graphs; of an allgather, what so many ranks would have sent."""
+    """Counts collectives outside of graphs; an allgather's as if so many ranks had sent."""
     import tensorflow as tf
 
     inner = getattr(owner, name)
 
-    def call(*args, **how):
-        found = inner(*args, **how)
+    def call(*args, **keywords):
+        result = inner(*args, **keywords)
         if tf.executing_eagerly():
             if name == "allgather" and mocked:
-                found = tf.tile(found, [mocked] + [1] * (len(found.shape) - 1))
-            exchanged(found.numpy().nbytes)
-        return found
+                copies = [1 for _ in result.shape]
+                copies[0] = mocked
+                result = tf.tile(result, copies)
+            exchanged(result.numpy().nbytes)
+        return result
 
     setattr(owner, name, call)
 
@@ -254,26 +315,44 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     after(actions.Log, "__call__", watch.logged)
     after(actions.Save, "__call__", watch.saved)
     summarize = loop.Run._summarize
-    loop.Run._summarize = lambda run, ended: (watch.ended(run.world), summarize(run, ended))[1]
+
+    def watched_summarize(run, ended):
+        watch.ended(run.world)
+        return summarize(run, ended)
+
+    loop.Run._summarize = watched_summarize
     if mocked:
         be_one_of(mocked)
     return hvdkit.main(train.train, train.Settings, ["train.py", *flags])
 
 
 def be_one_of(ranks: int) -> None:
-    """Rank 0 of so many, in one process, with a sample for each."""
+    """Makes this process rank 0 of so many, with a sample for each."""
     from hvdkit.ranks import proof
     from hvdkit.ranks import world as world_lib
     from tasks import blank
 
-    connect, numbers, sign = world_lib.connect, blank.numbers, proof.sign
-    proof.sign = lambda key, rank: sign(key, 0)  # the others answer what this one says
-    world_lib.connect = lambda limit: connect() and world_lib.World(0, ranks, 0, 1)
-    blank.numbers = lambda split, samples, classes: numbers(split, max(samples, ranks), classes)
+    connect = world_lib.connect
+    numbers = blank.numbers
+    sign = proof.sign
+
+    def connect_as_one_of(limit):
+        connect()
+        return world_lib.World(0, ranks, 0, 1)
+
+    def numbers_for_all(split, samples, classes):
+        return numbers(split, max(samples, ranks), classes)
+
+    def sign_as_rank_0(key, rank):
+        return sign(key, 0)  # the others answer what this one says
+
+    world_lib.connect = connect_as_one_of
+    blank.numbers = numbers_for_all
+    proof.sign = sign_as_rank_0
 
 
 def held() -> dict[str, float]:
-    """Of this process: resident memory and open files."""
+    """Resident memory and open files of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     megabytes = pages * os.sysconf("SC_PAGESIZE") / 1e6
     return {"MB": megabytes, "files": len(os.listdir("/proc/self/fd"))}
@@ -281,11 +360,13 @@ def held() -> dict[str, float]:
 
 def written(folder: Path) -> dict[str, int]:
     """Bytes by kind of record."""
-    found: collections.Counter[str] = collections.Counter()
-    for path in filter(Path.is_file, folder.rglob("*")):
+    sizes: collections.Counter[str] = collections.Counter()
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
         name = path.relative_to(folder).parts[0]
-        found[name if name in _WRITTEN else "other"] += path.stat().st_size
-    return found
+        sizes[name if name in _WRITTEN else "other"] += path.stat().st_size
+    return sizes
 
 
 if __name__ == "__main__":

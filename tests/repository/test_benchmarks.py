@@ -22,25 +22,41 @@ def benchmark(name: str):
     return module
 
 
-gpu, scale = benchmark("gpu"), benchmark("scale")
+gpu = benchmark("gpu")
+scale = benchmark("scale")
 
 
 def record(rate, **more):
-    found = {"mean": rate, "interval_95": [rate - 2, rate + 2], "median": rate, "jitter": 1.0}
-    return {"samples_per_second": found} | more
+    speed = {"mean": rate, "interval_95": [rate - 2, rate + 2], "median": rate, "jitter": 1.0}
+    return {"samples_per_second": speed} | more
 
 
 def test_a_line_of_gpus_table():
-    by_rank = [{"gpu_peak_bytes": 3 * 2**30, "host_peak_bytes": 2**30}]
-    shares = {"input": 0.011, "bookkeeping": 0.002, "reduction_alone": None}
-    work = {"utilization": 0.42}
-    ours = record(200.0, ranks=2, shares_of_a_step=shares, model_flops=work, by_rank=by_rank)
-    row, others = gpu.Row("", bare=True, over="plain"), {"over": record(300.0)}
-    others["alone"] = record(125.0)
-    line = gpu.cells({"same-batch": ours, "bare": record(160.0)}, row, **others)
+    ours = record(
+        200.0,
+        ranks=2,
+        shares_of_a_step={"input": 0.011, "bookkeeping": 0.002, "reduction_alone": None},
+        model_flops={"utilization": 0.42},
+        by_rank=[{"gpu_peak_bytes": 3 * 2**30, "host_peak_bytes": 2**30}],
+    )
+    row = gpu.Row("", bare=True, over="plain")
+    line = gpu.cells(
+        {"same-batch": ours, "bare": record(160.0)},
+        row,
+        over=record(300.0),
+        alone=record(125.0),
+    )
     assert line == [
-        *("", "160 ± 2", "200 ± 2", "1.250", "1.50 (plain)", "0.80"),
-        *("42.0%", "1.1%", "", "3.0"),
+        "",
+        "160 ± 2",
+        "200 ± 2",
+        "1.250",
+        "1.50 (plain)",
+        "0.80",
+        "42.0%",
+        "1.1%",
+        "",
+        "3.0",
     ]
     failed = gpu.cells({"same-batch": {}}, row, over={}, alone={})
     assert failed[2] == "failed" and not any(failed[3:])
