@@ -206,7 +206,7 @@ def train_py(clock: Clock, words: list[str], *, same_batch: bool = False) -> Non
     code = hvdkit.main(train.train, train.Settings, ["train.py", *words])
     if code:
         sys.exit(code)
-    if hvdkit.stop.launch_rank() == 0:
+    if hvdkit.launcher.launch_rank() == 0:
         clock.show()
 
 

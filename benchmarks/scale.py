@@ -253,7 +253,7 @@ class Watch:
 def say(row: dict) -> None:
     import hvdkit
 
-    if hvdkit.stop.launch_rank() == 0:
+    if hvdkit.launcher.launch_rank() == 0:
         print(MARK + json.dumps(row), flush=True)
 
 

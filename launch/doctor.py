@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # also with PYTHONSAFEPATH=1
 
 from preflight import facts, findings, ranks, security
 from preflight.findings import leaders, place
-from preflight.ranks import watch
+from preflight.ranks import launcher, watch
 
 _MOST_HOSTS = 32  # with more hosts, each is timed with six others only
 _ROUNDS = 6
@@ -47,15 +47,15 @@ def main() -> int:
     take_folders(options)
     hold_output()
 
-    fault = left_of_a_launch()
+    fault = launcher.left_of_a_launch()
     if fault:
         print(f"error: {fault}")
         return 1
-    if ranks.launcher() == "srun":
+    if launcher.is_lone_task_of_srun():
         print("error: srun started this without an MPI world: use srun --mpi=pmix")
         return 1
     if options.security:
-        if not ranks.local_rank():
+        if not launcher.launch_local_rank():
             host = os.uname().nodename
             for line in security.lines(options.run_dir):
                 print(f"{host}: {line}")
@@ -78,15 +78,6 @@ def hold_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
     else:
         streams.hold()
-
-
-def left_of_a_launch() -> str:
-    """Why this process is no rank though its environment says so; "" where it may be one."""
-    with contextlib.suppress(ImportError):  # a missing hvdkit is reported later
-        from hvdkit import stop
-
-        return stop.left_of_a_launch()
-    return ""
 
 
 def take_folders(options: argparse.Namespace) -> None:
@@ -116,21 +107,23 @@ def connect(
 
     def name_the_missing() -> str:
         hosts = ranks.dealt()
-        size = ranks.number("OMPI_COMM_WORLD_SIZE", default=len(hosts))
+        size, variable = launcher.launched_ranks()
+        if not variable:
+            size = len(hosts)
         gone = []
         if present:
             gone = [rank for rank in range(size) if rank not in present]
         return str(findings.missing(gone, hosts, options.timeout)) if gone else ""
 
-    if ranks.launcher() == "mpi" and own_facts["alike"]["MPI"] != "none":
+    if launcher.in_mpi_world() and own_facts["alike"]["MPI"] != "none":
         # Rank 0 knows who is missing, so it gives up first.
-        limit = options.timeout + (10 if ranks.rank() else 0)
+        limit = options.timeout + (10 if launcher.launch_rank() else 0)
         with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=name_the_missing):
             return ranks.Mpi()
 
     host = own_facts["host"]
     unheard = facts.unheard(host)  # Gloo listens at the address of the host's name
-    is_alone = ranks.launcher() == "alone"
+    is_alone = not (launcher.over_gloo() or launcher.in_mpi_world())
     if unheard and not is_alone:
         todo = f"add the line '127.0.0.1 {host}' to /etc/hosts"
         own_facts["faults"].append((f"its own name {host} {unheard}", todo, "fatal"))

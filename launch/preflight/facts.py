@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from . import ranks
+from .ranks import launcher
 
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "absl-py")
 _MOST_FILES = 300_000  # of a larger data folder, the first files by name are compared
@@ -38,8 +39,9 @@ def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
     """Facts of this rank, for JSON; "faults" need no other rank."""
     alike = versions()
     faults = import_faults()
-    facts: dict[str, Any] = {"host": os.uname().nodename, "local_rank": ranks.local_rank()}
-    first_of_host = not ranks.local_rank()  # it alone reports what all ranks of its host see
+    local_rank = launcher.launch_local_rank()
+    facts: dict[str, Any] = {"host": os.uname().nodename, "local_rank": local_rank}
+    first_of_host = local_rank == 0  # it alone reports what all ranks of its host see
 
     if device != "cpu":
         imports_work = not faults
@@ -74,7 +76,7 @@ def import_faults() -> list[Fault]:
     """Imports what training imports, up to the first one that fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     modules = ["hvdkit.ranks.quiet", "keras", "horovod.tensorflow"]
-    if ranks.launcher() == "mpi":
+    if launcher.in_mpi_world():
         modules.insert(0, "mpi4py.MPI")
     for name in modules:
         try:

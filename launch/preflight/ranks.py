@@ -9,44 +9,42 @@ import concurrent.futures
 import contextlib
 import ctypes
 import hmac
+import importlib.util
 import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 _DOOR_SECONDS = 5.0  # timeout of a connection
 
 
-def launcher() -> str:
-    """What started this process: gloo, mpi, alone, or srun without an MPI world."""
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-        return "gloo"
-    if "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ:
-        return "mpi"
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    return "srun" if "SLURM_STEP_ID" in os.environ and int(tasks) > 1 else "alone"
+def _launcher_from_its_file() -> ModuleType:
+    """hvdkit/launcher.py, which imports nothing else of hvdkit."""
+    project = Path(__file__).resolve().parents[2]
+    for folder in ("hvdkit", "vendor/hvdkit"):
+        file = project / folder / "src/hvdkit/launcher.py"
+        if file.is_file():
+            spec = importlib.util.spec_from_file_location("launcher", file)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+    sys.exit(
+        f"error: {os.uname().nodename}: {sys.executable} has no hvdkit: make setup installs it"
+    )
 
 
-def number(*names: str, default: int = 0) -> int:
-    """The first of these environment variables that is set."""
-    for name in names:
-        if name in os.environ:
-            return int(os.environ[name])
-    return default
-
-
-def rank() -> int:
-    """From the launcher, before MPI or Horovod is started."""
-    return number("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
-
-
-def local_rank() -> int:
-    return number("HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+try:
+    from hvdkit import launcher
+except ImportError:  # a missing hvdkit is reported later, with what all hosts lack
+    launcher = _launcher_from_its_file()
 
 
 def dealt() -> list[str]:
@@ -161,10 +159,10 @@ def roll_call() -> set[int] | None:
     """
     hosts = dealt()
     launch_id = os.environ.get("LAUNCH_ID", "")
-    if not launch_id or not hosts or launcher() != "mpi":
+    if not launch_id or not hosts or not launcher.in_mpi_world():
         return None
     port = 20_000 + zlib.crc32(launch_id.encode()) % 10_000
-    if rank():
+    if launcher.launch_rank():
         threading.Thread(target=_call, args=(hosts[0], port), daemon=True).start()
         return None
     present = {0}
@@ -185,7 +183,7 @@ def _call(host: str, port: int) -> None:
     while True:
         with contextlib.suppress(OSError):
             with socket.create_connection((host, port), timeout=5) as link:
-                link.sendall(str(rank()).encode())
+                link.sendall(str(launcher.launch_rank()).encode())
             return
         time.sleep(0.5)
 
@@ -201,8 +199,8 @@ def watch(
         if report:
             print(report)
         print(
-            f"error: rank {rank()} on {os.uname().nodename} hung for {seconds:.0f} s while "
-            f"{stage}: {advice}",
+            f"error: rank {launcher.launch_rank()} on {os.uname().nodename} hung for "
+            f"{seconds:.0f} s while {stage}: {advice}",
             flush=True,
         )
         os._exit(1)

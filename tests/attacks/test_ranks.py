@@ -95,7 +95,7 @@ def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
 TAKEN = """
 import os, subprocess, sys, time
 from hvdkit.ranks import start
-from hvdkit.stop import launch_rank
+from hvdkit.launcher import launch_rank
 job = int(os.environ["OMPI_MCA_ess_base_jobid"])
 name = f"/dev/shm/vader_segment.{os.uname().nodename}.{os.geteuid()}.{job:x}."
 if launch_rank() == 0:

@@ -17,7 +17,8 @@ from typing import NoReturn
 from absl import flags, logging
 
 from hvdkit import streams
-from hvdkit.stop import WRONG_USE, launch_rank
+from hvdkit.launcher import launch_rank
+from hvdkit.stop import WRONG_USE
 
 _BAR_COLUMNS = 30
 _UNTIL_ENDED = 10.0  # A launcher ends the other ranks within these seconds after rank 0.

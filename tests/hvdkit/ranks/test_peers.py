@@ -50,7 +50,7 @@ hvdkit.check_flags(Settings)
 import tensorflow as tf
 import train
 from hvdkit.ranks import messages
-from hvdkit.stop import launch_rank
+from hvdkit.launcher import launch_rank
 messages._LEAST_PATIENCE, messages._STEPS, steps = 4, 8, []
 def pass_on(numbers):
     steps.append(1)
@@ -85,7 +85,7 @@ import os, pathlib, shutil, signal, sys
 sys.path.insert(0, os.getcwd())
 import hvdkit
 from settings import Settings
-from hvdkit.stop import launch_rank
+from hvdkit.launcher import launch_rank
 own = pathlib.Path(sys.argv.pop(1))
 if launch_rank() == 1:
     [given] = [word for word in sys.argv if word.startswith("--data_dir=")]

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from hosts import ROOT, Hosts, require, run
 
+from hvdkit.launcher import left_of_a_launch
 from hvdkit.ranks import start
-from hvdkit.stop import left_of_a_launch
 
 # What rank 1 of three leaves out: MPI's start, the meeting after it, or nothing.
 SCRIPT = """
 import os, sys, time
 from hvdkit.ranks import start
-from hvdkit.stop import launch_rank
+from hvdkit.launcher import launch_rank
 start._SAY_AFTER, start._ROLL_CALL = int(sys.argv[2]), 2
 if launch_rank() == 1 and sys.argv[1] == "start": time.sleep(60)
 if launch_rank() == 1 and sys.argv[1] == "meeting": start._meet = lambda *_: time.sleep(60)

@@ -2,8 +2,8 @@
 
 import pytest
 
+from hvdkit.launcher import LAUNCHERS
 from hvdkit.settings import project as project_lib
-from hvdkit.stop import RANK_VARIABLES
 
 
 @pytest.fixture
@@ -15,6 +15,6 @@ def project(tmp_path, monkeypatch):
     (folder / "train.py").write_text("")
     monkeypatch.setattr(project_lib, "folder", lambda: folder)
     monkeypatch.chdir(folder)
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for launcher in LAUNCHERS:
+        monkeypatch.delenv(launcher.rank, raising=False)
     return folder

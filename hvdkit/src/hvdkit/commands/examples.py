@@ -18,10 +18,11 @@ import tensorflow as tf
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files
+from hvdkit.launcher import launch_rank
 from hvdkit.logs import join, say
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
-from hvdkit.stop import PREEMPTED, Stop, launch_rank
+from hvdkit.stop import PREEMPTED, Stop
 from hvdkit.train.task.inputs import Inputs, describe_input
 
 # Types that NumPy's files lack, and what they are written as.

@@ -12,13 +12,13 @@ import signal
 import threading
 import time
 
-from hvdkit.stop import LAUNCHED, PREEMPTED
+from hvdkit import launcher
+from hvdkit.stop import PREEMPTED
 
 # SIGINTs this close together, in seconds, are one Ctrl-C that came in two ways: the terminal
 # sends it to every process, and a launcher may pass it on.
 _ONE_PRESS = 0.5
 _ALONE = 25.0  # A rank whose launcher is gone may save for so many seconds.
-_UNDER_MPIRUN = "OMPI_COMM_WORLD_RANK"  # mpirun gives this variable to its ranks.
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDED_BY_CTRL_C = 130  # A shell reports this for SIGINT.
 # mpirun sends SIGCONT, waits, sends SIGTERM, waits as long again, and kills; in seconds, the
@@ -48,7 +48,7 @@ class StopSignal:
         self._continued: float | None = None  # SIGCONT came last at this time.
         self._pressed: float | None = None  # The first SIGINT came at this time.
         self._in_notebook = in_notebook
-        if any(name in os.environ for name in LAUNCHED):
+        if launcher.is_launched():
             threading.Thread(target=self._follow, args=(os.getppid(),), daemon=True).start()
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -56,7 +56,7 @@ class StopSignal:
         # The C part of a handler writes the signal's number there without waiting for Python.
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {number: signal.getsignal(number) for number in _REQUESTS}
-        if _UNDER_MPIRUN in os.environ:
+        if launcher.is_under_mpirun():
             signal.signal(signal.SIGCONT, _left_to_the_thread)
         for number in _REQUESTS:
             by_terminal = number in (signal.SIGINT, signal.SIGHUP)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdkit import logs, whole_files
-from hvdkit.stop import launch_rank
+from hvdkit.launcher import launch_rank
 
 _DEFAULTS: dict[str, Any] = {
     "backend": "tensorflow",

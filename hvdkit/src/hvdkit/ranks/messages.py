@@ -20,6 +20,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdkit import launcher
 from hvdkit.stop import BUG
 
 MOST_GATHERED = 2**31 - 1  # Bytes of all messages in one `gather`: MPI counts in 32 bits.
@@ -180,12 +181,9 @@ Carrier = Horovod | Mpi
 
 
 def in_mpi_world() -> bool:
-    """Whether mpirun or `srun --mpi=pmix` started this process, and Horovod will use MPI."""
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-        return False
-    if os.environ.get("HOROVOD_CONTROLLER", "").lower() == "gloo":
-        return False
-    return "OMPI_COMM_WORLD_RANK" in os.environ or "PMIX_RANK" in os.environ
+    """Whether this process is in an MPI world, and Horovod will use MPI."""
+    over_mpi = os.environ.get("HOROVOD_CONTROLLER", "").lower() != "gloo"
+    return over_mpi and launcher.in_mpi_world()
 
 
 def carrier() -> Carrier:

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
+from hvdkit.launcher import launch_rank
 from hvdkit.logs import complain, join, refuse
-from hvdkit.stop import NOT_NOW, launch_rank
+from hvdkit.stop import NOT_NOW
 
 _SAY_AFTER = 30.0  # A rank says after so many seconds that it waits, or at a limit that is less.
 _ROLL_CALL = 5.0  # Ranks that are there tell rank 0 within so many seconds.

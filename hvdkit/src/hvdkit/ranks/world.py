@@ -23,12 +23,12 @@ from keras.src.backend.common import global_state
 from tensorflow.python.eager import context
 from tensorflow.python.util import _pywrap_determinism
 
-from hvdkit import logs
+from hvdkit import launcher, logs
 from hvdkit.logs import join
 from hvdkit.ranks import devices, encoding, keras_defaults, messages, placement, proof, start
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, LAUNCHED, NOT_NOW, WRONG_USE, Stop, launched_ranks, passes
+from hvdkit.stop import BUG, NOT_NOW, WRONG_USE, Stop, passes
 
 # Horovod 0.28.1 cannot broadcast these types.
 _NOT_SENT = {tf.bfloat16, tf.complex64, tf.complex128, tf.uint32, tf.uint64}
@@ -203,8 +203,8 @@ def connect(limit: int = 0) -> World:
     os.environ.setdefault("HOROVOD_CACHE_CAPACITY", _CACHED)
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
-    started, variable = launched_ranks()
-    if not any(name in os.environ for name in LAUNCHED):
+    started, variable = launcher.launched_ranks()
+    if not launcher.is_launched():
         os.environ |= start.carrier_of_one()
     elif messages.in_mpi_world():
         start.tell_networks()
@@ -252,7 +252,7 @@ def set_up(world: World, config: Settings) -> World:
     # Programs that ranks start do not get the secret.
     secret = os.environ.pop("LAUNCH_SECRET", "").encode()
     key = proof.prove(world.carrier, world.rank, world.size, secret=secret)
-    if world.size > 1 and not secret and "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
+    if world.size > 1 and not secret and launcher.over_gloo():
         say(world, proof.OPEN)
     _report_places(world, place if config.bind else place._replace(cpus=[]))
     return dataclasses.replace(world, key=key, threads=place.threads)

@@ -15,6 +15,7 @@ from hvdkit.checkpoint import checkpoints as checkpoints_lib
 from hvdkit.checkpoint import files, warm_start
 from hvdkit.data import open as open_lib
 from hvdkit.data.readers import pictures
+from hvdkit.launcher import launch_rank
 from hvdkit.logs import refuse
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
@@ -24,7 +25,6 @@ from hvdkit.run.context import RunContext, bring_to_all, make_task, prepare
 from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings, project, runs, typed
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import launch_rank
 from hvdkit.train.optim import optimizer as optimizers
 from hvdkit.train.step.state import TaskState
 from hvdkit.train.task import checks as task_checks

@@ -8,6 +8,7 @@ from absl import app
 
 from hvdkit import logs, streams
 from hvdkit import settings as settings_lib
+from hvdkit.launcher import launch_rank, left_of_a_launch
 from hvdkit.logs import complain
 from hvdkit.ranks import agreement, start
 from hvdkit.ranks import world as world_lib
@@ -17,7 +18,7 @@ from hvdkit.ranks.world import World
 from hvdkit.run import modes
 from hvdkit.run.loop import Run
 from hvdkit.settings import Settings, absl_flags, project
-from hvdkit.stop import DONE, WRONG_USE, GoBack, Stop, launch_rank, left_of_a_launch
+from hvdkit.stop import DONE, WRONG_USE, GoBack, Stop
 from hvdkit.train.step import reduction
 
 Work = Callable[[World, StopSignal], None]

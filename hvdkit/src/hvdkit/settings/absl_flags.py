@@ -15,11 +15,11 @@ from typing import NoReturn
 from absl import app, flags, logging  # noqa: F401 (absl's own flags)
 
 from hvdkit import streams
+from hvdkit.launcher import launch_rank
 from hvdkit.logs import one_line
 from hvdkit.settings import fields, project
 from hvdkit.settings.fields import Room
 from hvdkit.settings.flagfiles import Given
-from hvdkit.stop import launch_rank
 
 FLAGS = flags.FLAGS
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdkit.launcher import launch_rank
 from hvdkit.logs import join, refuse, say
 from hvdkit.settings import absl_flags, fields, flagfiles, project, runs, typed
 from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
-from hvdkit.stop import launch_rank
 
 _DEFAULTS = "configs/default.cfg"  # This file of the project names the settings of its demo.
 

@@ -29,10 +29,10 @@ from hvdkit.data.open import check_once, reader_of
 from hvdkit.data.readers import pictures, records, remote
 from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Parts, Source, Wrapper, digest, sampled
+from hvdkit.launcher import launch_rank, launched_ranks, left_of_a_launch
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import launch_rank, launched_ranks, left_of_a_launch
 
 _SHARD_BYTES = 2**28
 _AT_ONCE = 32  # records are read back at a time
