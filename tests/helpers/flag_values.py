@@ -90,11 +90,11 @@ VALUES: dict[str, list[str]] = {
     "benchmark": ["", "--benchmark"],
 }
 
-# Of files: test_open.py, test_files.py, checks_data.py, test_backbone.py; of kinds of runs that keep
+# Of files: test_open.py, test_files.py, checks_data.py, test_backbone.py, test_jit_cache.py; of kinds of runs that keep
 # nothing: test_modes.py; and each run here has a folder of its own.
 LEFT_OUT = ("data_dir", "data_format", "train_split", "val_split", "max_pixels", "max_bad_samples")
 LEFT_OUT += ("accept_changed_data", "run_dir", "dry_run", "find_lr", "backbone_weights")
-LEFT_OUT += ("backbone_preprocessing", "shuffle_shards", "cache_dir", "cache_gb")
+LEFT_OUT += ("backbone_preprocessing", "shuffle_shards", "cache_dir", "cache_gb", "jit_cache")
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
 ALONE = """

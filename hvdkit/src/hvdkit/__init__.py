@@ -44,7 +44,11 @@ def check_flags(kind: type[Settings], argv: Sequence[str] | None = None) -> None
     from hvdkit import settings, streams
 
     streams.hold()
-    settings.check(_words(argv), kind)
+    checked = settings.check(_words(argv), kind)
+    if checked and checked.jit_cache:
+        from hvdkit.ranks import jit_cache
+
+        jit_cache.use(checked.jit_cache)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _import_tensorflow()

@@ -386,3 +386,42 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder of this user alone, in one that may be others' too.
+
+    Raises ValueError where another user could put links or files in place of this one's.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    fault = _why_not_safe(folder.parent)
+    if fault:
+        raise ValueError(f"{folder.parent} {fault}: name a folder of your own")
+    if not is_of_this_user(folder):
+        raise ValueError(
+            f"{folder} is a link, or of another user: remove it, or name a folder of your own"
+        )
+    # Another user who may open a file here may also lock it.
+    folder.chmod(0o700)
+
+
+def is_of_this_user(folder: Path) -> bool:
+    """Whether it is a folder, no link to one, that only this user may write in."""
+    status = folder.lstat()
+    is_writable_by_others = bool(status.st_mode & 0o022)
+    is_own = status.st_uid == os.geteuid() and not is_writable_by_others
+    return is_own and stat.S_ISDIR(status.st_mode)
+
+
+def _why_not_safe(folder: Path) -> str:
+    """Why others may replace what this user makes in a folder, or ""."""
+    user = os.geteuid()
+    status = folder.stat()
+    for owner in (folder.lstat().st_uid, status.st_uid):  # a link has an owner of its own
+        if owner not in (user, 0):
+            return f"is of another user (number {owner})"
+    others = 0o002 if status.st_uid == user else 0o022
+    if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+        return f"may be changed by other users (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""

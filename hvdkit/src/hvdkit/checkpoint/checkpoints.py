@@ -46,6 +46,7 @@ _HARMLESS = {
     "eval_every",
     "find_lr",
     "gradient_groups",
+    "jit_cache",
     "keep",
     "log_every",
     "log_gradients",

@@ -27,6 +27,7 @@ _SWITCHES = (
     "TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT",
 )
 
+XLA_CACHE = "--tf_xla_persistent_cache_directory="  # in TF_XLA_FLAGS
 PACKAGES = ("tensorflow", "keras", "horovod")  # All ranks must have the same ones.
 
 
@@ -39,7 +40,7 @@ def here() -> dict[str, str]:
     if gpus:
         fingerprint["device"] = _gpu(tf.config.experimental.get_device_details(gpus[0]))
     else:
-        fingerprint["device"] = _cpu()
+        fingerprint["device"] = cpu()
         fingerprint["threads"] = str(tf.config.threading.get_intra_op_parallelism_threads())
     build = tf.sysconfig.get_build_info()
     versions = [tf.__version__, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION]
@@ -49,7 +50,12 @@ def here() -> dict[str, str]:
     fingerprint["tensorflow"] = ", ".join(versions)
     for name in ("keras", "horovod"):
         fingerprint[name] = importlib.metadata.version(name)
-    switches = [f"{name}={os.environ[name]}" for name in _SWITCHES if name in os.environ]
+    switches = []
+    for name in _SWITCHES:
+        # XLA's cache changes no bit, and may be elsewhere on each host.
+        value = re.sub(rf"{XLA_CACHE}\S*", "", os.environ.get(name, "")).strip()
+        if value:
+            switches.append(f"{name}={value}")
     fingerprint["switches"] = " ".join(switches) or "none"
     return fingerprint
 
@@ -96,7 +102,8 @@ def _gpu(details: Mapping[str, Any]) -> str:
     return f"{details.get('device_name', 'GPU')}, compute capability {capability}"
 
 
-def _cpu() -> str:
+def cpu() -> str:
+    """The model of this host's CPU, and the newest of its instructions that kernels choose by."""
     text = Path("/proc/cpuinfo").read_text()
     match = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     model = match[1].strip() if match else os.uname().machine

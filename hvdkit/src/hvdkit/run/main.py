@@ -46,6 +46,9 @@ def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
 
 def main_with(train: Callable[[Run], None], settings: Settings) -> int:
     """Trains in a process that goes on, as a notebook's: its signals are then as before."""
+    if settings.jit_cache:
+        complain("jit_cache counts on train.py's command line only: leave it out here")
+        return WRONG_USE
     project.importable()
     stop_signal = StopSignal(launch_rank(), in_notebook=True)
     try:

@@ -51,12 +51,14 @@ def from_command_line(argv: Sequence[str], kind: type[Settings]) -> Settings:
         refuse(str(error))
 
 
-def check(argv: Sequence[str], kind: type[Settings]) -> None:
-    """Refuses wrong flags as `from_command_line` does, before the fork's task is imported."""
+def check(argv: Sequence[str], kind: type[Settings]) -> Settings | None:
+    """Refuses wrong flags as `from_command_line` does, before the fork's task is imported.
+
+    Returns the settings, or None for --helpfull.
+    """
     try:
         absl_flags.define(kind)
-        if "--helpfull" not in argv:
-            parse(argv, kind)
+        return None if "--helpfull" in argv else parse(argv, kind)
     except ValueError as error:
         refuse(str(error))
 

@@ -38,6 +38,7 @@ class TrainSettings(Room):
         choices=("float32", "float64", "bfloat16", "float16"),
     )
     jit: bool = setting(False, "compile forward and backward pass with XLA; slower on CPUs")
+    jit_cache: str = setting("", "folder of compiled programs for later starts", path=True)
     bn_sync: str = setting(
         "mean",
         "across ranks: mean or moments sync moving statistics, full normalizes the global batch",

@@ -199,18 +199,10 @@ class Cache:
 
     def _make_folders(self) -> None:
         """Raises ValueError where another user could put links or files in place of this one's."""
-        self._all.mkdir(parents=True, exist_ok=True)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        fault = _why_not_safe(self._all)
-        if fault:
-            raise ValueError(f"--cache_dir={self._all} {fault}: name a folder of your own")
-        if not _is_of_this_user(self._folder):
-            raise ValueError(
-                f"--cache_dir={self._all}: {self._folder} is a link, or of another user: remove "
-                "it, or name a folder of your own"
-            )
-        # Another user who may open a file here may also lock it.
-        self._folder.chmod(0o700)
+        try:
+            whole_files.make_private(self._folder)
+        except ValueError as error:
+            raise ValueError(f"--cache_dir={self._all}: {error}") from None
 
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
@@ -341,29 +333,8 @@ class Cache:
         for folder in self._all.iterdir():
             if _OF_SETS.fullmatch(folder.name):
                 with contextlib.suppress(FileNotFoundError):  # somebody removed the folder
-                    if _is_of_this_user(folder):
+                    if whole_files.is_of_this_user(folder):
                         yield from folder.iterdir()
-
-
-def _is_of_this_user(folder: Path) -> bool:
-    """Whether it is a folder, no link to one, that only this user may write in."""
-    status = folder.lstat()
-    is_writable_by_others = bool(status.st_mode & 0o022)
-    is_own = status.st_uid == os.geteuid() and not is_writable_by_others
-    return is_own and stat.S_ISDIR(status.st_mode)
-
-
-def _why_not_safe(folder: Path) -> str:
-    """Why others may replace what this user makes in a folder, or ""."""
-    user = os.geteuid()
-    status = folder.stat()
-    for owner in (folder.lstat().st_uid, status.st_uid):  # a link has an owner of its own
-        if owner not in (user, 0):
-            return f"is of another user (number {owner})"
-    others = 0o002 if status.st_uid == user else 0o022
-    if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
-        return f"may be changed by other users (mode {stat.S_IMODE(status.st_mode):o})"
-    return ""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,49 @@
+"""--jit_cache: a second start does not compile again what XLA compiled before.
+
+XLA's own cache tells programs apart by what they compute, not by the machine: each kind of machine,
+and each TensorFlow, has a folder of its own here.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from hvdkit import whole_files
+from hvdkit.logs import refuse
+from hvdkit.ranks import fingerprint
+
+_GPU = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+_PACKAGES = ("tensorflow", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+
+def use(cache_dir: str) -> None:
+    """Has XLA keep its programs in a folder of `cache_dir`; call it before TensorFlow starts.
+
+    The process ends with exit code 2 where another user could put programs there.
+    """
+    if re.search(r"\s", cache_dir):
+        refuse(f"--jit_cache={cache_dir!r}: TensorFlow takes no path with a blank here")
+    try:
+        name = hashlib.sha256(_machine().encode()).hexdigest()[:16]
+        folder = Path(cache_dir).absolute() / name
+        whole_files.make_private(folder)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        refuse(f"--jit_cache={cache_dir}: {error}")
+    flags = f"{os.environ.get('TF_XLA_FLAGS', '')} {fingerprint.XLA_CACHE}{folder}"
+    os.environ["TF_XLA_FLAGS"] = flags.strip()
+
+
+def _machine() -> str:
+    """What programs are compiled by and for."""
+    parts = [fingerprint.cpu()]
+    for package in _PACKAGES:
+        for distribution in importlib.metadata.distributions(name=package):
+            parts.append(f"{package} {distribution.version}")
+    if shutil.which("nvidia-smi"):
+        listing = subprocess.run(_GPU, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+        parts += sorted(set(listing.stdout.splitlines()))
+    return "\n".join(parts)

@@ -1,0 +1,66 @@
+"""--jit_cache: programs of XLA are kept for the next start, in a folder that nobody else may use."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranks import PROJECT
+
+PROGRAM = """
+import json, os, sys
+import hvdkit
+from settings import Settings
+
+hvdkit.check_flags(Settings, ["train.py", "--jit", f"--jit_cache={sys.argv[1]}"])
+
+import tensorflow as tf
+from hvdkit.ranks import fingerprint
+
+double = tf.function(lambda x: x @ x, jit_compile=True)
+double(tf.ones([2, 2]))
+print(json.dumps(fingerprint.here()["switches"]))
+"""
+
+
+def start(cache: object) -> subprocess.CompletedProcess[str]:
+    """A process that compiles one program."""
+    env = {name: value for name, value in os.environ.items() if name != "TF_XLA_FLAGS"}
+    command = [sys.executable, "-c", PROGRAM, str(cache)]
+    return subprocess.run(
+        command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+def files_of(cache: Path) -> dict[str, int]:
+    return {str(file): file.stat().st_mtime_ns for file in cache.rglob("*.pb")}
+
+
+def test_a_program_is_compiled_once(tmp_path):
+    cache = tmp_path / "new" / "cache"
+    first = start(cache)
+    assert first.returncode == 0, first.stderr
+    assert json.loads(first.stdout) == "none", "where programs are kept changes no bit"
+    kept = files_of(cache)
+    [folder] = cache.iterdir()
+    assert len(kept) == 1 and folder.stat().st_mode & 0o777 == 0o700
+
+    again = start(cache)
+    assert again.returncode == 0, again.stderr
+    assert files_of(cache) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "words"),
+    [("open", 0o777, "may be changed by other users"), ("a blank", 0o700, "no path with a blank")],
+)
+def test_an_unsafe_or_unusable_folder_is_refused(tmp_path, name, mode, words):
+    cache = tmp_path / name
+    cache.mkdir()
+    cache.chmod(mode)
+    ended = start(cache)
+    assert ended.returncode == 2 and words in ended.stderr and "Traceback" not in ended.stderr
+    assert "--jit_cache=" in ended.stderr and not files_of(cache)
