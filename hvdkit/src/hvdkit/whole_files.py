@@ -388,8 +388,8 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def make_private(folder: Path) -> None:
-    """Makes a folder of this user alone, in one that may be others' too.
+def make_private(folder: Path, flag: str) -> None:
+    """Makes a folder of this user alone, in the one that `flag` names, which may be others' too.
 
     Raises ValueError where another user could put links or files in place of this one's.
     """
@@ -397,10 +397,11 @@ def make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     fault = _why_not_safe(folder.parent)
     if fault:
-        raise ValueError(f"{folder.parent} {fault}: name a folder of your own")
+        raise ValueError(f"{flag}={folder.parent} {fault}: name a folder of your own")
     if not is_of_this_user(folder):
         raise ValueError(
-            f"{folder} is a link, or of another user: remove it, or name a folder of your own"
+            f"{flag}={folder.parent}: {folder} is a link, or of another user: remove it, or name a "
+            "folder of your own"
         )
     # Another user who may open a file here may also lock it.
     folder.chmod(0o700)

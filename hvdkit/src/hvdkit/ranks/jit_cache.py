@@ -30,8 +30,10 @@ def use(cache_dir: str) -> None:
     try:
         name = hashlib.sha256(_machine().encode()).hexdigest()[:16]
         folder = Path(cache_dir).absolute() / name
-        whole_files.make_private(folder)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        whole_files.make_private(folder, "--jit_cache")
+    except ValueError as error:
+        refuse(str(error))
+    except (OSError, subprocess.SubprocessError) as error:
         refuse(f"--jit_cache={cache_dir}: {error}")
     flags = f"{os.environ.get('TF_XLA_FLAGS', '')} {fingerprint.XLA_CACHE}{folder}"
     os.environ["TF_XLA_FLAGS"] = flags.strip()

@@ -199,10 +199,7 @@ class Cache:
 
     def _make_folders(self) -> None:
         """Raises ValueError where another user could put links or files in place of this one's."""
-        try:
-            whole_files.make_private(self._folder)
-        except ValueError as error:
-            raise ValueError(f"--cache_dir={self._all}: {error}") from None
+        whole_files.make_private(self._folder, "--cache_dir")
 
     def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
