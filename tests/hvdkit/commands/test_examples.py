@@ -58,22 +58,30 @@ LINES = [
 def run(tmp_path, monkeypatch):
     """The settings of a run with one checkpoint, of the task that it is given; and its model."""
 
-    def made(kind=Table):
+    def make(kind=Table):
         config = Settings(run_dir=str(tmp_path / "run"), num_steps=3)
         task = kind(config)
         model = task.build_model()
         rule = optimizer.build(config, model, None)
-        kept = Checkpoints(tmp_path / "run" / "checkpoints", 1, ALONE)
-        kept.write(kept.copy(Place(1), State(model, rule, "float32", task=task).variables, config))
+        state = State(model, rule, "float32", task=task)
+        checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 1, ALONE)
+        checkpoints.write(checkpoints.copy(Place(1), state.variables, config))
         monkeypatch.setattr(load_run.tasks, "load_task", kind)
         return config, model
 
-    return made
+    return make
 
 
-def own(out, *pictures, check=None, onnx=False):
-    named = {"check": check, "onnx": onnx, "pictures": [*pictures]}
-    return SimpleNamespace(out=out, checkpoint="last", ema=False, **named)
+def arguments_of(out, *files, check=None, onnx=False):
+    """Flags of a command, as argparse gives them."""
+    return SimpleNamespace(
+        out=out,
+        checkpoint="last",
+        ema=False,
+        check=check,
+        onnx=onnx,
+        pictures=[*files],
+    )
 
 
 def called(model, line):
@@ -83,8 +91,8 @@ def called(model, line):
         "age": tf.reshape(tf.constant(line["columns/age"], tf.float32), [1, 1]),
         "job": tf.constant([line["columns/job"]]),
     }
-    found = model({"columns": columns, "tokens": tf.constant([line["tokens"]])})
-    return {"one": found["one"].numpy()[0], "more/0": found["more"][0].numpy()[0]}
+    outputs = model({"columns": columns, "tokens": tf.constant([line["tokens"]])})
+    return {"one": outputs["one"].numpy()[0], "more/0": outputs["more"][0].numpy()[0]}
 
 
 def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, tmp_path, capsys):
@@ -92,27 +100,25 @@ def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, 
     file = tmp_path / "people.jsonl"
     file.write_text("".join(json.dumps(line | {"id": 7}) + "\n" for line in LINES))
     out = tmp_path / "out"
-    predict.predict(config, ALONE, NEVER, arguments=own(out, file))
+    predict.predict(config, ALONE, NEVER, arguments=arguments_of(out, file))
     assert "line 1 has id, no input of the model" in capsys.readouterr().out
-    found = json_lines(out / "predictions.jsonl")
-    for line, predicted in zip(LINES, found, strict=True):
+    predictions = json_lines(out / "predictions.jsonl")
+    for line, predicted in zip(LINES, predictions, strict=True):
         for name, value in called(model, line).items():
             np.testing.assert_allclose(predicted[name], value, 1e-5)
 
-    export.export(config, ALONE, NEVER, arguments=own(tmp_path / "exported", check=file))
+    export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "exported", check=file))
     assert "equal outputs (more/0 [2, 3], one [2, 1])" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "exported").glob("[!.]*"))
     assert names == ["card.json", "model.keras", "saved_model"]
     served = tf.saved_model.load(str(tmp_path / "exported" / "saved_model"))
-    served = served.signatures["serving_default"]
-    given = {
-        "columns_hours_per_week": tf.constant([3, 0.1], tf.float64),
-        "columns_age": tf.constant([[4.5], [2]]),
-        "columns_job": tf.constant(["cook", "\u00e9"]),
-        "tokens": tf.constant([[1, 2], [8, 8]]),
-    }
-    found = served(**given)["one"]
-    np.testing.assert_allclose(found[0], called(model, LINES[0])["one"], 1e-5)
+    outputs = served.signatures["serving_default"](
+        columns_hours_per_week=tf.constant([3, 0.1], tf.float64),
+        columns_age=tf.constant([[4.5], [2]]),
+        columns_job=tf.constant(["cook", "\u00e9"]),
+        tokens=tf.constant([[1, 2], [8, 8]]),
+    )
+    np.testing.assert_allclose(outputs["one"][0], called(model, LINES[0])["one"], 1e-5)
 
 
 def test_arrays_are_predicted_to_arrays(run, tmp_path):
@@ -123,10 +129,12 @@ def test_arrays_are_predicted_to_arrays(run, tmp_path):
     config, model = run(Plain)
     x = np.random.default_rng(1).normal(size=(20, 6))
     np.savez_compressed(tmp_path / "x.npz", inputs=x)
-    predict.predict(config, ALONE, NEVER, arguments=own(tmp_path / "out", tmp_path / "x.npz"))
+    predict.predict(
+        config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out", tmp_path / "x.npz")
+    )
     with np.load(tmp_path / "out" / "predictions.npz") as file:
-        wanted = tf.cast(model(x), tf.bfloat16)
-        np.testing.assert_array_equal(file["file"], tf.cast(wanted, tf.float32))
+        outputs = tf.cast(model(x), tf.bfloat16)
+        np.testing.assert_array_equal(file["file"], tf.cast(outputs, tf.float32))
         assert file["word"].shape == (20, 3) and file["word"].dtype.kind == "S"
 
 
@@ -143,7 +151,7 @@ def test_a_table_that_the_task_holds_is_exported(run, tmp_path, capsys):
             return {"word": self.names.lookup(tf.argmax(outputs, -1))}
 
     config, _ = run(Named)
-    export.export(config, ALONE, NEVER, arguments=own(tmp_path / "out"))
+    export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out"))
     assert "equal outputs (word [" in capsys.readouterr().out
 
 
@@ -160,9 +168,9 @@ def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
 
     task = Subclassed(Settings())
     model = task.build_model()
-    found = inputs_lib.of_model(task, model, 8)
-    assert str(found) == "inputs_0 float32 [2], inputs_1_b float32 [4]" and model.built
-    assert [spec.shape[0] for spec in found.specs.values()] == [None, None]
+    inputs = inputs_lib.of_model(task, model, 8)
+    assert str(inputs) == "inputs_0 float32 [2], inputs_1_b float32 [4]" and model.built
+    assert [spec.shape[0] for spec in inputs.specs.values()] == [None, None]
 
     class Away(Subclassed):
         def sources(self):
@@ -223,6 +231,13 @@ def test_a_wrong_line_is_named(line, words, tmp_path):
     refused(lambda: examples.read(file, SPECS), f"{file}, {words}")
 
 
+def test_arrays_become_what_the_model_takes(tmp_path):
+    file = tmp_path / "x.npz"
+    np.savez(file, age=np.zeros(3), ids=np.ones([3, 4]), job=np.array(["a", "b", "c"]))
+    arrays = examples.read(file, SPECS)
+    assert arrays["ids"].dtype == np.int32 and arrays["job"][1] == b"b"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -239,36 +254,40 @@ def test_a_wrong_line_is_named(line, words, tmp_path):
 def test_a_wrong_array_is_named(change, words, tmp_path):
     file = tmp_path / "x.npz"
     arrays = {"age": np.zeros(3), "ids": np.ones([3, 4]), "job": np.array(["a", "b", "c"])}
-    np.savez(file, **arrays)
-    found = examples.read(file, SPECS)
-    assert found["ids"].dtype == np.int32 and found["job"][1] == b"b"
     np.savez(file, **(arrays | change))
     refused(lambda: examples.read(file, SPECS), str(file), words)
 
 
 def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_stay(run, tmp_path):
     config, _ = run()
-    file, out = tmp_path / "people.jsonl", tmp_path / "out"
+    file = tmp_path / "people.jsonl"
+    out = tmp_path / "out"
     out.mkdir()
     (out / "predictions.jsonl").write_text("old")
     recorded(out, "predictions.jsonl")
+
+    def predict_lines(lines: list[dict], stop_signal: SimpleNamespace) -> None:
+        file.write_text("\n".join(json.dumps(line) for line in lines))
+        predict.predict(config, ALONE, stop_signal, arguments=arguments_of(out, file))
+
     bad = LINES[2] | {"tokens": [1, 9]}  # the embedding has 9 rows
-    file.write_text("\n".join(map(json.dumps, [*LINES[:2], bad])))
-    act = lambda: predict.predict(config, ALONE, NEVER, arguments=own(out, file))  # noqa: E731
-    refused(act, f"{file}, line 3: ", "9 is not in [0, 9)", kind=Stop)
-    file.write_text("\n".join(map(json.dumps, LINES)))
-    asked = SimpleNamespace(asked=True)
-    stopped = lambda: predict.predict(config, ALONE, asked, arguments=own(out, file))  # noqa: E731
-    refused(stopped, "nothing was written", kind=Stop)
+    refused(
+        lambda: predict_lines([*LINES[:2], bad], NEVER),
+        f"{file}, line 3: ",
+        "9 is not in [0, 9)",
+        kind=Stop,
+    )
+    stopped = SimpleNamespace(asked=True)
+    refused(lambda: predict_lines(LINES, stopped), "nothing was written", kind=Stop)
     assert [path.name for path in out.glob("[!.]*")] == ["predictions.jsonl"]
     assert (out / "predictions.jsonl").read_text() == "old"
 
 
 def recorded(folder, *names):
     """Makes the folder say that a command has written these names."""
-    made = folder.parent / "made"
-    made.mkdir()
-    whole_files._write_record(folder, names, made)
+    names_folder = folder.parent / "names_folder"
+    names_folder.mkdir()
+    whole_files._write_record(folder, names, names_folder)
 
 
 def test_what_fails_leaves_the_export_before(run, tmp_path, monkeypatch):
@@ -286,7 +305,7 @@ def test_what_fails_leaves_the_export_before(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tf.saved_model, "save", full)
     with pytest.raises(Stop, match="No space left") as stop:
-        export.export(config, ALONE, NEVER, arguments=own(out))
+        export.export(config, ALONE, NEVER, arguments=arguments_of(out))
     assert stop.value.code == NOT_NOW
     assert sorted(out.rglob("*")) == before and (out / "model.keras").read_text() == "old"
 
@@ -351,13 +370,14 @@ def test_a_layer_that_keras_cannot_write_is_exported_as_a_saved_model(run, tmp_p
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.keras").write_text("of another run")
     recorded(tmp_path / "out", "model.keras")
-    export.export(config, ALONE, NEVER, arguments=own(tmp_path / "out"))
+    export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out"))
     assert "there is no model.keras: Keras cannot write it" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "out").glob("[!.]*"))
     assert names == ["card.json", "saved_model"]
     served = tf.saved_model.load(str(tmp_path / "out" / "saved_model"))
-    found = served.signatures["serving_default"](x=tf.ones([1, 6]))
-    np.testing.assert_allclose(found["probabilities"], tf.nn.softmax(model(tf.ones([1, 6]))), 1e-5)
+    outputs = served.signatures["serving_default"](x=tf.ones([1, 6]))
+    expected = tf.nn.softmax(model(tf.ones([1, 6])))
+    np.testing.assert_allclose(outputs["probabilities"], expected, 1e-5)
 
 
 def test_noise_that_the_model_cannot_take_asks_for_examples(run, tmp_path):
@@ -368,6 +388,9 @@ def test_noise_that_the_model_cannot_take_asks_for_examples(run, tmp_path):
             return keras.Model(x, keras.layers.GlobalMaxPooling1D()(y))
 
     config, _ = run(Long)
-    act = lambda: export.export(config, ALONE, NEVER, arguments=own(tmp_path / "out"))  # noqa: E731
-    refused(act, "(with noise: --check=FILE gives it examples, .npz or .jsonl)", kind=Stop)
+    refused(
+        lambda: export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out")),
+        "with noise: --check=FILE gives it examples",
+        kind=Stop,
+    )
     assert not (tmp_path / "out").exists()

@@ -50,30 +50,34 @@ def test_the_interval_is_scipys(count):
 
 
 def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
-    words = [f"--run_dir={tmp_path}", "--", sys.executable, "-c", RUN]
-    assert seeds.main(["hvdkit seeds", "--count=3", *words]) == 0
-    said = capfd.readouterr().out.splitlines()
+    def start(*flags: str) -> int:
+        words = [f"--run_dir={tmp_path}", "--", sys.executable, "-c", RUN]
+        return seeds.main(["hvdkit seeds", *flags, *words])
+
+    assert start("--count=3") == 0
+    lines = capfd.readouterr().out.splitlines()
     mean = np.mean(np.sqrt([1, 2, 3]) / 2)
-    assert said[1] == f"seed 2: miou {2**0.5 / 2:.6g}"
-    assert f"miou of 3 seeds: mean {mean:.6g}" in said[3]
-    assert seeds.main(["hvdkit seeds", "--first=4", *words]) == 75
+    assert lines[1] == f"seed 2: miou {2**0.5 / 2:.6g}"
+    assert f"miou of 3 seeds: mean {mean:.6g}" in lines[3]
+    assert start("--first=4") == 75
     assert "seed 5 ended with exit code 75" in capfd.readouterr().err
-    assert seeds.main(["hvdkit seeds", "--first=8", *words]) == 75
+    assert start("--first=8") == 75
     assert (tmp_path / "seed-8").exists() and not (tmp_path / "seed-9").exists()
-    assert seeds.main(["hvdkit seeds", "--first=11", "--count=2", *words]) == 2
-    said = capfd.readouterr()
-    assert "seed-12: its run did not end well: preempted" in said.err and "mean" not in said.out
-    assert seeds.main(["hvdkit seeds", "--first=13", "--count=2", *words]) == 2
-    said = "seed 14 is of miou (the lowest is the best), that of seed 13 of miou: give another"
-    assert said in capfd.readouterr().err
-    for seed, said in (
+    assert start("--first=11", "--count=2") == 2
+    printed = capfd.readouterr()
+    assert "seed-12: its run did not end well: preempted" in printed.err
+    assert "mean" not in printed.out
+    assert start("--first=13", "--count=2") == 2
+    error = capfd.readouterr().err
+    assert "seed 14 is of miou (the lowest is the best)" in error and "give another" in error
+    for seed, words in (
         (16, "seed-16: miou of its last evaluation is NaN or infinite"),
         (17, "seed-17: miou is missing in its last evaluation, of acc"),
         (18, "seed-18: it has no evaluation, so no score"),
     ):
-        assert seeds.main(["hvdkit seeds", f"--first={seed}", "--count=2", *words]) == 1
+        assert start(f"--first={seed}", "--count=2") == 1
         error = capfd.readouterr().err
-        assert said in error and error.count("\n") == 1
+        assert words in error and error.count("\n") == 1
 
 
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):

@@ -23,9 +23,9 @@ def server():
     """At /word; it answers with the number of bytes that came."""
     handler = serve.handler(lambda data: {"rows": [len(data)]}, "word", "title")
     handler.timeout = 1
-    with serve.Server(("127.0.0.1", 0), handler) as made:
-        made.timeout = 0.1
-        yield made
+    with serve.Server(("127.0.0.1", 0), handler) as server:
+        server.timeout = 0.1
+        yield server
 
 
 @pytest.fixture
@@ -48,9 +48,9 @@ def post(port, body, **headers) -> tuple[int, dict]:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request("POST", "/word", body, named)
     reply = connection.getresponse()
-    found = reply.status, json.loads(reply.read())
+    answer = json.loads(reply.read())
     connection.close()
-    return found
+    return reply.status, answer
 
 
 def sent(port, *lines, body=b"") -> tuple[int, dict]:
@@ -80,7 +80,7 @@ def test_the_page_allows_its_own_script_alone(port):
 def test_sixty_connections_at_once_wait_and_are_answered(server, request):
     address = ("127.0.0.1", server.server_port)
     waiting = [socket.create_connection(address, timeout=0.5) for _ in range(60)]
-    request.getfixturevalue("port")  # now it begins to answer
+    request.getfixturevalue("port")  # the server begins to answer here
     for connection in waiting:
         with connection:
             connection.settimeout(60)
@@ -92,7 +92,7 @@ def test_sixty_connections_at_once_wait_and_are_answered(server, request):
 
 def test_strangers_hold_few_threads_and_not_for_long(port, monkeypatch):
     """Half a header each, then one that never ends; who knows the word is answered meanwhile."""
-    assert serve._HEADER_SECONDS == 10  # in a test shorter
+    assert serve._HEADER_SECONDS == 10  # the test shortens it
     before = threading.active_count()
     with contextlib.ExitStack() as strangers:
         for _ in range(400):
@@ -131,9 +131,8 @@ def test_an_upload_that_is_no_pictures_bytes_is_told_why(port):
 
 
 def test_a_client_that_asks_before_it_sends_is_answered_before_it_sends(port):
-    expects = ("Expect: 100-continue", f"Content-Length: {LARGE}")
-    status, found = sent(port, *expects)
-    assert status == 413 and "too large" in found["error"]
+    status, answer = sent(port, "Expect: 100-continue", f"Content-Length: {LARGE}")
+    assert status == 413 and "too large" in answer["error"]
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         lines = ["POST /word HTTP/1.1", "Expect: 100-continue", "Content-Length: 3", "", ""]
         connection.sendall("\r\n".join(lines).encode())

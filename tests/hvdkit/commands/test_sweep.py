@@ -47,6 +47,7 @@ def start(tmp_path, monkeypatch):
     """Starts a sweep of RUN in this process, and returns its exit code."""
     (tmp_path / "base.cfg").write_text("--task=blank\n--eval_every=5\n--num_classes=3\n")
     monkeypatch.chdir(PROJECT)
+    monkeypatch.setattr(sweep_trials, "_INTERVAL", 0.1)
     monkeypatch.setattr(sweep_trials, "_PAUSE", 0.0)
     words = ["hvdkit sweep", f"{tmp_path}/base.cfg", f"--folder={tmp_path}/all"]
     words.append(f"--launch={shlex.join([sys.executable, '-c', RUN])}")
@@ -58,7 +59,8 @@ def start(tmp_path, monkeypatch):
 
 
 def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_path):
-    base, folder = tmp_path / "base.cfg", tmp_path / "all"
+    base = tmp_path / "base.cfg"
+    folder = tmp_path / "all"
     base.write_text("--flagfile=configs/blank.cfg\n--num_steps=12\n--eval_every=4\n")
     words = ["-m", "hvdkit", "sweep", base, f"--folder={folder}", "--trials=3", "--jobs=2"]
     words += ["--base_lr=1e-3:1e-1:log", "--global_batch_size=8:32", "--optimizer=adam,sgd"]
@@ -81,15 +83,15 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
 def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
     models = "--model=whole,weak,diverges,stops,wrong"
     assert start("--base_lr=0.1:1.0", models, "--trials=6", "--seed=10") == 0
-    said = capfd.readouterr().out.splitlines()
-    ends = {re.search(r"model=(\w+)", line)[1]: line for line in said[:-1]}
+    *trials, last = capfd.readouterr().out.splitlines()
+    ends = {re.search(r"model=(\w+)", line)[1]: line for line in trials}
     assert re.fullmatch(r"trial 1/6: miou 0\.\d+ \(best .*, trial 1\): base_lr=.*", ends["whole"])
     assert "pruned at evaluation 1, miou 0.0000 (best 0." in ends["weak"]
     codes = {model: line.partition("exit code ")[2][:2] for model, line in ends.items()}
     assert codes == {"whole": "", "weak": "", "diverges": "3 ", "stops": "75", "wrong": "2 "}
     starts = tmp_path / f"all/trial-000{ends['stops'][6]}/starts.jsonl"
     assert len(starts.read_text().splitlines()) == 4
-    assert said[-1] == f"best settings: {tmp_path}/all/best.cfg; all: {tmp_path}/all/sweep.html"
+    assert f"{tmp_path}/all/best.cfg" in last and f"{tmp_path}/all/sweep.html" in last
     assert start("--base_lr=0.1:0.9", models) == 2
     assert "only that one has --base_lr=0.1:1.0" in capfd.readouterr().err
     assert start("--base_lr=0.1:1.0", "--model=wrong", f"--folder={tmp_path}/wrong") == 2
@@ -99,36 +101,38 @@ def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
 
 
 def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
-    words = ["--base_lr=0.1,0.5,0.9", "--model=error", "--trials=5"]
-    assert start(*words) == 0
-    lines = capfd.readouterr().out.splitlines()
-    found = [
-        re.search(r"miou (0\.\d+) \(best (0\.\d+), trial \d\): base_lr=(\S+);", x)
-        for x in lines[:5]
-    ]
-    scores = [float(match[1]) for match in found]
-    assert scores == [float(match[3]) for match in found] and len({*scores}) > 1
-    bests = [float(match[2]) for match in found if "pruned" not in match.string]
+    assert start("--base_lr=0.1,0.5,0.9", "--model=error", "--trials=5") == 0
+    *trials, _ = capfd.readouterr().out.splitlines()
+    scores = []
+    bests = []
+    for line in trials:
+        match = re.search(r"miou (0\.\d+) \(best (0\.\d+), trial \d\): base_lr=(\S+);", line)
+        score, best, rate = (float(number) for number in match.groups())
+        assert score == rate
+        scores.append(score)
+        if "pruned" not in line:
+            bests.append(best)
+    assert len(scores) == 5 and len({*scores}) > 1
     assert bests[-1] == min(scores)
     about = (tmp_path / "all/best.cfg").read_text().splitlines()
     assert about[0].startswith(f"# miou {min(scores):g}, ") and f"--base_lr={min(scores)}" in about
     table = re.findall(r"<td>\d</td><td>(0\.\d+)</td>", (tmp_path / "all/sweep.html").read_text())
     assert float(table[0]) == min(scores)
-    # Of equal scores the lower loss is the best.
-    assert (
-        start("--base_lr=0.9,0.5,0.1", "--model=tie", "--trials=4", f"--folder={tmp_path}/ties")
-        == 0
-    )
+
+
+def test_of_equal_scores_the_lower_loss_is_the_best(start, tmp_path, capfd):
+    ties = f"--folder={tmp_path}/ties"
+    assert start("--base_lr=0.9,0.5,0.1", "--model=tie", "--trials=4", ties) == 0
     rates = re.findall(r"complete|miou 0.5000 .*base_lr=(\S+);", capfd.readouterr().out)
     assert f"--base_lr={min(rates)}" in (tmp_path / "ties/best.cfg").read_text().splitlines()
     assert len({*rates}) > 1 and rates[0] != min(rates)
-    # A trial whose metric has another direction has no score.
-    assert (
-        start("--base_lr=0.1:1.0", "--model=whole,error", "--trials=4", f"--folder={tmp_path}/two")
-        == 0
-    )
-    said = capfd.readouterr().out
-    assert "failed, its score is of miou" in said and "the lowest is the best" in said
+
+
+def test_a_trial_whose_metric_has_another_direction_has_no_score(start, tmp_path, capfd):
+    two = f"--folder={tmp_path}/two"
+    assert start("--base_lr=0.1:1.0", "--model=whole,error", "--trials=4", two) == 0
+    printed = capfd.readouterr().out
+    assert "failed, its score is of miou" in printed and "the lowest is the best" in printed
 
 
 @pytest.mark.parametrize(
@@ -139,32 +143,36 @@ def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
     ],
 )
 def test_a_sweep_without_a_score_says_why(model, why, start, tmp_path, capfd):
-    for failed in (2, 0):  # again, it has nothing left to try
+    for failed in (2, 0):  # a second start has nothing left to try
         assert start("--base_lr=0.1:1.0", f"--model={model}", "--trials=2") == 1
-        said = capfd.readouterr()
-        last = f"{tmp_path}/all/trial-0002: {why}; {tmp_path}/all/trial-*.log say more"
-        assert said.err == f"error: no trial has a score: {last}\n"
-        assert "signal" not in said.out and "exit code" not in said.out
-        assert said.out.count(f"failed, {tmp_path}/all/trial-000") == failed
+        printed = capfd.readouterr()
+        assert printed.err.startswith("error: no trial has a score: ")
+        assert f"{tmp_path}/all/trial-0002: {why}; " in printed.err
+        assert f"{tmp_path}/all/trial-*.log" in printed.err and printed.err.count("\n") == 1
+        assert "signal" not in printed.out and "exit code" not in printed.out
+        assert printed.out.count(f"failed, {tmp_path}/all/trial-000") == failed
 
 
 def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):
-    run, words = tmp_path / "all/trial-0001", ["--base_lr=0.1:1.0", "--model=weak", "--trials=1"]
+    run = tmp_path / "all/trial-0001"
 
     def stop() -> None:
         while not (run / "metrics.jsonl").exists():
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def start_weak() -> int:
+        return start("--base_lr=0.1:1.0", "--model=weak", "--trials=1")
+
     threading.Thread(target=stop, daemon=True).start()
-    assert start(*words) == 75
-    assert start(*words) == 0
+    assert start_weak() == 75
+    assert start_weak() == 0
     assert len((run / "starts.jsonl").read_text().splitlines()) == 2
     assert "trial 1/1: miou 0.0000 (best 0.0000, trial 1)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, message",
     [
         ("--lr=1e-4:1e-2", "did you mean --base_lr"),
         ("--base_lr=1e-2:1e-4", "LOW < HIGH"),
@@ -182,13 +190,13 @@ def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):
         ("--base_lr=0.1,0.2 --find_lr=true", "--find_lr gives no score"),
     ],
 )
-def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, said, capfd):
+def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, message, capfd):
     try:
         code = start(*words.split())
     except SystemExit as ended:
         code = ended.code
     error = capfd.readouterr().err
-    assert code == 2 and said in error and error.count("\n") == 1, error
+    assert code == 2 and message in error and error.count("\n") == 1, error
     assert not (tmp_path / "all").exists()
 
 

@@ -36,6 +36,7 @@ from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, NotN
 
 _FAILURES = 3  # a sweep without a score ends after so many trials that failed
 _RESTARTS = 3  # a trial that ends with 75 or 76 by itself is restarted so often
+_INTERVAL = 1.0  # seconds between two looks at the trials that run
 _PAUSE = 5.0  # seconds before a restart
 _BASE = "base.cfg"  # the copy, in the folder, of the flagfile as the sweep began with it
 # Names in the folder, beside sweep.json.
@@ -110,7 +111,7 @@ class Sweep:
                     break
             if not self._running:
                 return
-            time.sleep(1)
+            time.sleep(_INTERVAL)
             for run in [*self._running]:
                 code = run.process.poll()
                 self._look(run)
