@@ -66,7 +66,7 @@ def test_pictures_are_turned_into_those_of_keras_applications(mode):
     wanted = imagenet_utils.preprocess_input(PICTURE.copy(), mode=mode)
     np.testing.assert_allclose(layer(PICTURE), wanted, rtol=0, atol=3e-5)
     keras.config.set_dtype_policy("mixed_bfloat16")
-    try:  # float32 up to the first layer
+    try:  # pictures are float32 up to the first layer
         assert Preprocess()(keras.Input((4, 4, 3))).dtype == "float32"
     finally:
         keras.config.set_dtype_policy("float32")
@@ -88,8 +88,8 @@ def mode(model) -> str:
     return preprocessing.MODES[int(preprocessing.find(model).mode)]
 
 
-def published(path, last="conv1_bn", **how):
-    model = small(5.0, pixels=False, **how)
+def published(path, last="conv1_bn", **options):
+    model = small(5.0, pixels=False, **options)
     return write(keras.Model(model.input, model.get_layer(last).output), path)
 
 
@@ -156,8 +156,13 @@ def linked(kind):
             elif kind == "terabytes":
                 content.create_dataset(name, (2**20, 2**20), "f4", chunks=(1024, 1024))
             elif kind == "one chunk":
-                huge = {"chunks": (2**27,), "compression": "gzip", "maxshape": (None,)}
-                content.create_dataset(name, data=np.ones(1, np.float32), **huge)
+                content.create_dataset(
+                    name,
+                    data=np.ones(1, np.float32),
+                    chunks=(2**27,),
+                    compression="gzip",
+                    maxshape=(None,),
+                )
             elif kind == "external":
                 where = [(str(secret), 0, h5py.h5f.UNLIMITED)]
                 content.create_dataset(name, KERNEL, "f4", external=where)
@@ -190,14 +195,16 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
 )
 def test_a_file_that_does_not_fit_is_refused_in_one_line(here, there, spoil, words, tmp_path):
     file = published(tmp_path / "a.h5", **there)
-    file = (spoil and spoil(file)) or file
+    if spoil:
+        file = spoil(file) or file
     error = refused(lambda: load(small(**here), file, "tf"), *words)
     assert str(error).startswith(f"--backbone_weights={file}")
 
 
 def test_a_run_that_begins_with_such_a_one_keeps_its_pictures(tmp_path):
     """--init_from takes them along, and refuses weights that do not say theirs."""
-    there, model = small(5.0), small()
+    there = small(5.0)
+    model = small()
     preprocessing.find(there).mode.assign(1)
     there.save(tmp_path / "a.keras")
     assert not warm_start.load(model, tmp_path / "a.keras", False)

@@ -63,8 +63,8 @@ def test_the_newest_and_the_best_are_kept(scores, left, best, kept):
         assert kept.score_of(kept.find(str(path))) is None
         if score is not None:
             kept.add_score(of_step(step, score))
-            found = kept.score_of(kept.find(str(path)))
-            assert found == score or not math.isfinite(found + score)
+            kept_score = kept.score_of(kept.find(str(path)))
+            assert kept_score == score or not math.isfinite(kept_score + score)
     assert names(kept) == [f"step-{step:08d}" for step in left] and kept.best()[:2] == best
 
 
@@ -104,16 +104,18 @@ def test_a_mode_that_is_mended_decides_from_then_on(kept, capsys):
     assert not capsys.readouterr().out
     task.main_metric_mode = "min"
     assert load_run.chosen(kept.folder, "best", task).name == "step-00000004"
-    said = capsys.readouterr().out
-    assert "main_metric_mode was max and is now min: the best is chosen anew, of the 3 ch" in said
+    printed = capsys.readouterr().out
+    assert (
+        "main_metric_mode was max and is now min: the best is chosen anew, of the 3 ch" in printed
+    )
     task.main_metric = "rmse"
     words = "the scores of the checkpoints are mae, and the task's main_metric is now rmse"
     refused(lambda: load_run.chosen(kept.folder, "best", task), words)
     assert load_run.chosen(kept.folder, "last", task).name == "step-00000004"
     # A training that goes on says so, and compares with what was kept.
     resumed = replace(kept, measure=mended)
-    step, said = resumed.other_scores()
-    assert step == 0 and said.startswith("main_metric_mode was max, is min: the best is chosen")
+    step, note = resumed.other_scores()
+    assert step == 0 and note.startswith("main_metric_mode was max, is min: the best is chosen")
     assert resumed.best()[:2] == (7.0, 4) and resumed.score_of(resumed.find("auto")) == 7.0
     save(resumed, 5, score=8.0)
     assert names(kept) == ["step-00000004", "step-00000005"]
@@ -136,13 +138,13 @@ def test_scores_of_another_measure_are_none(kept):
     )
     assert new.score_of(new.find("auto")) is None and new.best() is None
     words = "the score of step 1 is of another measure (--eval_crop was 16, is 0): "
-    step, said = new.other_scores()
-    assert step == 1 and said.startswith(words)
+    step, note = new.other_scores()
+    assert step == 1 and note.startswith(words)
     for step, score in ((2, 0.3), (3, 0.2), (4, 0.1), (5, None)):
         save(new, step, score=score)
     assert names(kept) == [f"step-0000000{step}" for step in (1, 2, 4, 5)]
     assert new.best()[:2] == (0.3, 2) and old.best()[:2] == (0.9, 1)
-    assert new.other_scores() == (1, said) and kept.best()[:2] == (0.9, 1), "of none: like all"
+    assert new.other_scores() == (1, note) and kept.best()[:2] == (0.9, 1), "of none: like all"
 
 
 def test_pruning_touches_nothing_else(kept):
@@ -151,7 +153,7 @@ def test_pruning_touches_nothing_else(kept):
     for name in others:
         (kept.folder / name).mkdir()
     (kept.folder / "step-00000000").write_text("a file")
-    for step in (123456789, 1234567890):  # more digits than the name has room for
+    for step in (123456789, 1234567890):  # the name has room for fewer digits
         save(kept, step)
     assert kept.find("auto").step == 1234567890
     assert set(names(kept)) >= {*others, "step-00000000"}
@@ -220,8 +222,8 @@ def test_a_card_that_is_none_is_damage(card, kept, capsys):
 def test_a_checkpoint_of_another_model_is_refused_by_name(kept, into, words):
     save(kept, 7)
     before = [v.numpy() for v in into.values()]
-    found = kept.find("auto")
-    refused(lambda: kept.restore(found, into, Settings()), *words, kind=Stop)
+    checkpoint = kept.find("auto")
+    refused(lambda: kept.restore(checkpoint, into, Settings()), *words, kind=Stop)
     assert all(np.array_equal(v, b) for v, b in zip(into.values(), before))
 
 
@@ -254,27 +256,28 @@ def test_other_kernels_are_named_where_bits_are_promised(kept, capsys):
 )
 def test_another_number_of_ranks_is_named_where_it_changes_numbers(config, normed, words, kept):
     before = files.read_manifest(save(kept, 7, config=config))
-    found = changes(before, config, ranks=4, has_batch_norm=normed)
+    differences = changes(before, config, ranks=4, has_batch_norm=normed)
     assert (
-        len(found) == len(words) and changes(before, config, ranks=1, has_batch_norm=normed) == []
+        len(differences) == len(words)
+        and changes(before, config, ranks=1, has_batch_norm=normed) == []
     )
-    assert all(w in x and "were 1, are 4" in x for w, x in zip(words, found))
+    assert all(w in x and "were 1, are 4" in x for w, x in zip(words, differences))
 
 
 def test_the_same_path_from_another_folder_is_no_change(kept):
     before = files.read_manifest(save(kept, 7))
     elsewhere = Settings(data_dir=str(project.folder() / before.config["data_dir"]))
     assert changes(before, elsewhere, ranks=1, has_batch_norm=True) == []
-    found = changes(before, Settings(data_dir="other"), ranks=1, has_batch_norm=True)
-    assert found == ["--data_dir was datasets/demo, is other"]
+    differences = changes(before, Settings(data_dir="other"), ranks=1, has_batch_norm=True)
+    assert differences == ["--data_dir was datasets/demo, is other"]
 
 
 def test_a_setting_that_came_later_had_its_default(kept):
     before = files.read_manifest(save(kept, 7))
     del before.config["clip_norm"]
     assert changes(before, Settings(), ranks=1, has_batch_norm=True) == []
-    found = changes(before, Settings(clip_norm=1.0), ranks=1, has_batch_norm=True)
-    assert found == ["--clip_norm was 0.0, is 1.0"]
+    differences = changes(before, Settings(clip_norm=1.0), ranks=1, has_batch_norm=True)
+    assert differences == ["--clip_norm was 0.0, is 1.0"]
 
     class OfFork(Settings):
         noise: float = setting(0.1, "share of pixels that are noise")
@@ -299,9 +302,9 @@ def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):
 def test_a_disk_that_takes_no_more_leaves_what_was_there_and_no_half(kept):
     path = save(kept, 1)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))  # bytes a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))  # each file takes so many bytes
     try:
-        for step in (2, 1):  # a new step, and one that would replace the old
+        for step in (2, 1):  # the second would replace the old one
             with pytest.raises(OSError, match="File too large"):
                 kept.write(kept.copy(Place(step), variables(2.0), Settings()))
         with pytest.raises(OSError, match="File too large"):
@@ -323,9 +326,9 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
 
     outcomes = Counter()
     for folder in killed_at_each(tmp_path, lambda it: saves(it, 4), lambda it: saves(it, 5)):
-        found, passed_over = files.newest_sound(folder)
-        assert not passed_over and np.all(files.read(found)["w"] == files.step_of(found))
-        outcomes[found.name] += 1
+        newest, passed_over = files.newest_sound(folder)
+        assert not passed_over and np.all(files.read(newest)["w"] == files.step_of(newest))
+        outcomes[newest.name] += 1
         files.tidy(folder)
         assert sorted(folder.iterdir()) == [*files.candidates(folder)]
         saves(folder, 5)
@@ -355,11 +358,14 @@ def test_a_disk_that_fails_for_a_moment_loses_no_checkpoint(kept, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     read = whole_files.read
+
+    def fails_for_the_best(path, *arguments):
+        return fails(path) if path.parent.name == "step-00000001" else read(path, *arguments)
+
     for step, score in ((1, 0.9), (2, 0.1), (3, 0.2)):
         save(kept, step, score=score)
     with monkeypatch.context() as disk:
-        best = lambda path, *how: (fails if path.parent.name[-1] == "1" else read)(path, *how)  # noqa: E731
-        disk.setattr(whole_files, "read", best)
+        disk.setattr(whole_files, "read", fails_for_the_best)
         save(kept, 4)
     assert kept.best()[:2] == (0.9, 1)
     monkeypatch.setattr(whole_files, "sha256", fails)
@@ -369,7 +375,7 @@ def test_a_disk_that_fails_for_a_moment_loses_no_checkpoint(kept, monkeypatch):
 
 def test_a_folder_that_is_away_is_not_made_anew(kept, capsys):
     with Saver(kept) as saver:
-        saver.save(Place(1), {"w": tf.Variable(1.0)}, Settings())  # as where the disk is away
+        saver.save(Place(1), {"w": tf.Variable(1.0)}, Settings())  # the disk is away
         saver.wait()
         assert saver.failed == 1 and "is its disk mounted?" in capsys.readouterr().out
     assert not kept.folder.exists()
@@ -377,7 +383,8 @@ def test_a_folder_that_is_away_is_not_made_anew(kept, capsys):
 
 def test_a_last_save_that_comes_late_has_its_score(kept, capsys):
     kept.folder.mkdir()
-    weights, obstacle = {"w": tf.Variable(1.0)}, kept.folder / "step-00000001"
+    weights = {"w": tf.Variable(1.0)}
+    obstacle = kept.folder / "step-00000001"
     obstacle.touch()
     with Saver(kept) as saver:
         saver.save(Place(1), weights, Settings())
@@ -393,15 +400,22 @@ def test_all_that_a_run_counts_comes_back(kept):
 
     def state(start: int) -> State:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        made = State(model, optimizer.build(Settings(), model), "float16")
-        for number, variable in enumerate(map(raw, made.variables.values()), start):
-            variable.assign(tf.fill(variable.shape, tf.cast(number, variable.dtype)))
-        return made
+        state = State(model, optimizer.build(Settings(), model), "float16")
+        for number, variable in enumerate(state.variables.values(), start):
+            tensor = raw(variable)
+            tensor.assign(tf.fill(tensor.shape, tf.cast(number, tensor.dtype)))
+        return state
 
-    saved, restored = state(100), state(0)
+    saved = state(100)
+    restored = state(0)
     scale = saved.loss_scale
-    counters = [saved.step, saved.skipped]
-    counters += [scale.value, scale.sound_steps, scale.skipped_in_a_row]
+    counters = [
+        saved.step,
+        saved.skipped,
+        scale.value,
+        scale.sound_steps,
+        scale.skipped_in_a_row,
+    ]
     assert {id(v) for v in counters} < {id(raw(v)) for v in saved.variables.values()}
     kept.write(kept.copy(Place(100), saved.variables, Settings()))
     kept.restore(kept.find("auto"), restored.variables, Settings())

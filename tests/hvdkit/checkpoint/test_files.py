@@ -26,26 +26,28 @@ def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys):
         save(kept, step, float(step), score=step / 10)
     pristine = kept.folder.with_name("pristine")
     shutil.copytree(kept.folder, pristine)
-    draw, passed_over, tried = random.Random(9), 0, set()
+    draw = random.Random(9)
+    passed_over = 0
+    tried = set()
     for _ in range(200):
         shutil.rmtree(kept.folder)
         shutil.copytree(pristine, kept.folder)
         mutate = draw.choice(MUTATIONS)
-        victim = mutate(kept.folder, draw)  # None: step 4
+        victim = mutate(kept.folder, draw)  # None means step 4
         capsys.readouterr()
-        found = kept.find("auto")
-        said = capsys.readouterr().out
+        checkpoint = kept.find("auto")
+        printed = capsys.readouterr().out
         into = variables(-1.0)
-        kept.restore(found, into, Settings())
-        assert float(into["w/kernel"][1, 2]) == found.step, (mutate.__name__, found)
-        if found.step < 4:
+        kept.restore(checkpoint, into, Settings())
+        assert float(into["w/kernel"][1, 2]) == checkpoint.step, (mutate.__name__, checkpoint)
+        if checkpoint.step < 4:
             name = "step-00000004" if victim is None else victim
-            assert name in said and found.step == 3, (mutate.__name__, name, said)
+            assert name in printed and checkpoint.step == 3, (mutate.__name__, name, printed)
         best = kept.best()
         assert best is None or best.value == best.step / 10
         with contextlib.suppress(Stop):  # by name it is refused, or restored right
             assert restored(kept, str(kept.folder / "step-00000004")) == 4.0
-        passed_over += found.step < 4
+        passed_over += checkpoint.step < 4
         tried.add(mutate)
     assert passed_over > 100 and tried == {*MUTATIONS}
 
@@ -101,7 +103,7 @@ def a_file_instead_of_the_folder(folder, draw):
 def a_link_to_nowhere(folder, draw):
     victim = draw.choice([newest(folder, draw), folder / "step-00000004"])
     shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
-    victim.symlink_to(draw.choice([victim.name, "nowhere"]))  # to itself: a loop
+    victim.symlink_to(draw.choice([victim.name, "nowhere"]))  # itself, or nowhere
 
 
 def a_link_to_elsewhere(folder, draw):
@@ -129,10 +131,10 @@ def npz(save=np.savez, **members):
 
 def huge_header():
     """An array of 16 TB, says its header."""
-    said, lie = b"(1000,), }".ljust(19), b"(2000000000000,), }"
+    true_shape, lie = b"(1000,), }".ljust(19), b"(2000000000000,), }"
     whole = npz(w=np.zeros(1000))
-    assert said in whole
-    return whole.replace(said, lie)
+    assert true_shape in whole
+    return whole.replace(true_shape, lie)
 
 
 WHOLE = npz(w=np.zeros(9))

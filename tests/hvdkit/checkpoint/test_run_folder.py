@@ -29,15 +29,15 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
     """What a run writes, with weights that say whose they are: 100 * seed + step."""
     config = Settings(seed=seed, num_steps=num_steps, keep=keep, run_dir=str(run_dir))
     kept = Checkpoints(run_dir / "checkpoints", keep, ALONE)
-    found = kept.find(resume)
+    checkpoint = kept.find(resume)
     weight = tf.Variable(100.0 * seed)
-    if found:
-        kept.restore(found, {"w": weight}, config)
-    note = run_folder.begin(run_dir, found, config, evaluates_first=False)
+    if checkpoint:
+        kept.restore(checkpoint, {"w": weight}, config)
+    note = run_folder.begin(run_dir, checkpoint, config, evaluates_first=False)
     board = run_dir / "tensorboard" / f"events-{seed}-{stop_at}"
     board.parent.mkdir(exist_ok=True)
     board.touch()
-    for step in range(found.step + 1 if found else 1, (stop_at or num_steps) + 1):
+    for step in range(checkpoint.step + 1 if checkpoint else 1, (stop_at or num_steps) + 1):
         weight.assign(float(100 * (weight.numpy() // 100) + step))
         for name in ("metrics.jsonl", "gradients.jsonl"):
             with (run_dir / name).open("a") as file:
@@ -50,7 +50,7 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
     if not stop_at:
         for name in ("summary.json", "report.html", "predictions.png"):
             (run_dir / name).write_text(f"of seed {seed}")
-    return found, note
+    return checkpoint, note
 
 
 def steps(folder):
@@ -71,10 +71,10 @@ def used(tmp_path):
 def test_starting_anew_in_a_used_folder_then_going_on(used):
     """The new run keeps its checkpoints, and `auto` goes on from it and not from the old one."""
     (used / "trackers.json").touch()
-    found, note = train(used, 2, 6, every=2, keep=2, resume="never", stop_at=4)
-    assert found is None and not (used / "trackers.json").exists()
-    where = f"note: set aside in {used / 'aside-1'}: 4 checkpoints (of steps 2 to 8) and 8 records"
-    assert note.startswith(f"{where} (metrics.jsonl, gradients.jsonl, summary.json, ")
+    checkpoint, note = train(used, 2, 6, every=2, keep=2, resume="never", stop_at=4)
+    assert checkpoint is None and not (used / "trackers.json").exists()
+    assert f"set aside in {used / 'aside-1'}: 4 checkpoints (of steps 2 to 8)" in note
+    assert "8 records (metrics.jsonl, gradients.jsonl, summary.json, " in note
     assert steps(used / "checkpoints") == [2, 4]
     assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8]
     assert Checkpoints(used / "checkpoints", 2, ALONE).best()[:2] == (0.14, 4)
@@ -83,13 +83,13 @@ def test_starting_anew_in_a_used_folder_then_going_on(used):
     assert "--seed=1" in (used / "aside-1" / "config.cfg").read_text().splitlines()
     assert "--seed=2" in (used / "config.cfg").read_text().splitlines()
 
-    found, note = train(used, 2, 6, every=2, keep=2)
-    assert found.step == 4 and note == "" and not (used / "aside-2").exists()
+    checkpoint, note = train(used, 2, 6, every=2, keep=2)
+    assert checkpoint.step == 4 and note == "" and not (used / "aside-2").exists()
     state = files.read(used / "checkpoints" / "step-00000006")
     assert state["w"] == 206.0 and steps(used / "checkpoints") == [4, 6]
     # What was set aside can be gone on from: now it is the run of seed 2 that is set aside.
-    found, _ = train(used, 1, 9, every=1, resume=str(used / "aside-1"))
-    assert found.step == 8 and steps(used / "checkpoints") == [9]
+    checkpoint, _ = train(used, 1, 9, every=1, resume=str(used / "aside-1"))
+    assert checkpoint.step == 8 and steps(used / "checkpoints") == [9]
     assert files.read(used / "checkpoints" / "step-00000009")["w"] == 109.0
     assert steps(used / "aside-2" / "checkpoints") == [4, 6]
     assert len([*used.glob("tensorboard/*")]) == 1 and len([*used.glob("aside-2/*board/*")]) == 2
@@ -97,12 +97,12 @@ def test_starting_anew_in_a_used_folder_then_going_on(used):
 
 
 def test_an_ordinary_resume_shows_no_step_twice(tmp_path):
-    train(tmp_path, 1, 9, every=4, stop_at=7)  # killed: three steps were logged and not saved
+    train(tmp_path, 1, 9, every=4, stop_at=7)  # killed: three logged steps were not saved
     (tmp_path / "summary.json").write_text("of an earlier attempt")
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 7, "lo\xff')
-    found, note = train(tmp_path, 1, 9, every=4, stop_at=8)
-    assert found.step == 4 and note == "" and not (tmp_path / "summary.json").exists()
+    checkpoint, note = train(tmp_path, 1, 9, every=4, stop_at=8)
+    assert checkpoint.step == 4 and note == "" and not (tmp_path / "summary.json").exists()
     expected = [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     assert [x["step"] for x in json_lines(tmp_path / "metrics.jsonl")] == expected
     assert not list(tmp_path.glob("aside*")) and not list(tmp_path.glob("**/*.partial"))
@@ -112,35 +112,40 @@ def test_damaged_newer_checkpoints_are_set_aside_and_their_steps_saved_again(use
     folder = used / "checkpoints"
     (folder / "step-00000008" / "state.npz").write_bytes(b"damaged")
     (folder / "step-00000009").write_text("a file where a folder should be")
-    for left in (".step-00000009.partial", ".step-00000002.deleted"):  # by a kill
+    for left in (".step-00000009.partial", ".step-00000002.deleted"):  # a kill leaves these
         (folder / left).mkdir()
     (folder / "notes").write_text("mine")
-    found, note = train(used, 1, 9, every=1, keep=9)
-    assert found.step == 6 and "2 checkpoints (of steps 8 to 9)" in note and "records" not in note
+    checkpoint, note = train(used, 1, 9, every=1, keep=9)
+    assert (
+        checkpoint.step == 6 and "2 checkpoints (of steps 8 to 9)" in note and "records" not in note
+    )
     expected = ["notes", *(f"step-0000000{n}" for n in (2, 4, 6, 7, 8, 9))]
     assert sorted(p.name for p in folder.iterdir()) == expected
-    said = capsys.readouterr().out
-    assert "passed over" in said and "step-00000008/state.npz is damaged" in said
-    assert "step-00000009 is no checkpoint" in said
+    printed = capsys.readouterr().out
+    assert "passed over" in printed and "step-00000008/state.npz is damaged" in printed
+    assert "step-00000009 is no checkpoint" in printed
 
 
 def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):
     """As where the disk was not mounted then; what was there, and unsound, makes way."""
     old = tmp_path / "checkpoints" / "step-00000003"
     old.mkdir(parents=True)
-    how = {"evaluates_first": False, "listed": set()}
+
+    def begin(listed: set[str]) -> None:
+        run_folder.begin(tmp_path, None, Settings(), evaluates_first=False, listed=listed)
+
     with pytest.raises(NotNow, match="step-00000003, which was not there when this start looked"):
-        run_folder.begin(tmp_path, None, Settings(), **how)
+        begin(set())
     assert old.exists() and not (tmp_path / "config.cfg").exists()
-    run_folder.begin(tmp_path, None, Settings(), **how | {"listed": {old.name}})
+    begin({old.name})
     assert not old.exists() and (tmp_path / "aside-1/checkpoints" / old.name).exists()
 
 
 def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
-    monkeypatch.chdir(project.folder())  # from elsewhere, its paths would read as absolute ones
+    monkeypatch.chdir(project.folder())  # from elsewhere its paths would be absolute
     run_dir = tmp_path / "runs" / "new"
     config = Settings(run_dir=str(run_dir))
-    for _ in range(2):  # and none is made of a start that logged nothing
+    for _ in range(2):  # a start that logged nothing makes none
         assert run_folder.begin(run_dir, None, config, evaluates_first=False) == ""
     expected = {".lease", ".lock", "checkpoints", "config.cfg"}
     assert {p.name for p in run_dir.iterdir()} == expected
@@ -189,10 +194,16 @@ def test_a_copy_keeps_modes_and_leaves_out_links(tmp_path):
 def old_run(folder):
     """Checkpoints 2, 4, 6 of seed 1 and its records, with no TensorFlow at work."""
     for step in (2, 4, 6):
-        arrays = {"w": np.float32(100 + step)}
-        about = {"config": {"seed": 1}, "ranks": 1, "tensorflow": "", "samples": 0}
-        about |= {"passed_over": 0}
-        writing.write(folder / "checkpoints", step, arrays, **about)
+        writing.write(
+            folder / "checkpoints",
+            step,
+            {"w": np.float32(100 + step)},
+            config={"seed": 1},
+            ranks=1,
+            tensorflow="",
+            samples=0,
+            passed_over=0,
+        )
     for name in RECORDS:
         (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
     settings_lib.write(Settings(seed=1), folder / "config.cfg")
@@ -205,9 +216,13 @@ def asides(folder):
 @pytest.mark.parametrize("back_to", [None, 2])
 def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
     def begin(folder):
-        path = folder / "checkpoints" / f"step-0000000{back_to}"
-        found = run_folder.CheckpointInfo(path, Place(back_to), True, True) if back_to else None
-        run_folder.begin(folder, found, Settings(seed=2), evaluates_first=False)
+        checkpoint = None
+        if back_to:
+            path = folder / "checkpoints" / f"step-0000000{back_to}"
+            checkpoint = run_folder.CheckpointInfo(path, Place(back_to), True, True)
+        run_folder.begin(folder, checkpoint, Settings(seed=2), evaluates_first=False)
+
+    later = [step for step in (2, 4, 6) if step > (back_to or 0)]
 
     outcomes = Counter()
     for folder in killed_at_each(tmp_path, old_run, begin):
@@ -224,12 +239,17 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
 
         begin(folder)  # the same command again
         assert steps(folder / "checkpoints") == ([back_to] if back_to else [])
-        assert asides(folder) == {f"step-0000000{s}": 1 for s in (2, 4, 6) if s > (back_to or 0)}
-        kept = [x for p in folder.glob("aside-*/metrics.jsonl") for x in json_lines(p)]
-        assert {x["step"] for x in kept} == set(range(1, 8))
+        assert asides(folder) == {f"step-0000000{step}": 1 for step in later}
+        set_aside = set()
+        for records in folder.glob("aside-*/metrics.jsonl"):
+            set_aside.update(line["step"] for line in json_lines(records))
+        assert set_aside == set(range(1, 8))
         left = folder / "metrics.jsonl"
-        assert [x["step"] for x in json_lines(left)] == [1, 2] if back_to else not left.exists()
+        if back_to:
+            assert [line["step"] for line in json_lines(left)] == [1, 2]
+        else:
+            assert not left.exists()
         assert "--seed=2" in (folder / "config.cfg").read_text()
         assert not (folder / "summary.json").exists()
     print(f"killed at {sum(outcomes.values())} moments, newest left: {dict(outcomes)}")
-    assert set(outcomes) == {back_to or 0, *(s for s in (2, 4, 6) if s > (back_to or 0))}
+    assert set(outcomes) == {back_to or 0, *later}

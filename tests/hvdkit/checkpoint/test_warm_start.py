@@ -106,7 +106,8 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
     same(model.weights, there.weights)
     assert state.numpy().tolist() == [3, 1], "states of random layers are the new run's own"
     # Also inside another model.
-    x, inner = keras.Input((4, 3)), unnamed(70.0)
+    x = keras.Input((4, 3))
+    inner = unnamed(70.0)
     model = keras.Model(x, keras.layers.Dense(2, name="new")(inner(x)))
     assert list(warm_start.load(model, path, True)) == ["new/kernel", "new/bias"]
     assert inner.trainable_variables[0].numpy().flat[0] == 5.0
@@ -120,15 +121,15 @@ def averaged_run(folder, count, decay=0.0):
         gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
         state.apply(gradients, model.trainable_variables)
     save(folder / "checkpoints", model, step=count, state=state)
-    own = [v.numpy() for v in model.variables]
+    weights = [v.numpy() for v in model.variables]
     with state.averaged_weights():
-        return folder, own, [v.numpy() for v in model.variables]
+        return folder, weights, [v.numpy() for v in model.variables]
 
 
 def test_averages_of_another_run_on_request(tmp_path):
-    _, own, averages = averaged_run(tmp_path, 3, decay=0.5)
-    assert not np.array_equal(own[0], averages[0])
-    for wanted, values in ((False, own), (True, averages)):
+    _, weights, averages = averaged_run(tmp_path, 3, decay=0.5)
+    assert not np.array_equal(weights[0], averages[0])
+    for wanted, values in ((False, weights), (True, averages)):
         model = network(start=70.0)
         assert not warm_start.load(model, tmp_path, False, averages=wanted)
         same(model.variables, values)
@@ -168,7 +169,7 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
         (broken, False, r"\(NaN there\)"),
         (keras_file, True, r"a .keras file holds no average"),
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),
-        (lambda at: averaged_run(at, 0, decay=0.5)[0], True, NO_AVERAGE),  # yet zeros
+        (lambda at: averaged_run(at, 0, decay=0.5)[0], True, NO_AVERAGE),  # they are zeros so far
         (lambda at: at / "nothing", False, "nothing does not exist"),
     ],
 )
@@ -237,9 +238,9 @@ def test_what_a_task_holds_starts_from_there_too(tmp_path, capsys):
     task = starting(tmp_path, Holds(1.0))
     assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {5.0}
     assert float(task.adam.learning_rate) == 2.0 and int(task.draws.state[0]) == 1
-    said = capsys.readouterr().out
-    assert "of what the task holds, too: task/queue/0000, task/teacher/" in said
-    assert "is not used: task/counter/0000" in said and "left as made" not in said
+    printed = capsys.readouterr().out
+    assert "of what the task holds, too: task/queue/0000, task/teacher/" in printed
+    assert "is not used: task/counter/0000" in printed and "left as made" not in printed
     words = "task/queue/0000 ([3] there, [4] here). --init_skip_mismatched leaves"
     refused(lambda: starting(tmp_path, Holds(1.0, queue=4)), words)
     task = starting(tmp_path, Holds(1.0, queue=4), skip=True)
@@ -247,9 +248,9 @@ def test_what_a_task_holds_starts_from_there_too(tmp_path, capsys):
     # Of a run whose task held nothing.
     save(tmp_path / "plain" / "checkpoints", network(start=7.0))
     task = starting(tmp_path / "plain", Holds(1.0))
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert first_weights(task.teacher) == [1.0, 1.0]
-    assert "holds these, left as made: task/queue/0000 (missing there), task/teacher" in said
+    assert "holds these, left as made: task/queue/0000 (missing there), task/teacher" in printed
 
 
 def test_weights_of_another_vocabulary_are_refused(tmp_path, capsys):
@@ -268,13 +269,18 @@ def test_weights_of_another_vocabulary_are_refused(tmp_path, capsys):
 
 def test_the_best_to_start_from_is_by_the_tasks_mode(tmp_path, capsys):
     for step, score in ((1, 20.0), (2, 5.0)):
-        kept = save(tmp_path / "checkpoints", network(start=float(step)), step=step)
-        kept = dataclasses.replace(kept, measure={"main_metric": "mae", "main_metric_mode": "max"})
-        kept.add_score(of_step(step, score))
+        checkpoints = save(tmp_path / "checkpoints", network(start=float(step)), step=step)
+        measure = {"main_metric": "mae", "main_metric_mode": "max"}
+        checkpoints = dataclasses.replace(checkpoints, measure=measure)
+        checkpoints.add_score(of_step(step, score))
     for mode, start in (("max", 1.0), ("min", 2.0)):
         model = network()
-        how = {"task_state": TaskState(None, model), "metric": MainMetric("mae", mode)}
-        warm_start.start(model, Settings(init_from=str(tmp_path)), **how)
+        warm_start.start(
+            model,
+            Settings(init_from=str(tmp_path)),
+            task_state=TaskState(None, model),
+            metric=MainMetric("mae", mode),
+        )
         assert set(first_weights(model)) == {start}
 
 
@@ -284,11 +290,12 @@ FILE = CHECKS / "checks_warm_start.py"
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    env, found = {"WARM_RUNS": str(tmp_path_factory.mktemp("warm"))}, {}
+    env = {"WARM_RUNS": str(tmp_path_factory.mktemp("warm"))}
+    outcomes = {}
     for ranks, start in ((1, "check_one_"), (2, "check_two_")):
         names = [name for name in names_of_checks(FILE) if name.startswith(start)]
-        found |= run_checks([FILE], ranks, names=names, env=env)
-    return found
+        outcomes |= run_checks([FILE], ranks, names=names, env=env)
+    return outcomes
 
 
 @pytest.mark.parametrize("name", names_of_checks(FILE))
@@ -297,7 +304,8 @@ def test_real_runs(name, outcomes):
 
 
 def test_a_keras_file_holds_all_that_it_claims(tmp_path):
-    file, linked = tmp_path / "model.keras", io.BytesIO()
+    file = tmp_path / "model.keras"
+    linked = io.BytesIO()
     with h5py.File(linked, "w") as content:
         content["kernel"] = h5py.ExternalLink(tmp_path / "secret.h5", "/x")
     more = {
@@ -373,7 +381,8 @@ def no_place(content):
     ],
 )
 def test_a_hostile_keras_file_is_one_sentence_and_takes_no_memory(write, words, tmp_path):
-    file, weights = tmp_path / "model.keras", io.BytesIO()
+    file = tmp_path / "model.keras"
+    weights = io.BytesIO()
     with h5py.File(weights, "w") as content:
         content.create_group("layers/dense/vars").attrs["name"] = "dense"
         write(content)
@@ -383,7 +392,8 @@ def test_a_hostile_keras_file_is_one_sentence_and_takes_no_memory(write, words, 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ValueError, match=f"--init_from={file} cannot be read: .*{words}"):
         warm_start.load(model, file, False)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # KiB
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert used < 100 * 1024  # it is in KiB
 
 
 def test_no_model_of_a_keras_file_is_made(tmp_path):
@@ -406,7 +416,7 @@ def layers_with_kernels(rank: int = 0, alpha: float = 0.0) -> keras.Model:
     y = keras.layers.Embedding(9, 4, name="embedding")(x)
     y = keras.layers.Conv1D(5, 2, name="conv")(y)
     y = keras.layers.EinsumDense("abc,cd->abd", output_shape=(None, 3), name="einsum")(y)
-    y = keras.layers.Dropout(0.5)(y) if rank else y  # its state is no weight
+    y = keras.layers.Dropout(0.5)(y) if rank else y  # a dropout's state is no weight
     model = keras.Model(x, keras.layers.Dense(2, name="head")(y))
     for layer in model.layers if rank else ():
         if hasattr(layer, "enable_lora"):
@@ -417,7 +427,8 @@ def layers_with_kernels(rank: int = 0, alpha: float = 0.0) -> keras.Model:
 
 
 def test_lora_factors_of_a_run_are_merged_where_the_model_has_others(tmp_path):
-    tuned, words = layers_with_kernels(2, alpha=6.0), np.arange(12).reshape(2, 6) % 9
+    tuned = layers_with_kernels(2, alpha=6.0)
+    words = np.arange(12).reshape(2, 6) % 9
     save(tmp_path / "checkpoints", tuned)
     plain = layers_with_kernels()
     assert not warm_start.load(plain, tmp_path, False)
@@ -430,7 +441,7 @@ def test_lora_factors_of_a_run_are_merged_where_the_model_has_others(tmp_path):
     for rank, alpha in ((3, 6.0), (2, 2.0)):
         other = layers_with_kernels(rank, alpha)
         with pytest.raises(ValueError, match=r"lora_embeddings_a .missing there."):
-            warm_start.load(other, tmp_path, False)  # made with factors that change the outputs
+            warm_start.load(other, tmp_path, False)  # these factors change the outputs
         for layer in other.layers:
             if hasattr(layer, "enable_lora"):
                 layer.variables[-1].assign(0 * layer.variables[-1])
