@@ -13,9 +13,9 @@ PROGRAM = """
 from absl import app, logging
 from hvdkit import logs, settings
 import logging as python_logging
-def work(found):
+def work(config):
     logs.use()
-    logging.info("%d %%", found.num_steps)
+    logging.info("%d %%", config.num_steps)
     logging.debug("hidden")
     python_logging.getLogger("library").info("hidden too")
     logging.warning("careful")
@@ -29,8 +29,14 @@ def run(folder: Path, words: str, **env: str) -> subprocess.CompletedProcess:
     (folder / "train.py").write_text(PROGRAM)
     command = f'"{sys.executable}" train.py --num_steps=5 {words}'
     env["PYTHONPATH"] = str(Path(hvdkit.__file__).parents[1])
-    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 60}
-    return subprocess.run(["bash", "-c", command], **how)
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def test_lines_are_bare_text_on_rank_0_and_name_any_other(tmp_path):

@@ -17,8 +17,12 @@ OTHERS += ["top5_accuracy", "bleu", "explained_variance", "per_class_recall", "v
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_error_needs_a_mode(name):
     task = types.SimpleNamespace(main_metric=name)
-    words = (f'main_metric = "{name}" may be an error', 'main_metric_mode = "min"', 'else "max"')
-    refused(lambda: scores.of_task(task), *words)
+    refused(
+        lambda: scores.of_task(task),
+        f'main_metric = "{name}" may be an error',
+        'main_metric_mode = "min"',
+        '"max"',
+    )
     for mode in ("min", "max"):
         task.main_metric_mode = mode
         assert scores.of_task(task) == (name, mode)

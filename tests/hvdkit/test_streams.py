@@ -29,9 +29,9 @@ sys.exit(7 if streams.is_lost() else 0)
 WHOLE = "".join(f"{number}\n" for number in range(2000))
 
 
-def started(words: list[str], **how) -> subprocess.Popen:
-    how["env"] = os.environ | {"PYTHONPATH": str(Path(hvdkit.__file__).parents[1])}
-    return subprocess.Popen(words, **how)
+def started(words: list[str], **options) -> subprocess.Popen:
+    options["env"] = os.environ | {"PYTHONPATH": str(Path(hvdkit.__file__).parents[1])}
+    return subprocess.Popen(words, **options)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_the_program_goes_on_and_its_file_is_whole(tmp_path: Path, output, code,
 def test_a_pipe_that_does_not_wait_loses_nothing(tmp_path: Path, kind: str):
     """As another program may leave a terminal that it shares."""
     reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # less than what is written
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # the limit is less than what is written
     os.set_blocking(writing, False)
     process = started([sys.executable, "-c", RUN, str(tmp_path / "file"), kind], stdout=writing)
     os.close(writing)
@@ -90,7 +90,8 @@ def test_a_run_waits_for_no_reader_and_its_lines_come_later(tmp_path: Path):
     words = [sys.executable, "-c", RUN, f"{tmp_path}/file", "run"]
     process = started(words, stdout=writer, stderr=subprocess.DEVNULL)
     os.close(writer)
-    file, end = tmp_path / "file", time.monotonic() + 60
+    file = tmp_path / "file"
+    end = time.monotonic() + 60
     while not (file.exists() and file.read_text() == WHOLE):
         assert time.monotonic() < end, "the run waits for its reader"
         time.sleep(0.05)

@@ -12,7 +12,7 @@ from hvdkit.checkpoint import lease
 from hvdkit.settings.project import ENGINE
 
 RECORD = ".written-by-hvdkit.json"
-NAMES = ("model", "card", "onnx")  # a folder, a file, a file that is not written again
+NAMES = ("model", "card", "onnx")  # the last file is not written again
 
 
 def made_anew(folder: Path, text: str, *names: str) -> None:
@@ -206,8 +206,8 @@ OF_OURS = {
 def test_foreign_json_is_read_in_one_place():
     for text in ("[" * 100_000, '{"a": ', b"\xff", "9" * 5000):
         refused(lambda text=text: whole_files.from_json(text, "a.json"), "a.json is no JSON that")
-    found = set()
+    files_with_it = set()
     for file in ENGINE.rglob("*.py"):
         if re.search(r"\bjson\.loads?\(", file.read_text()):
-            found.add(str(file.relative_to(ENGINE)))
-    assert found == OF_OURS | {"whole_files.py"}
+            files_with_it.add(str(file.relative_to(ENGINE)))
+    assert files_with_it == OF_OURS | {"whole_files.py"}

@@ -14,7 +14,8 @@ from hvdkit.evaluate import metrics
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_top_k_counts_ties_as_scikit_learn_does(k):
     rng = np.random.default_rng(3)
-    labels, shape = rng.integers(9, size=500), (500, 9)
+    labels = rng.integers(9, size=500)
+    shape = (500, 9)
     for scores in (rng.normal(size=shape), rng.integers(3, size=shape) / 2, np.ones(shape)):
         hits = metrics.in_top(tf.constant(labels), tf.constant(scores), k).numpy()
         assert hits.mean() == top_k_accuracy_score(labels, scores, k=k, labels=range(9))
@@ -29,11 +30,11 @@ def test_nan_scores_are_no_hit():
 
 def test_figures_of_each_class():
     confusion = np.array([[8, 2, 0], [4, 1, 0], [0, 0, 0]])
-    found = metrics.class_figures(confusion)
-    assert found["labels"] == [10, 5, 0]
-    assert found["recall"][:2] == [0.8, 0.2] and np.isnan(found["recall"][2])
-    np.testing.assert_allclose(found["precision"][:2], [8 / 12, 1 / 3])
-    np.testing.assert_allclose(found["iou"][:2], [8 / 14, 1 / 7])
+    figures = metrics.class_figures(confusion)
+    assert figures["labels"] == [10, 5, 0]
+    assert figures["recall"][:2] == [0.8, 0.2] and np.isnan(figures["recall"][2])
+    np.testing.assert_allclose(figures["precision"][:2], [8 / 12, 1 / 3])
+    np.testing.assert_allclose(figures["iou"][:2], [8 / 14, 1 / 7])
 
 
 def test_classes_are_named_as_either_split_names_them():
@@ -47,7 +48,7 @@ def test_classes_are_named_as_either_split_names_them():
     "changed",
     [
         lambda most, errors: keras.ops.maximum(most, keras.ops.max(errors)),
-        lambda means, errors: means + keras.ops.mean(errors),  # depends on the size of batches
+        lambda means, errors: means + keras.ops.mean(errors),  # it depends on the size of batches
     ],
 )
 def test_a_keras_metric_whose_state_is_no_sum_is_refused(changed):

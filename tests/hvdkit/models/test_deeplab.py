@@ -47,8 +47,8 @@ def test_parameters(model):
 
 def test_rates_are_the_papers(model):
     """Output stride 16 and rates 6, 12 and 18; the backbone's are compared with Keras's below."""
-    found = {x.name: x for x in model.layers if isinstance(x, keras.layers.Conv2D)}
-    rates = [x.dilation_rate[0] for n, x in found.items() if n.startswith("aspp_rate")]
+    convolutions = {x.name: x for x in model.layers if isinstance(x, keras.layers.Conv2D)}
+    rates = [x.dilation_rate[0] for n, x in convolutions.items() if n.startswith("aspp_rate")]
     assert rates == [6, 12, 18]
     norms = [x for x in model.layers if isinstance(x, keras.layers.BatchNormalization)]
     assert len(norms) == 53 + 9 and len({(x.epsilon, x.momentum) for x in norms}) == 1
@@ -80,7 +80,8 @@ def test_it_can_be_saved(tmp_path):
     image = keras.Input((None, None, 3))
     small = keras.Model(image, deeplab._pyramid(Preprocess()(image)))
     small.save(tmp_path / "model.keras")
-    again, picture = keras.models.load_model(tmp_path / "model.keras"), inputs(4, 6)["image"]
+    again = keras.models.load_model(tmp_path / "model.keras")
+    picture = inputs(4, 6)["image"]
     assert again.output.shape == (None, None, None, 256)
     np.testing.assert_allclose(again(picture), small(picture), atol=1e-6)
 
@@ -91,8 +92,8 @@ def test_the_last_block_is_keras_applications_with_other_rates(model):
     for layer in theirs.layers:
         layer.set_weights(model.get_layer(layer.name).get_weights() if layer.weights else [])
     place = "conv5_block3_out"
-    assert model.backbone == place  # up to it, --backbone_weights fills it
-    own = keras.Model(model.inputs[0], model.get_layer(place).output)
+    assert model.backbone == place  # --backbone_weights fills layers up to it
+    ours = keras.Model(model.inputs[0], model.get_layer(place).output)
     image = inputs(64, 96)["image"]
 
     def set_rates(network, stride, rates):
@@ -101,13 +102,17 @@ def test_the_last_block_is_keras_applications_with_other_rates(model):
         for unit, rate in enumerate(rates, 1):
             network.get_layer(f"conv5_block{unit}_2_conv").dilation_rate = (rate, rate)
 
-    seen = image / 127.5 - 1.0
-    atrous, plain = own(image).numpy(), theirs(seen).numpy()
+    def near(one: np.ndarray, other: np.ndarray) -> None:
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
+
+    scaled = image / 127.5 - 1.0
+    atrous = ours(image).numpy()
+    plain = theirs(scaled).numpy()
     set_rates(theirs, 1, (2, 4, 8))
-    set_rates(own, 2, (1, 1, 1))
+    set_rates(ours, 2, (1, 1, 1))
     try:
-        for ours, them in ((atrous, theirs(seen).numpy()), (own(image).numpy(), plain)):
-            np.testing.assert_allclose(ours, them, rtol=0, atol=1e-5 * np.abs(them).max())
+        near(atrous, theirs(scaled).numpy())
+        near(ours(image).numpy(), plain)
     finally:
-        set_rates(own, 1, (2, 4, 8))
+        set_rates(ours, 1, (2, 4, 8))
     assert atrous.shape[1:3] == (4, 6) and plain.shape[1:3] == (2, 3)

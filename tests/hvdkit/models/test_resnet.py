@@ -51,23 +51,26 @@ def test_resnet50_begins_as_its_paper_says(resnet50):
         assert set(layer.get_weights()[0]) == {0.0 if name.endswith("_3_bn") else 1.0}
     kernel, bias = weights["logits"]
     assert kernel.std() == pytest.approx(0.01, rel=0.01) and not bias.any()
-    strided = [x.name for x in resnet50.layers if getattr(x, "strides", (1,))[0] == 2]
-    own = [f"stage{n}_block1_{part}_conv" for n in (2, 3, 4) for part in ("shortcut", "2")]
-    assert sorted(x for x in strided if "pool" not in x) == sorted(["stem_conv", *own])
+    strided = {x.name for x in resnet50.layers if getattr(x, "strides", (1,))[0] == 2}
+    expected = {"stem_conv"}
+    for stage in (2, 3, 4):
+        expected |= {f"stage{stage}_block1_shortcut_conv", f"stage{stage}_block1_2_conv"}
+    assert {name for name in strided if "pool" not in name} == expected
 
 
 def test_resnet50_computes_what_keras_applications_does_with_its_strides(resnet50):
     """Sizes are odd, for which Keras's own padding is the same on all sides, as Torch's always."""
-    how = {"weights": None, "input_shape": (65, 65, 3), "classifier_activation": None}
-    theirs, rng = keras.applications.ResNet50(**how), np.random.default_rng(0)
-    called = {"stem": "conv1", "shortcut": "0", "logits": "predictions"}
+    theirs = keras.applications.ResNet50(
+        weights=None, input_shape=(65, 65, 3), classifier_activation=None
+    )
+    rng = np.random.default_rng(0)
     for layer in [layer for layer in resnet50.layers if layer.weights]:
-        name = re.sub(r"stage(\d)", lambda found: f"conv{int(found[1]) + 1}", layer.name)
-        name = re.sub("|".join(called), lambda found: called[found[0]], name)
+        name = name_in_keras(layer.name)
         weights = layer.get_weights()
         if name.endswith("_bn"):
-            low, high = ([0.5], [-0.2], [-0.2], [0.5]), ([1.0], [0.2], [0.2], [1.5])
-            weights = rng.uniform(low, high, np.shape(weights))
+            ranges = ((0.5, 1.0), (-0.2, 0.2), (-0.2, 0.2), (0.5, 1.5))
+            shape = weights[0].shape
+            weights = [rng.uniform(low, high, shape) for low, high in ranges]
             layer.set_weights(weights)
         elif name.endswith("_conv"):
             assert layer.padding == "valid"  # zeros are added apart
@@ -80,6 +83,14 @@ def test_resnet50_computes_what_keras_applications_does_with_its_strides(resnet5
     np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
+def name_in_keras(name: str) -> str:
+    """stage1_block2_shortcut_bn is conv2_block2_0_bn there."""
+    name = re.sub(r"stage(\d)", lambda match: f"conv{int(match[1]) + 1}", name)
+    for part, theirs in (("stem", "conv1"), ("shortcut", "0"), ("logits", "predictions")):
+        name = name.replace(part, theirs)
+    return name
+
+
 @pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith("resnet5")])
 def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_path):
     model = MODELS[name](16, 7, 0.2)
@@ -87,7 +98,7 @@ def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_
         "image": tf.random.stateless_uniform([2, 16, 16, 3], [1, 2], 0, 255),
         "key": tf.zeros([2, 2], tf.int32),
     }
-    assert [x.name for x in model.inputs] == list(inputs)  # as pictures of the model name them
+    assert [x.name for x in model.inputs] == list(inputs)  # pictures of the model show these names
     logits = model(inputs)
     assert logits.shape == (2, 7) and logits.dtype == tf.float32
     model.save(tmp_path / "model.keras")
@@ -97,14 +108,16 @@ def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_
 
 
 def test_blocks_that_stride_and_widen_keep_every_second_pixel():
-    x, image = keras.Input((4, 4, 2)), np.arange(32, dtype=np.float32).reshape(1, 4, 4, 2)
+    x = keras.Input((4, 4, 2))
+    image = np.arange(32, dtype=np.float32).reshape(1, 4, 4, 2)
     out = keras.Model(x, resnet._shortcut(x, 5, strides=2))(image)
     np.testing.assert_array_equal(out, np.pad(image[:, ::2, ::2], [(0, 0)] * 3 + [(0, 3)]))
 
 
 def test_accuracy_and_top_5():
     task = classification.Task(CONFIG)
-    logits = tf.constant(np.tile(np.arange(10.0, 0.0, -1.0), (4, 1)))  # 0 is likeliest, then 1
+    # Class 0 is likeliest, then class 1.
+    logits = tf.constant(np.tile(np.arange(10.0, 0.0, -1.0), (4, 1)))
     sums = task.sums(logits, tf.constant([0, 4, 5, 9], tf.int64))
     figures = task.metrics({k: v.numpy() for k, v in sums.items()})
     assert figures == {"accuracy": 0.25, "top5_accuracy": 0.5}
@@ -122,25 +135,29 @@ def test_accuracy_and_top_5():
 def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
     format, mirror, mirrored
 ):
-    settings = {"data_format": format, "mirror": mirror, "image_size": 16}
+    config = dataclasses.replace(CONFIG, data_format=format, mirror=mirror, image_size=16)
     ramp = tf.constant(np.tile(np.arange(16, dtype=np.uint8)[:, None] * 9, (16, 1, 3)))
-    for smallest in (None, 0.9):  # moved, and cut
-        task, falls = classification.Task(dataclasses.replace(CONFIG, **settings)), 0
+    sample = {"image": ramp, "label": tf.constant(0)}
+    for smallest in (None, 0.9):  # pictures are moved, then cut
+        task = classification.Task(config)
         assert task.smallest is None
         task.smallest = smallest
-        sample = {"image": ramp, "label": tf.constant(0)}
+        falls = 0
         for number in range(12):
             drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
-            falls += int(drawn[8, 4, 0] > drawn[8, 11, 0])
-        assert (0 < falls < 12) == mirrored and (mirrored or not falls)
+            if drawn[8, 4, 0] > drawn[8, 11, 0]:
+                falls += 1
+        assert (0 < falls < 12) if mirrored else falls == 0
 
 
 def test_packed_digits_are_not_mirrored_either(tmp_path):
     for split in ("train", "val"):
         pack.pack(Digits(None, split), tmp_path, split)
-    settings = {"data_format": "records", "data_dir": str(tmp_path), "num_classes": 10}
+    config = dataclasses.replace(
+        CONFIG, data_format="records", data_dir=str(tmp_path), num_classes=10
+    )
     for mirror, mirrored in (("auto", False), ("on", True)):
-        task = classification.Task(dataclasses.replace(CONFIG, mirror=mirror, **settings))
+        task = classification.Task(dataclasses.replace(config, mirror=mirror))
         task.sources()
         assert task.mirror == mirrored
 

@@ -31,7 +31,8 @@ class Page:
         texts = re.sub(r"<[^>]*>", "\n", re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL))
         self.text = html.unescape(texts).split("\n")
         self.links = re.findall(r' (?:src|href|xlink:href)="([^"]*)"', page)
-        self.figures = [*map(html.unescape, re.findall(r' aria-label="([^"]*)"', page))]
+        labels = re.findall(r' aria-label="([^"]*)"', page)
+        self.figures = [html.unescape(label) for label in labels]
 
 
 def page_of(folder: Path) -> Page:
@@ -39,7 +40,7 @@ def page_of(folder: Path) -> Page:
 
 
 def call(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hvdkit", *map(str, words)]
+    command = [sys.executable, "-m", "hvdkit", *(str(word) for word in words)]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=100)
 
 
@@ -53,17 +54,17 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
-    found = page_of(trained)
+    page = page_of(trained)
     summary = json.loads((trained / "summary.json").read_text())
-    shown = " ".join(found.text)
-    for text in (summary["weights_sha256"], "2 ranks on 1 host(s)", "6 of 6", "blank"):
-        assert text in shown, text
-    assert {"training", "validation"} <= {*found.text}  # both losses, in one plot
-    assert all(link.startswith(("data:", "#")) for link in found.links), found.links
-    page = (trained / "report.html").read_text()
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:;" in page
-    assert "<script" not in page and "script-src" not in page
-    assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(found.figures)
+    text = " ".join(page.text)
+    for words in (summary["weights_sha256"], "2 ranks on 1 host(s)", "6 of 6", "blank"):
+        assert words in text, words
+    assert {"training", "validation"} <= {*page.text}  # one plot has both losses
+    assert all(link.startswith(("data:", "#")) for link in page.links), page.links
+    assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(page.figures)
+    markup = (trained / "report.html").read_text()
+    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:;" in markup
+    assert "<script" not in markup and "script-src" not in markup
 
 
 def test_profiled_steps_have_a_record_on_each_rank_and_a_table_in_the_page(trained):
@@ -87,7 +88,7 @@ def made_up(folder: Path, lines: list[dict], starts: list[dict], **summary) -> P
     folder.mkdir(parents=True)
     (folder / "config.cfg").write_text("# settings\n--task=t\n--num_steps=100\n--nobenchmark\n")
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "lo')  # cut by a kill
+    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "lo')  # a kill cut this line
     (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary))
@@ -104,7 +105,7 @@ def test_time_lost_is_from_the_last_record_kept_to_the_next_start(tmp_path):
     starts += [{"step": 20, "time": 180.0, "where": "3 ranks"}]
     run = records.read(made_up(tmp_path / "run", lines, starts))
     text = "".join(report.faults(run))
-    assert "0:01:00" in text and "3 ranks" in text  # 120 to 180: work that was lost, and the break
+    assert "0:01:00" in text and "3 ranks" in text  # 120 to 180: lost work, and the break
 
 
 def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
@@ -112,22 +113,24 @@ def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
     lines[7]["loss"] = None
     lines += [{"step": 5, "eval_loss": None, "eval_miou": 0.5, "eval_iou_0": None, "time": 9.0}]
     folder = made_up(tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}])
-    names, counts = ["<script>", "$one^", "漢字\udce9"], np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]])
+    names = ["<script>", "$one^", "漢字\udce9"]
+    counts = np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]])
     metrics.write_confusion(folder / "confusion.csv", names, counts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert report.main(["hvdkit report", str(folder)]) == 0
-    found = page_of(folder)
-    shown = " ".join(found.text)
-    for text in ("$one^", "漢字", "<script>", "<i>", '<b>"&: not ended, step 29,999'):
-        assert text in shown, text
-    assert "IoU of each class" in found.figures
+    page = page_of(folder)
+    text = " ".join(page.text)
+    for words in ("$one^", "漢字", "<script>", "<i>", '<b>"&: not ended, step 29,999'):
+        assert words in text, words
+    assert "IoU of each class" in page.figures
     assert (folder / "report.html").stat().st_size < 600_000
 
 
 def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys):
     """A page that cannot be written does not end the run."""
-    other, page = tmp_path / "other", tmp_path / "compared.html"
+    other = tmp_path / "other"
+    page = tmp_path / "compared.html"
     shutil.copytree(trained, other, ignore=shutil.ignore_patterns("report.html"))
     with (other / "config.cfg").open("a") as file:
         file.write("--base_lr=0.5\n")
@@ -135,12 +138,12 @@ def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys
     (other / "summary.json").write_text(json.dumps(summary | {"weights_sha256": "0" * 64}))
     loop._report(tmp_path)
     assert "note: no report: ValueError" in capsys.readouterr().out
-    found = call("compare", trained, other, f"--html={page}", "--score=0.01")
-    assert found.returncode == 1, found.stderr
-    rows = {line.split("  ")[0]: line for line in found.stdout.splitlines()}
+    compared = call("compare", trained, other, f"--html={page}", "--score=0.01")
+    assert compared.returncode == 1, compared.stderr
+    rows = {line.split("  ")[0]: line for line in compared.stdout.splitlines()}
     assert rows["--base_lr"].split()[1:] == [records.read(trained).settings["base_lr"], "0.5"]
     assert "--run_dir" not in rows and "--task" not in rows
-    assert re.search(r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", found.stdout)
+    assert re.search(r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", compared.stdout)
     drawn = Page(page.read_text())
     report = (trained / "report.html").read_bytes()
     other_page = call("compare", trained, other, f"--html={trained}/report.html")
@@ -151,38 +154,44 @@ def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys
 
 
 def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
-    start = {"step": 0, "time": 1.0, "ranks": 1}
-    runs = []
-    for score, name in (("miou", "a"), ("accuracy", "\udcff")):
-        lines = [step(1, 2.0), {"step": 1, "eval_loss": 1.0, f"eval_{score}": 0.5, "time": 3.0}]
-        runs.append(made_up(tmp_path / name, lines, [start | {"score": score}]))
-    found = call("compare", *runs, f"--html={tmp_path}/page.html")
-    assert "Traceback" not in found.stderr and f"page: {tmp_path}" in found.stdout, found.stderr
+    def run_of(name: str, score: str) -> Path:
+        start = {"step": 0, "time": 1.0, "ranks": 1, "score": score}
+        evaluation = {"step": 1, "eval_loss": 1.0, f"eval_{score}": 0.5, "time": 3.0}
+        return made_up(tmp_path / name, [step(1, 2.0), evaluation], [start])
+
+    one = run_of("a", "miou")
+    other = run_of("\udcff", "accuracy")
+    compared = call("compare", one, other, f"--html={tmp_path}/page.html")
+    assert "Traceback" not in compared.stderr, compared.stderr
+    assert f"page: {tmp_path}" in compared.stdout
     # 0.5 of mIoU is not 0.5 of accuracy: no row says which was first, unless it is asked for.
-    assert "to a score of" not in found.stdout
-    assert "to a score of 0.4" in call("compare", *runs, "--score=0.4").stdout
-    command = f"{sys.executable} -m hvdkit compare {runs[0]} {runs[0]} | true"
+    assert "to a score of" not in compared.stdout
+    assert "to a score of 0.4" in call("compare", one, other, "--score=0.4").stdout
+    command = f"{sys.executable} -m hvdkit compare {one} {one} | true"
     head = subprocess.run(["sh", "-c", command], cwd=PROJECT, capture_output=True, timeout=100)
-    assert not head.stderr  # no traceback when only the first lines are read
+    assert not head.stderr  # a pipe that closes early leaves no traceback
 
 
 def test_of_an_error_the_lowest_is_the_best_of_a_run(tmp_path):
-    start, runs = {"step": 0, "time": 1.0, "score": "mae", "score_mode": "min"}, []
-    for name, errors in (("a", (9.0, 2.0, 5.0)), ("b", (4.0, 3.0, 8.0))):
+    def run_of(name: str, errors: list[float]) -> Path:
+        start = {"step": 0, "time": 1.0, "score": "mae", "score_mode": "min"}
         lines = [step(1, 2.0)]
         for number, error in enumerate(errors, start=1):
             lines.append(
                 {"step": number, "eval_loss": 1.0, "eval_mae": error, "time": 3.0 + number}
             )
-        runs.append(made_up(tmp_path / name, lines, [start]))
-    said = call("compare", *runs).stdout
-    assert re.search(r"best score +mae 2.0000, step 2 +mae 3.0000, step 2", said), said
+        return made_up(tmp_path / name, lines, [start])
+
+    one = run_of("a", [9.0, 2.0, 5.0])
+    other = run_of("b", [4.0, 3.0, 8.0])
+    table = call("compare", one, other).stdout
+    assert re.search(r"best score +mae 2.0000, step 2 +mae 3.0000, step 2", table), table
     # Both have the worse of their bests.
-    assert re.search(r"to a score of 3 +step 2, 4.0 s +step 2, 4.0 s", said), said
-    call("report", runs[0])
-    assert "mae (the lowest is the best): 2.0000, of step 2" in page_of(runs[0]).text
-    said = call("compare", *runs, "--score=4").stdout
-    assert re.search(r"to a score of 4 +step 2, 4.0 s +step 1, 3.0 s", said), said
+    assert re.search(r"to a score of 3 +step 2, 4.0 s +step 2, 4.0 s", table), table
+    call("report", one)
+    assert "mae (the lowest is the best): 2.0000, of step 2" in page_of(one).text
+    table = call("compare", one, other, "--score=4").stdout
+    assert re.search(r"to a score of 4 +step 2, 4.0 s +step 1, 3.0 s", table), table
 
 
 def test_of_equal_scores_the_lower_loss_is_the_best_of_a_run(tmp_path):
@@ -194,9 +203,8 @@ def test_of_equal_scores_the_lower_loss_is_the_best_of_a_run(tmp_path):
     run = records.read(made_up(tmp_path / "run", lines, [start]))
     assert run.best().step == 2
     # What the run itself found out counts, where it ended: it knows what its scores measure.
-    summary = {"step": 4, "best_score": 0.4, "best_step": 3}
-    run = records.read(made_up(tmp_path / "ended", lines, [start], **summary))
-    assert run.best()[:2] == (0.4, 3)
+    ended = made_up(tmp_path / "ended", lines, [start], step=4, best_score=0.4, best_step=3)
+    assert records.read(ended).best()[:2] == (0.4, 3)
 
 
 def test_a_switch_whose_name_begins_with_no_is_read_as_it_is(tmp_path, monkeypatch):

@@ -24,30 +24,30 @@ def test_ten_windows_of_equally_many_steps_end_with_the_run(first, last, warm_up
     ends = speed.window_ends(first, last)
     assert list(np.diff(ends)) == [window] * 10
     assert (ends[0] - first, ends[-1]) == (warm_up, last)
-    assert not speed.window_ends(first, first + 14)  # too few
+    assert not speed.window_ends(first, first + 14)  # these are too few
 
 
 def test_spread_of_rates():
     rates = np.random.default_rng(1).lognormal(5, 0.3, speed.WINDOWS)
-    found = speed.spread(rates)
+    spread = speed.spread(rates)
     error = scipy.stats.sem(rates)
     low, high = scipy.stats.t.interval(0.95, len(rates) - 1, loc=rates.mean(), scale=error)
-    assert found["mean"] == pytest.approx(rates.mean(), rel=1e-12)
-    assert found["interval_95"] == pytest.approx([low, high], rel=1e-6)
-    assert found["median"] == np.median(rates)
+    assert spread["mean"] == pytest.approx(rates.mean(), rel=1e-12)
+    assert spread["interval_95"] == pytest.approx([low, high], rel=1e-6)
+    assert spread["median"] == np.median(rates)
     # SciPy's "normal" divides by a quantile; 1.4826 are the first digits of its inverse.
     scale = scipy.stats.median_abs_deviation(rates, scale="normal")
-    assert found["jitter"] == pytest.approx(scale, rel=1e-4)
+    assert spread["jitter"] == pytest.approx(scale, rel=1e-4)
 
 
 def test_resnet50_is_counted_as_published():
     """GFLOPS, of multiply-adds, in the file of torchvision's weights."""
-    made = classification.MODELS["resnet50"](224, 1000, 0.0)
-    counted = speed.forward_flops(made, {"image": tf.TensorSpec([2, 224, 224, 3])})
+    model = classification.MODELS["resnet50"](224, 1000, 0.0)
+    counted = speed.forward_flops(model, {"image": tf.TensorSpec([2, 224, 224, 3])})
     assert counted / 2 / 2e9 == pytest.approx(4.089, rel=0.02)
 
 
-X = (2, 16, 12, 8)  # a batch
+X = (2, 16, 12, 8)  # the shape of a batch
 LAYERS = {
     "strided": (layers.Conv2D(5, 3, 2, "same"), 2 * 8 * 6 * 5 * 9 * 8),
     # Sizes that 5 does not divide: TensorFlow computes more, which does not count.
@@ -69,7 +69,8 @@ def test_products_of_layers(name):
 def test_attention_and_functions_are_counted_and_loops_are_not():
     x = keras.Input((16, 8))
     model = keras.Model(x, layers.MultiHeadAttention(2, 4)(x, x))
-    projections, scores = 4 * 16 * 8 * 8, 2 * 2 * 16 * 16 * 4
+    projections = 4 * 16 * 8 * 8
+    scores = 2 * 2 * 16 * 16 * 4
     assert speed.forward_flops(model, tf.TensorSpec([3, 16, 8])) == 2 * 3 * (projections + scores)
     product = tf.function(lambda x: x @ x)
     twice = tf.function(lambda x: product(x) + product(x))

@@ -1,5 +1,6 @@
 """Records and trackers of a run: speeds are of training alone, by a clock that the test turns."""
 
+import contextlib
 import json
 import os
 import resource
@@ -27,82 +28,88 @@ def opened(folder, first_step=0) -> telemetry.Telemetry:
     return telemetry.Telemetry(config, World(0, 1, 0, 1), sampler)
 
 
-def log(made: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:
-    made.step(step, FIGURES, losses=[1.0], waited=waited, times={})
+def log(writer: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:
+    writer.step(step, FIGURES, losses=[1.0], waited=waited, times={})
 
 
 def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with opened(tmp_path, first_step=10) as made:
+    with opened(tmp_path, first_step=10) as writer:
         now += 20.0
-        log(made, 20, waited=5.0)  # 80 samples in 20 s
-        assert made.median_speed() is None  # it holds the start
-        with made.not_training():
+        log(writer, 20, waited=5.0)  # 80 samples in 20 s
+        assert writer.median_speed() is None  # the interval holds the start
+        with writer.not_training():
             now += 300.0
         now += 5.0
-        log(made, 25)  # 40 samples in 5 s
+        log(writer, 25)  # 40 samples in 5 s
         now += 10.0
-        log(made, 30, waited=10.0)  # 40 samples in 10 s
+        log(writer, 30, waited=10.0)  # 40 samples in 10 s
     lines = json_lines(tmp_path / "metrics.jsonl")
     assert [line["samples_per_second"] for line in lines] == [4.0, 8.0, 4.0]
     assert [line["data_wait"] for line in lines] == [0.25, 0.0, 1.0]
-    assert made.median_speed() == 6.0  # of 8 and 4
+    assert writer.median_speed() == 6.0  # the median of 8 and 4
 
 
 def test_one_note_says_that_a_run_waits_for_its_data(tmp_path, capsys):
-    with opened(tmp_path) as made:
-        for step, waited in enumerate((9.0, 0.0, 9.0, 9.0), start=1):  # 1: nothing is read ahead
+    with opened(tmp_path) as writer:
+        # Nothing is read ahead of step 1.
+        for step, waited in enumerate((9.0, 0.0, 9.0, 9.0), start=1):
             time.sleep(0.01)
-            log(made, step, waited)
+            log(writer, step, waited)
             printed = capsys.readouterr().out
-            said = "input-bound: rank 0 waited for data 100% of the time" in printed
-            assert said == (step == 3)
+            is_noted = "input-bound: rank 0 waited for data 100% of the time" in printed
+            assert is_noted == (step == 3)
     waits = [line["data_wait"] for line in json_lines(tmp_path / "metrics.jsonl")]
     assert [wait == 0 for wait in waits] == [False, True, False, False]
 
 
 def test_a_loss_that_nobody_would_want_is_noted_once(tmp_path, capsys):
-    with opened(tmp_path) as made:
+    with opened(tmp_path) as writer:
         for step, loss in enumerate((2.0, 8.0, 7.0, 8.0, 8.0, 2e6), start=1):
-            made.step(step, FIGURES | {"loss": loss}, losses=[1.0], waited=0.0, times={})
+            writer.step(step, FIGURES | {"loss": loss}, losses=[1.0], waited=0.0, times={})
     printed = capsys.readouterr().out
     assert printed.count("has risen from 2 to 8") == 1 and printed.count("the loss is 2e+06") == 1
 
 
 def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, capsys):
     """A limit of the file's size stands for the disk: it takes half a line, and then nothing."""
-    file, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
-    with opened(tmp_path) as made:
-        log(made, 1)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, before[1]))
+    file = tmp_path / "metrics.jsonl"
+
+    @contextlib.contextmanager
+    def full_after(size: int):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        _, hard = before
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         try:
-            log(made, 2)
-            assert file.read_text().count("\n") == 1 < len(file.read_text().splitlines())
-            log(made, 3)
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        log(made, 4)
-        limits = resource.RLIMIT_FSIZE, (file.stat().st_size, before[1])
-        resource.setrlimit(*limits)
-        log(made, 5)
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)  # and no line comes after it
+
+    with opened(tmp_path) as writer:
+        log(writer, 1)
+        with full_after(file.stat().st_size + 20):
+            log(writer, 2)
+            assert file.read_text().count("\n") == 1 < len(file.read_text().splitlines())
+            log(writer, 3)
+        log(writer, 4)
+        with full_after(file.stat().st_size):
+            log(writer, 5)  # no line comes after it
     assert [line["step"] for line in json_lines(file)] == [1, 2, 3, 4, 5]
-    with opened(tmp_path) as made:
-        resource.setrlimit(*limits)
-        log(made, 6)
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "the last 1 lines of metrics.jsonl are lost" in (said := capsys.readouterr().out)
-    assert said.count("metrics.jsonl cannot be written") == 2
+    with full_after(file.stat().st_size), opened(tmp_path) as writer:
+        log(writer, 6)
+    printed = capsys.readouterr().out
+    assert "the last 1 lines of metrics.jsonl are lost" in printed
+    assert printed.count("metrics.jsonl cannot be written") == 2
 
 
 def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     """To gradients.jsonl and to trackers; NaN is null, as JSON has none."""
     shown = []
-    with opened(tmp_path) as made:
+    with opened(tmp_path) as writer:
         tracker = SimpleNamespace(close=lambda: None, scalars=lambda *given: shown.append(given))
-        made._trackers = [tracker]
-        made.gradients(4, ["a", "b"], np.array([[1.0, 3.0, 0.0], [np.nan, 4.0, 0.5]]))
+        writer._trackers = [tracker]
+        writer.gradients(4, ["a", "b"], np.array([[1.0, 3.0, 0.0], [np.nan, 4.0, 0.5]]))
     layers = {
         "a": {"sum": 1.0, "norm": 3.0, "nonfinite": 0.0},
         "b": {"sum": None, "norm": 4.0, "nonfinite": 0.5},
@@ -137,8 +144,8 @@ class Own:
         self.path = run_dir.parent / "calls.jsonl"
         self.note(["init", settings["optimizer"]])
         if "REFUSE" in os.environ: raise RuntimeError("no server\\nthere")
-    def note(self, what):
-        with self.path.open("a") as file: file.write(json.dumps(what) + "\\n")
+    def note(self, entry):
+        with self.path.open("a") as file: file.write(json.dumps(entry) + "\\n")
     def scalars(self, step, values):
         self.note([step, sorted(values)])
         if step == 2: raise RuntimeError("the server is gone")
@@ -166,7 +173,7 @@ def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
     assert calls[0] == ["init", "adam"] and calls[-1] == ["close", ""]
     assert [step for step, _ in calls[1:-1]] == [1, 2, 3, 4, 4, 4]
     assert "train/loss" in calls[1][1] and "eval/loss" in calls[-3][1]
-    assert len(calls[-2][1]) == 4 and calls[-2][1][-1] == 3  # pictures
+    assert len(calls[-2][1]) == 4 and calls[-2][1][-1] == 3  # the pictures' shape
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 

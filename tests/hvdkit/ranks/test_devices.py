@@ -76,6 +76,6 @@ def test_a_driver_that_fails_on_one_host_is_that_hosts_fault(tiny, tmp_path):
 
 def test_a_fingerprint_on_cpus_has_the_threads():
     """Kernels split their sums by them, so two runs compare only where they are equal."""
-    found = fingerprint.here()
-    assert found["threads"] == str(tf.config.threading.get_intra_op_parallelism_threads())
-    assert {*found} == {"device", "threads", "tensorflow", "keras", "horovod", "switches"}
+    facts = fingerprint.here()
+    assert facts["threads"] == str(tf.config.threading.get_intra_op_parallelism_threads())
+    assert {*facts} == {"device", "threads", "tensorflow", "keras", "horovod", "switches"}

@@ -64,7 +64,7 @@ kill -KILL $$
 ORPHAN = """
 import os, time
 from hvdkit.ranks import interrupt
-interrupt._ALONE = 2  # seconds
+interrupt._ALONE = 2  # limits are in seconds
 print(os.getpid(), flush=True)
 while not stop.asked: time.sleep(0.05)
 print(f"asked {stop.asked}, first {stop.number}", flush=True)
@@ -93,11 +93,11 @@ def test_the_first_ctrl_c_is_answered_by_rank_0_and_the_second_ends_a_stuck_proc
 @pytest.mark.parametrize(
     "signals, answer",
     [
-        (["SIGINT", "SIGINT"], PROMISE),  # from the terminal and from a launcher: one Ctrl-C
+        (["SIGINT", "SIGINT"], PROMISE),  # one Ctrl-C comes from the terminal and from a launcher
         (["SIGINT", "SIGTERM", "SIGTERM"], PROMISE),
         (["SIGTERM", "SIGINT"], SAYS),
-        (["SIGUSR1"], None),  # its sender reports it
-        (["SIGHUP"], None),  # nobody is there
+        (["SIGUSR1"], None),  # the sender reports it
+        (["SIGHUP"], None),  # nobody reads the output
     ],
 )
 def test_a_forwarded_signal_is_no_second_ctrl_c(signals: list[str], answer: str | None):
@@ -141,7 +141,7 @@ def stop(folder: Path, flags: list[str], case: tuple[int, str, str]) -> float:
     ranks, launcher, way = case
     words = ["horovodrun", launcher, "-np", str(ranks), "python", "train.py"]
     words += ["--flagfile=configs/demo.cfg", *flags, *ENDLESS]
-    if way == "timeout":  # SIGTERM makes it do what it does when its time is over
+    if way == "timeout":  # SIGTERM stands for the end of its time
         words = ["timeout", "1000", *words]
     with Terminal(words, PROJECT, PLAIN) as terminal:
         terminal.wait_for("step 20/", 240)
@@ -231,8 +231,8 @@ def test_mpirun_of_the_environment_gives_ranks_time_to_save(tmp_path: Path):
         terminal.wait_for("step 2", 60)
         terminal.press(CTRL_C)
         assert terminal.wait(20) == 1 and not terminal.left_after(5), terminal.shown
-    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
-    assert told == [f"[{signal.SIGTERM:d}]"] * 2
+    signals = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert signals == [f"[{signal.SIGTERM:d}]"] * 2
 
 
 # mpirun's signals, a second apart instead of five; then it is late, or has saved.

@@ -26,7 +26,7 @@ model = resnet.resnet50_keras(32, 10, 0.0)
 print(model.count_params(), keras.config.backend(), keras.config.image_data_format())
 print(keras.config.epsilon(), keras.config.floatx(), config.keras_home(), tf.keras.__name__)
 print(os.environ.get("KERAS_BACKEND"))
-text = tf.function(lambda: tf.strings.format("{}", [tf.constant(1)]))()  # no XLA compiles it
+text = tf.function(lambda: tf.strings.format("{}", [tf.constant(1)]))()  # XLA compiles none of it
 """
 OTHERS = {"image_data_format": "channels_first", "epsilon": 0.1, "floatx": "float64"}
 OTHERS |= {"backend": "jax", "nnx_enabled": True}
@@ -81,7 +81,7 @@ def test_a_model_is_the_same_and_what_is_not_used_is_said_once(tmp_path: Path, t
     count = resnet.resnet50_keras(32, 10, 0.0).count_params()
     assert first == f"{count} tensorflow channels_last"
     assert second == f"1e-07 float32 {tmp_path}/.keras keras._tf_keras.keras"
-    assert backend == str(env.get("KERAS_BACKEND"))  # programs that this one starts get the user's
+    assert backend == str(env.get("KERAS_BACKEND"))  # child processes get the user's value
     assert note.startswith("note: not used: ") and all(name in note for name in named)
 
 

@@ -13,29 +13,29 @@ HOST = os.uname().nodename
 
 
 @pytest.mark.parametrize(
-    "backend, wait, how",
+    "backend, wait, ending",
     [
         ("mpirun", "sum", "stop"),
         pytest.param("gloo", "sum", "hang", marks=pytest.mark.slow),
         pytest.param("mpirun", "message", "hang", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_hangs_is_named(backend: str, wait: str, how: str):
-    ended = launch(3, [WAITS, how, 5, wait], backend, timeout=200)
+def test_a_rank_that_hangs_is_named(backend: str, wait: str, ending: str):
+    ended = launch(3, [WAITS, ending, 5, wait], backend, timeout=200)
     assert ended.code != 0
     (message,) = ended.errors()
     words = {
         "stop": [f"rank 1 on {HOST} has not answered for 5 s", "its process was stopped"],
         "hang": [f"rank 1 on {HOST}", "at waits.py, line", "(fail)"],
     }
-    assert all(word in message for word in words[how]), message
+    assert all(word in message for word in words[ending]), message
     assert not re.search(r">:Traceback", ended.output), last_lines(ended.output)
 
 
-@pytest.mark.parametrize("how", ["raise", "exit"])
-def test_what_ends_one_rank_ends_those_that_wait_for_it(how: str):
+@pytest.mark.parametrize("ending", ["raise", "exit"])
+def test_what_ends_one_rank_ends_those_that_wait_for_it(ending: str):
     """Python's own way out would wait in MPI's finalize for them, and not answer them."""
-    ended = launch(2, [WAITS, how, 600, "message"], "mpirun", timeout=100)
+    ended = launch(2, [WAITS, ending, 600, "message"], "mpirun", timeout=100)
     assert ended.code == 1 and "only here" in ended.output, last_lines(ended.output)
     assert "does not answer" not in ended.output, last_lines(ended.output)
 
@@ -134,7 +134,7 @@ def test_how_long_a_rank_may_be_still(monkeypatch: pytest.MonkeyPatch):
                 heartbeat.enter_step()
                 now[0] += seconds / 2
                 leave()
-                now[0] += 500  # an action, or the user's own code between the parts
+                now[0] += 500  # time of actions, or of code between the parts
                 assert heartbeat.patience(600, 1800) in (600, 1800)
         heartbeat.enter_step()
         return heartbeat.patience(600, 1800)

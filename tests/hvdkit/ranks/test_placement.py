@@ -19,18 +19,20 @@ class Machine:
 
     def __init__(self, root: Path, monkeypatch, size: tuple[int, int, int]) -> None:
         nodes, cores, threads = size
-        self.root, self.all, self.nodes = root, nodes * cores, []
+        all_cores = nodes * cores
+        self.root = root
+        self.nodes = []
+        self.cpus = range(all_cores * threads)
         monkeypatch.setattr(placement, "_ROOT", root)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*self.cpus})
-        self.cpus = range(self.all * threads)
         for cpu in self.cpus:
-            both = range(cpu % self.all, len(self.cpus), self.all)
-            name = f"cpu/cpu{cpu}/topology/thread_siblings_list"
-            self.write(f"sys/devices/system/{name}", ",".join(map(str, both)))
+            siblings = [str(n) for n in range(cpu % all_cores, len(self.cpus), all_cores)]
+            file = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+            self.write(file, ",".join(siblings))
         for node in range(nodes):
-            its = [c for c in self.cpus if c % self.all // cores == node]
-            self.nodes.append(frozenset(its))
-            self.write(f"sys/devices/system/node/node{node}/cpulist", _ranges(its))
+            cpus = [cpu for cpu in self.cpus if cpu % all_cores // cores == node]
+            self.nodes.append(frozenset(cpus))
+            self.write(f"sys/devices/system/node/node{node}/cpulist", _ranges(cpus))
         for number, (_, address) in enumerate(H100S):
             node = number * nodes // len(H100S)
             self.write(f"sys/bus/pci/devices/{address}/numa_node", str(node if nodes > 1 else -1))
@@ -43,9 +45,21 @@ class Machine:
         """Each sees `gpus`, or its own of a list of lists; and may use `cpus`, one set for each."""
         seen = []
         for rank in range(ranks):
-            self.cpus = cpus[rank] if cpus else self.cpus
-            seen.append(placement.see(gpus[rank] if gpus and isinstance(gpus[0], list) else gpus))
+            if cpus:
+                self.cpus = cpus[rank]
+            if gpus and isinstance(gpus[0], list):
+                seen.append(placement.see(gpus[rank]))
+            else:
+                seen.append(placement.see(gpus))
         return [placement.place(seen, rank) for rank in range(ranks)]
+
+
+def cores_of_dgx(places: list[placement.Place]) -> set[int]:
+    """Hyperthreads i and i + 112 are one core."""
+    cores = set()
+    for place in places:
+        cores.update(cpu % 112 for cpu in place.cpus)
+    return cores
 
 
 @pytest.fixture
@@ -55,47 +69,60 @@ def machine(tmp_path, monkeypatch):
 
 def test_dgx_h100(machine):
     """Two sockets of 56 cores; hyperthreads of a core are i and i + 112; four GPUs a socket."""
-    found = machine(2, 56, 2).places(8, H100S)
-    assert [(p.gpu, p.node, p.threads) for p in found] == [(i, i // 4, 28) for i in range(8)]
-    assert [_ranges(p.cpus) for p in found[::5]] == ["0-13,112-125", "70-83,182-195"]
-    assert len({cpu % 112 for p in found for cpu in p.cpus}) == 112  # no core is there twice
+    places = machine(2, 56, 2).places(8, H100S)
+    assert [(p.gpu, p.node, p.threads) for p in places] == [(i, i // 4, 28) for i in range(8)]
+    assert _ranges(places[0].cpus) == "0-13,112-125"
+    assert _ranges(places[5].cpus) == "70-83,182-195"
+    assert len(cores_of_dgx(places)) == 112  # no core is used twice
 
 
 @pytest.mark.parametrize(
     ("size", "ranks", "shown", "threads"),
     [
-        ((2, 4, 2), 4, ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"], 4),  # no GPU
+        ((2, 4, 2), 4, ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"], 4),
         ((1, 7, 1), 3, ["0-1", "2-3", "4-5"], 2),
         ((1, 4, 1), 3, ["", "", ""], 1),  # on one CPU Horovod's thread would wait for the step's
         ((1, 1, 1), 1, [""], 1),
-        ((1, 1, 2), 2, ["", ""], 1),  # as many hyperthreads as ranks, not as many cores
+        ((1, 1, 2), 2, ["", ""], 1),  # hyperthreads are as many as ranks, cores are fewer
         ((2, 4, 1), 1, [""], 8),  # alone, it keeps all cores
     ],
 )
 def test_ranks_share_physical_cores_evenly(machine, size, ranks, shown, threads):
-    found = machine(*size).places(ranks)
-    assert [_ranges(p.cpus) for p in found] == shown and {p.threads for p in found} == {threads}
+    places = machine(*size).places(ranks)
+    assert [_ranges(place.cpus) for place in places] == shown
+    assert {place.threads for place in places} == {threads}
 
 
-@pytest.mark.parametrize("layout", ["block", "cyclic"])
-def test_what_slurm_has_bound_is_kept_and_its_gpu_is_near(machine, layout):
-    """Tasks one after another on the sockets, or by turns: then it is the GPUs that change."""
+# Sockets and GPUs of eight tasks: one after another on the sockets, or by turns.
+@pytest.mark.parametrize(
+    ("sockets", "gpus"),
+    [
+        ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([0, 1, 0, 1, 0, 1, 0, 1], [0, 4, 1, 5, 2, 6, 3, 7]),
+    ],
+    ids=["block", "cyclic"],
+)
+def test_what_slurm_has_bound_is_kept_and_its_gpu_is_near(machine, sockets, gpus):
     dgx = machine(2, 56, 2)
-    firsts = [14 * i if layout == "block" else 14 * (i // 2) + 56 * (i % 2) for i in range(8)]
-    bound = [{c + s for c in range(first, first + 14) for s in (0, 112)} for first in firsts]
-    found = dgx.places(8, H100S, bound)
-    gpus = {"block": [0, 1, 2, 3, 4, 5, 6, 7], "cyclic": [0, 4, 1, 5, 2, 6, 3, 7]}
-    assert [p.gpu for p in found] == gpus[layout] and [{*p.cpus} for p in found] == bound
-    sockets = [dgx.nodes[i // 4 if layout == "block" else i % 2] for i in range(8)]
-    found = dgx.places(8, H100S, sockets)  # bound to a socket, which four share out
-    assert [p.gpu for p in found] == gpus[layout]
-    assert all(len(p.cpus) == 28 and {*p.cpus} <= socket for p, socket in zip(found, sockets))
-    assert len({cpu % 112 for p in found for cpu in p.cpus}) == 112
+    bound = []
+    for task, socket in enumerate(sockets):
+        first = 56 * socket + 14 * sockets[:task].count(socket)
+        bound.append({*range(first, first + 14), *range(first + 112, first + 126)})
+    places = dgx.places(8, H100S, bound)
+    assert [p.gpu for p in places] == gpus
+    assert [{*p.cpus} for p in places] == bound
+
+    whole_sockets = [dgx.nodes[socket] for socket in sockets]
+    places = dgx.places(8, H100S, whole_sockets)  # ranks are bound to a socket, which four share
+    assert [p.gpu for p in places] == gpus
+    for place, cpus in zip(places, whole_sockets):
+        assert len(place.cpus) == 28 and {*place.cpus} <= cpus
+    assert len(cores_of_dgx(places)) == 112
 
 
 def test_ranks_on_the_hyperthreads_of_one_core_have_a_thread_each(machine):
-    found = machine(1, 2, 2).places(2, cpus=[{0}, {2}])
-    assert [p.cpus for p in found] == [[], []] and [p.threads for p in found] == [1, 1]
+    places = machine(1, 2, 2).places(2, cpus=[{0}, {2}])
+    assert [p.cpus for p in places] == [[], []] and [p.threads for p in places] == [1, 1]
 
 
 def test_one_gpu_a_task(machine):
@@ -112,7 +139,7 @@ def test_one_gpu_a_task(machine):
     ("group", "files", "threads"),
     [
         ("0::/pod/one", {"pod/cpu.max": "600000 100000", "pod/one/cpu.max": "max 100000"}, 3),
-        ("0::/", {"cpu.max": "50000 100000"}, 1),  # in a container: its own group is the root
+        ("0::/", {"cpu.max": "50000 100000"}, 1),  # in a container the process's group is the root
         ("0::/", {"cpu.max": "max 100000"}, 8),
         ("4:cpuacct,cpu:/docker/1\n3:cpuset:/a", {"cpu/cpu.cfs_quota_us": "400000",
          "cpu/cpu.cfs_period_us": "100000"}, 2),
@@ -140,8 +167,12 @@ def test_gpus_as_cuda_shows_them(monkeypatch):
         to.value = f"0000:{device.value + 9:02X}:00.0".encode()
         return 0
 
-    names = {"Get": ordinal, "GetUuid_v2": uuid, "GetPCIBusId": address}
-    cuda = SimpleNamespace(cuInit=lambda _: 0, **{f"cuDevice{n}": f for n, f in names.items()})
+    cuda = SimpleNamespace(
+        cuInit=lambda _: 0,
+        cuDeviceGet=ordinal,
+        cuDeviceGetUuid_v2=uuid,
+        cuDeviceGetPCIBusId=address,
+    )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
     assert placement.gpus_of_driver(2) == [("00" * 16, "0000:09:00.0"), ("01" * 16, "0000:0a:00.0")]
     assert placement.gpus_of_driver(3) == [("0", ""), ("1", ""), ("2", "")]

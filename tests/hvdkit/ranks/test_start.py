@@ -52,9 +52,10 @@ def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
     Nor does NCCL take it, or what else leads to no other host, whatever it is called.
     """
     prefix = os.path.dirname(os.path.dirname(sys.executable))
-    words = ["mpirun", "--prefix", prefix, "-x", f"OPAL_PREFIX={prefix}", "-H"]
-    words += ["node1:1,node2:1,node3:1", "-mca", "plm_rsh_args"]
-    words += ["-p 2222 -o StrictHostKeyChecking=accept-new", "-mca", "oob_tcp_if_include", "eth0"]
+    mpirun = ["mpirun", "--prefix", prefix, "-x", f"OPAL_PREFIX={prefix}"]
+    mpirun += ["-H", "node1:1,node2:1,node3:1"]
+    mpirun += ["-mca", "plm_rsh_args", "-p 2222 -o StrictHostKeyChecking=accept-new"]
+    mpirun += ["-mca", "oob_tcp_if_include", "eth0"]
     env = {"OPAL_PREFIX": prefix, "PYTHONPATH": str(ROOT / "hvdkit/src")}
     hosts[2].sh(
         "ip link add br-1f3 type bridge; ip link add usb0 type veth peer name veth7\n"
@@ -62,7 +63,7 @@ def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
         "for name in br-1f3 usb0 veth7; do ip link set $name up; done"
     )
     try:
-        ended = hosts[1].run(*words, *MEETS, timeout=90, env=env)
+        ended = hosts[1].run(*mpirun, *MEETS, timeout=90, env=env)
     finally:
         hosts[2].sh("ip link del br-1f3; ip link del usb0")
     assert ended.code == 0 and ended.output.count("met 3") == 3, ended.output
@@ -75,16 +76,20 @@ MEETS = [sys.executable, "-c", SCRIPT, "nothing", "3"]
 @pytest.mark.timeout(200)
 def test_nccl_is_told_the_network_that_mpi_is_told(hosts: Hosts):
     """By the name that it has on each host; another network is there too, on all of them."""
-    words = [str(ROOT / "launch/hosts.sh"), "-H", "node1:1,node2:1,node3:1", "-p", "2222"]
-    env = {"PYTHONPATH": str(ROOT / "hvdkit/src"), "NCCL_IB_HCA": "=mlx5_0"}
+
+    def run_on_all(**names: str):
+        env = {"PYTHONPATH": str(ROOT / "hvdkit/src"), "NCCL_IB_HCA": "=mlx5_0"}
+        hosts_sh = [str(ROOT / "launch/hosts.sh"), "-H", "node1:1,node2:1,node3:1", "-p", "2222"]
+        return hosts[1].run(*hosts_sh, *MEETS, timeout=90, env=env | names)
+
     rename = "ip link set {} down; ip link set {} name {}; ip link set {} up"
     for number, host in enumerate(hosts):
         host.sh("ip link add ib0 type veth peer name ib1; ip link set ib0 up")
         host.sh(f"ip address add 10.88.0.{number}/24 dev ib0")
     hosts[3].sh(rename.format("eth0", "eth0", "ens5", "ens5"))
     try:
-        ended = hosts[1].run(*words, *MEETS, timeout=90, env=env)
-        own = hosts[1].run(*words, *MEETS, timeout=90, env=env | {"NCCL_SOCKET_IFNAME": "eth"})
+        ended = run_on_all()
+        with_name = run_on_all(NCCL_SOCKET_IFNAME="eth")
     finally:
         hosts[3].sh(rename.format("ens5", "ens5", "eth0", "eth0"))
         for host in hosts:
@@ -92,7 +97,7 @@ def test_nccl_is_told_the_network_that_mpi_is_told(hosts: Hosts):
     assert ended.code == 0, ended.output
     assert ended.output.count("NCCL =eth0 =mlx5_0") == 2, ended.output
     assert ended.output.count("NCCL =ens5 =mlx5_0") == 1, ended.output
-    assert own.output.count("NCCL eth =mlx5_0") == 3, own.output
+    assert with_name.output.count("NCCL eth =mlx5_0") == 3, with_name.output
 
 
 # Adds up over the world that it gets, or says why there is none.
@@ -152,9 +157,8 @@ def test_variables_that_another_run_has_left_are_named(tmp_path: Path):
     words = [sys.executable, "train.py", "--flagfile=configs/blank.cfg", f"--run_dir={tmp_path}"]
     left = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     ended = run(words, timeout=120, env=left, cwd=ROOT / "template")
-    said = "error: OMPI_COMM_WORLD_RANK=1 says that this process is one of several ranks, but no "
-    said += "launcher started it. To run alone: unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE. "
-    assert ended.code == 2 and ended.output.startswith(said), ended.output
+    assert ended.code == 2 and ended.output.startswith("error: OMPI_COMM_WORLD_RANK=1 says ")
+    assert "unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE. " in ended.output, ended.output
     assert ended.output.count("\n") == 1, ended.output
 
 
@@ -170,4 +174,4 @@ def test_variables_of_a_rank_are_none_where_its_launcher_is(monkeypatch):
         port = launcher.getsockname()[1]
         monkeypatch.setenv("PMIX_SERVER_URI41", f"12.0;tcp4://127.0.0.1:{port}")
         assert not left_of_a_launch()
-    assert "unset HOROVOD_SIZE. " in left_of_a_launch()  # it has ended
+    assert "unset HOROVOD_SIZE. " in left_of_a_launch()  # the launcher has ended

@@ -25,7 +25,8 @@ def test_a_rank_may_have_as_many_open_files_as_are_allowed():
 
 def test_each_part_of_what_is_large_is_a_sign_of_life(monkeypatch):
     """Else a rank that receives gigabytes for minutes would count as hanging."""
-    heard, parts = [], []
+    heard = []
+    parts = []
 
     def broadcast(part: np.ndarray, root_rank: int, name: str) -> tf.Tensor:
         parts.append((len(part), len(heard)))
@@ -49,11 +50,11 @@ VALUES = [
 
 @pytest.mark.parametrize("value", VALUES)
 def test_what_is_sent_arrives_as_it_was(value):
-    found = World(0, 1, 0, 1).gather_objects(value, "values")
-    tf.nest.map_structure(np.testing.assert_array_equal, found, [value])
+    gathered = World(0, 1, 0, 1).gather_objects(value, "values")
+    tf.nest.map_structure(np.testing.assert_array_equal, gathered, [value])
     arrays = [v for v in tf.nest.flatten(value) if isinstance(v, np.ndarray)]
-    found = [v for v in tf.nest.flatten(found) if isinstance(v, np.ndarray)]
-    assert [(v.shape, v.dtype.name) for v in found] == [(v.shape, v.dtype.name) for v in arrays]
+    gathered = [v for v in tf.nest.flatten(gathered) if isinstance(v, np.ndarray)]
+    assert [(v.shape, v.dtype.name) for v in gathered] == [(v.shape, v.dtype.name) for v in arrays]
 
 
 @pytest.mark.parametrize(

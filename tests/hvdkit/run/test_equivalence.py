@@ -28,7 +28,11 @@ def weights(request, tiny_data, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != EVERY_CHANGE)) for n in EQUAL]
+    "name",
+    [
+        name if name == EVERY_CHANGE else pytest.param(name, marks=pytest.mark.slow)
+        for name in EQUAL
+    ],
 )
 def test_same_weights_as_one_rank(name, weights):
     limit = next(limit for start, limit in LIMITS.items() if name.startswith(start))

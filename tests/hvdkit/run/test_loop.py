@@ -15,8 +15,8 @@ from ranks import TINY_FLAGS, json_lines, last_lines, launch, launch_well
 TRAIN = ["train.py", "--flagfile=configs/demo.cfg"]
 
 
-def run(ranks, flags, **how):
-    return launch_well(ranks, [*TRAIN, *flags], **how)
+def run(ranks, flags, **options):
+    return launch_well(ranks, [*TRAIN, *flags], **options)
 
 
 def summary(folder):
@@ -43,9 +43,9 @@ def check_records(folder, ended, *, backend):
     picture = Image.open(folder / "predictions.png")
     assert picture.width > picture.height / 4
     # The chief alone speaks, a line a step, and TensorFlow's start-up lines stay away.
-    own = re.findall(r"(?:^|>:)step (\d)/8 .* ETA", ended.output, re.M)
-    assert own == [str(step) for step in range(9 - len(own), 9)]
-    assert len(own) == 8 or backend == "gloo"
+    numbers = re.findall(r"(?:^|>:)step (\d)/8 .* ETA", ended.output, re.M)
+    assert numbers == [str(step) for step in range(9 - len(numbers), 9)]
+    assert len(numbers) == 8 or backend == "gloo"
     assert "oneDNN" not in ended.output and "absl" not in ended.output
 
 
@@ -78,7 +78,8 @@ hvdkit.main(train.train, train.Settings, ["train.py", "--flagfile=configs/demo.c
 
 def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny, tmp_path):
     """One that is stopped, by a stand-in for the signal: checks_evaluation.py."""
-    folder, mark = tmp_path / "run", tmp_path / "mark"
+    folder = tmp_path / "run"
+    mark = tmp_path / "mark"
     command = ["-c", KILLED, *tiny, *STEADY]
     # Under mpirun: horovodrun's ranks are sent SIGTERM when it is killed, and end some seconds later.
     ended = launch(2, command, "mpirun", env={"MARK": str(mark)}, kill_when=mark.exists)
@@ -89,7 +90,7 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny,
     assert sha256(folder) == sha256(whole)
 
 
-@pytest.mark.slow  # a minute; a smaller model gives the same bits without --deterministic too
+@pytest.mark.slow  # it takes a minute; a smaller model has the same bits without --deterministic
 def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
     """A ring adds in the order of what was fused; the last run reads a copy of the demo elsewhere."""
     folder = tmp_path / "run"
@@ -102,7 +103,8 @@ def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path)
 
 def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(whole, tiny):
     mine = [*TRAIN, *tiny, f"--run_dir={whole}", "--num_steps=12"]
-    files = [p for p in whole.rglob("*") if p.is_file() and p.name != ".lease"]  # who came last
+    # .lease names who came last.
+    files = [p for p in whole.rglob("*") if p.is_file() and p.name != ".lease"]
     before = {p: p.read_bytes() for p in files}
     ended = launch(1, [*mine, "--synthetic_data", "--benchmark"])
     assert ended.code == 2

@@ -20,7 +20,7 @@ import hvdkit
 from settings import Settings
 import train
 
-sys.argv = ["/opt/ipykernel_launcher.py", "-f", "/root/kernel-123.json"]  # after the import
+sys.argv = ["/opt/ipykernel_launcher.py", "-f", "/root/kernel-123.json"]  # set after the import
 assert hvdkit.main(train.train, Settings) == 2
 sys.argv = ["train.py", "--num_steps=none"]
 assert hvdkit.main(train.train, Settings) == 2
@@ -63,7 +63,7 @@ assert hvdkit.main(changed_by_the_task, settings) == 0
 wide = usual | {"precision": "float64", "run_dir": f"{RUN}-float64"}
 assert hvdkit.main(train.train, hvdkit.load_settings(Settings, **wide, num_steps=2)) == 0
 assert in_the_process() == before
-settings = hvdkit.load_settings(Settings, **usual, num_steps=40)  # goes on, in the same process
+settings = hvdkit.load_settings(Settings, **usual, num_steps=40)  # it goes on, in the same process
 
 def interrupted(run):
     step = run.make_step(train.make_step)
@@ -71,10 +71,10 @@ def interrupted(run):
         run.after_step(step(batch))
         if number in PRESSED:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.7)  # else it counts as one press
+            time.sleep(0.7)  # two at once count as one press
 
 PRESSED = [3]
-assert hvdkit.main(interrupted, settings) == 75  # saved, and the process lives
+assert hvdkit.main(interrupted, settings) == 75  # it is saved, and the process lives
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 PRESSED = []
 assert hvdkit.main(interrupted, settings) == 0
@@ -138,8 +138,8 @@ def test_wrong_names_and_values_are_refused_as_flags_are(values, words):
 def test_values_are_what_flags_would_make_of_them(tmp_path):
     (tmp_path / "a.cfg").write_text("--num_steps=7\n--jit\n--momentum=0.5\n")
     file = tmp_path / "a.cfg"
-    found = hvdkit.load_settings(Settings, num_steps=5, jit=False, epochs=3, flagfile=file)
-    assert (str(found.num_steps), found.jit, found.momentum) == ("3epochs", False, 0.5)
+    config = hvdkit.load_settings(Settings, num_steps=5, jit=False, epochs=3, flagfile=file)
+    assert (str(config.num_steps), config.jit, config.momentum) == ("3epochs", False, 0.5)
 
 
 def test_a_run_that_is_none_is_refused(tmp_path):

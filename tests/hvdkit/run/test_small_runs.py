@@ -26,32 +26,38 @@ PARTS = {
     ("mpi", 2): ("reduction",),
 }
 FILES = {launch: [CHECKS / f"checks_{p}.py" for p in parts] for launch, parts in PARTS.items()}
-SLOW = ("alone", 1), ("mpi", 2)
+SLOW = (("alone", 1), ("mpi", 2))
 
 
 @pytest.fixture(scope="module")
 def outcomes(request):
     """By launch; one runs the checks that were chosen."""
     items = [item for item in request.session.items if item.fspath == request.fspath]
-    of, found = [item.callspec.params for item in items], {}
-    for (backend, ranks), files in FILES.items():
-        names = [params["name"] for params in of if params["launch"] == (backend, ranks)]
-        files = [file for file in files if {*names} & {*names_of_checks(file)}]
+    chosen = [(item.callspec.params["launch"], item.callspec.params["name"]) for item in items]
+    outcomes = {}
+    for launch, files in FILES.items():
+        names = [name for its_launch, name in chosen if its_launch == launch]
         if names:
-            found[backend, ranks] = run_checks(files, ranks, backend, names=names, timeout=1800)
-    return found
+            backend, ranks = launch
+            files = [file for file in files if {*names} & {*names_of_checks(file)}]
+            outcomes[launch] = run_checks(files, ranks, backend, names=names, timeout=1800)
+    return outcomes
+
+
+def small_runs() -> list:
+    """Launch and name of each check; a test's name has both."""
+    params = []
+    for launch, files in FILES.items():
+        backend, ranks = launch
+        for name in names_of_checks(*files):
+            is_slow = launch in SLOW or name.startswith("slow")
+            marks = [pytest.mark.slow] if is_slow else []
+            params.append(pytest.param(launch, name, marks=marks, id=f"{backend}-{ranks}-{name}"))
+    return params
 
 
 # The first waits for all launches: a minute each, and several on a busy machine.
 @pytest.mark.timeout(4000)
-@pytest.mark.parametrize(
-    ("launch", "name"),
-    [
-        pytest.param(launch, n, marks=[pytest.mark.slow] * (launch in SLOW or n.startswith("slow")))
-        for launch, files in FILES.items()
-        for n in names_of_checks(*files)
-    ],
-    ids=lambda part: part if isinstance(part, str) else "-".join(map(str, part)),
-)
+@pytest.mark.parametrize(("launch", "name"), small_runs())
 def test_small_run(launch, name, outcomes):
     assert outcomes[launch][name] is None, outcomes[launch][name]

@@ -46,9 +46,9 @@ def parse(*words):
 
 def test_a_field_of_a_fork_is_a_flag_like_all_others(project):
     (project / "a.cfg").write_text("--my_share=0.5\n--my_switch\n--optimizer=adam\n")
-    found = parse("--flagfile=a.cfg", "--batch_per_rank=4")
-    assert (found.my_share, found.my_switch, found.num_steps) == (0.5, True, 70)
-    whole = found.for_ranks(3)
+    config = parse("--flagfile=a.cfg", "--batch_per_rank=4")
+    assert (config.my_share, config.my_switch, config.num_steps) == (0.5, True, 70)
+    whole = config.for_ranks(3)
     assert isinstance(whole, Settings) and whole.global_batch_size == 12
     settings_lib.write(whole, project / "saved.cfg")
     assert parse("--flagfile=saved.cfg") == whole
@@ -94,8 +94,8 @@ def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(fields, w
     types = {name: kind for name, (kind, _) in fields.items() if kind}
     body = {name: default for name, (_, default) in fields.items()}
     with pytest.raises(SystemExit) as end:
-        made = type("Settings", (hvdkit.Settings,), body | {"__annotations__": types})
-        settings_lib.check(["train.py"], made)
+        kind = type("Settings", (hvdkit.Settings,), body | {"__annotations__": types})
+        settings_lib.check(["train.py"], kind)
     shown = capsys.readouterr().err
     assert end.value.code == 2 and shown.startswith("error: ") and shown.count("\n") == 1, shown
     assert words in shown
@@ -104,9 +104,9 @@ def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(fields, w
 def test_absl_holds_what_was_resolved_also_a_second_time():
     for steps in (5, 6):
         words = ["train.py", f"--num_steps={steps}", "--virtual_ranks=2", "--my_share=0.25"]
-        found = settings_lib.load(words, Settings)
-        assert (FLAGS.num_steps, FLAGS.my_share, FLAGS.base_lr) == (steps, 0.25, found.base_lr)
-        assert FLAGS.deterministic and FLAGS.cpu_threads == 1  # of --virtual_ranks
+        config = settings_lib.load(words, Settings)
+        assert (FLAGS.num_steps, FLAGS.my_share, FLAGS.base_lr) == (steps, 0.25, config.base_lr)
+        assert FLAGS.deterministic and FLAGS.cpu_threads == 1  # --virtual_ranks sets it
     assert FLAGS.find_module_defining_flag("base_lr") == "hvdkit.settings.train"
     assert FLAGS.find_module_defining_flag("my_share") == Settings.__module__
     settings_lib.load(["train.py"], settings_lib.Settings)
@@ -150,10 +150,10 @@ def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess
 
 def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
     (project / "a.cfg").write_text("--colour=blue\n--side=2\n--side=3\n")
-    words = ["--task=mine", "--flagfile=a.cfg", "--own", "4", "--fast", "--num_steps=5"]
-    ended = python(project, SCRIPT, *words)
+    words = "--task=mine --flagfile=a.cfg --own 4 --fast --num_steps=5"
+    ended = python(project, SCRIPT, *words.split())
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
-    ended = python(project, SCRIPT, "--flagfile=saved.cfg")  # which holds them too
+    ended = python(project, SCRIPT, "--flagfile=saved.cfg")  # the file holds the fork's flags too
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
     assert python(project, SCRIPT).stdout == "3 None None None\n"  # another task is not imported
 

@@ -76,7 +76,7 @@ def test_epochs_become_steps():
     flags = "--num_steps=9 --epochs 2.5 --eval_every=1epoch --log_every=.01epochs"
     config = parse(*flags.split())
     assert int(config.num_steps) > 10**7 and str(config.eval_every) == "1epochs"
-    steps = config.for_samples(100)  # 32 a step
+    steps = config.for_samples(100)  # a step takes 32
     assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)
     assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
 
@@ -84,10 +84,10 @@ def test_epochs_become_steps():
 @pytest.mark.parametrize("epochs", [0.1, 0.3, 1, 2.5, 7])
 @pytest.mark.parametrize(("samples", "batch"), [(60, 12), (100, 32), (48, 32), (7, 3), (1000, 1)])
 def test_epochs_end_where_they_would_however_often_a_run_was_begun(epochs, samples, batch):
-    given = fields.Epochs(epochs)
-    steps = given.steps(samples, batch)
+    num_steps = fields.Epochs(epochs)
+    steps = num_steps.steps(samples, batch)
     for step in range(steps + 9):
-        assert given.steps(samples, batch, step=step, used=step * batch) == steps
+        assert num_steps.steps(samples, batch, step=step, used=step * batch) == steps
 
 
 def test_epochs_count_samples_where_the_batch_changed():
@@ -99,16 +99,16 @@ def test_epochs_count_samples_where_the_batch_changed():
 
 
 def test_batch_per_rank_becomes_the_global_batch_size(project):
-    given = parse("--batch_per_rank=6", "--accumulation_steps=3")
-    config = given.for_ranks(4)
+    per_rank = parse("--batch_per_rank=6", "--accumulation_steps=3")
+    config = per_rank.for_ranks(4)
     assert (config.global_batch_size, config.batch_per_rank) == (24, 0)
-    assert config.for_ranks(7) == config  # on other ranks it stays the same run
-    for settings in (config, given):
+    assert config.for_ranks(7) == config  # the run stays the same on other ranks
+    for settings in (config, per_rank):
         settings_lib.write(settings, project / "saved.cfg")
         assert parse("--flagfile=saved.cfg") == settings
     refused(lambda: parse("--batch_per_rank=6", "--accumulation_steps=4"), "batch_per_rank=6")
-    given = parse("--batch_per_rank=2000000000")
-    refused(lambda: given.for_ranks(2), "global_batch_size=4000000000: must be")
+    config = parse("--batch_per_rank=2000000000")
+    refused(lambda: config.for_ranks(2), "global_batch_size=4000000000: must be")
 
 
 def test_of_the_two_batch_sizes_the_later_counts(project):
@@ -160,11 +160,11 @@ def test_help_has_every_flag_under_its_heading(capsys):
     with pytest.raises(SystemExit) as end:
         parse("--help")
     assert end.value.code == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 100
-    places = [shown.index(f"{name} ") for name in FIELDS]
+    printed = capsys.readouterr().out
+    assert all(len(line) <= 100 for line in printed.splitlines())
+    places = [printed.index(f"{name} ") for name in FIELDS]
     assert len(places) == len(set(places))
-    text = " ".join(shown.split())
+    text = " ".join(printed.split())
     assert "--[no]jit compile forward" in text
     assert "schedule (one of poly, cosine, step, constant, plateau; default poly)" in text
     assert "learning rate after warm-up (greater than 0; default 0.01)" in text
@@ -174,7 +174,8 @@ def test_help_has_every_flag_under_its_heading(capsys):
 def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys, monkeypatch):
     assert settings_lib.from_command_line(["train.py", "--seed=3"], Settings).seed == 3
     waited = []
-    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=waited.append))  # no other thread's
+    # The sleeps of this module alone count.
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=waited.append))
     for rank, start in (("0", "error: --seed=x: must be"), ("1", "error: rank 1 on ")):
         monkeypatch.setenv("HOROVOD_RANK", rank)
         with pytest.raises(SystemExit) as end:
@@ -188,11 +189,13 @@ def test_a_wrong_flag_is_refused_before_tensorflow_is_imported():
     code = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); import hvdkit, hvdkit.settings;"
     code += "slow = {'tensorflow', 'keras', 'numpy', 'horovod'}; assert not slow & {*sys.modules};"
     code += "hvdkit.check_flags(hvdkit.Settings)"
-    command, how = [sys.executable, "-c", code], {"capture_output": True, "text": True}
-    ended = subprocess.run([*command, "--lr=1"], **how, timeout=60)
-    assert (ended.returncode, ended.stderr) == (
-        2,
-        "error: there is no flag --lr: did you mean --base_lr? (--help lists all)\n",
-    )
-    ended = subprocess.run(["bash", "-c", '"$@" --help | true', "bash", *command], **how)
-    assert ended.stderr == ""  # no trace of a pipe that nobody reads
+
+    def errors(words: list[str]) -> str:
+        return subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60).stderr
+
+    command = [sys.executable, "-c", code]
+    error = errors([*command, "--lr=1"])
+    assert error.startswith("error: there is no flag --lr: did you mean --base_lr?")
+    assert error.count("\n") == 1
+    # No trace of a pipe that nobody reads.
+    assert errors(["bash", "-c", '"$@" --help | true', "bash", *command]) == ""

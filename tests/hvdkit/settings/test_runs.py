@@ -30,10 +30,11 @@ def test_a_run_that_stays_has_the_folder_that_is_written(project, run):
     assert parse("--flagfile=latest/config.cfg").run_dir == "runs/a"
 
 
-@pytest.mark.parametrize("how", [shutil.move, shutil.copytree])
-def test_a_moved_or_copied_run_is_where_its_config_lies(project, run, how, monkeypatch, tmp_path):
-    how(run, project / "runs/b")
-    (project / "runs/a/checkpoints").mkdir(parents=True, exist_ok=True)  # another run by now
+@pytest.mark.parametrize("put", [shutil.move, shutil.copytree])
+def test_a_moved_or_copied_run_is_where_its_config_lies(project, run, put, monkeypatch, tmp_path):
+    put(run, project / "runs/b")
+    # Another run is there by now.
+    (project / "runs/a/checkpoints").mkdir(parents=True, exist_ok=True)
     config = parse("--flagfile=runs/b/config.cfg")
     assert (config.run_dir, config.data_dir) == ("runs/b", "datasets/x")
     (project / "latest").symlink_to("runs/b")
@@ -62,13 +63,19 @@ def test_without_the_line_of_its_folder_it_is_the_folder_too(project, run):
 def test_what_cannot_be_known_is_asked_for(project, run):
     (project / "new").mkdir()
     shutil.copy(run / "config.cfg", project / "new")
-    asked = (f"--run_dir={project}/new", "--run_dir=runs/a")
-    refused(lambda: parse("--flagfile=new/config.cfg"), *asked)
+    refused(
+        lambda: parse("--flagfile=new/config.cfg"),
+        f"--run_dir={project}/new",
+        "--run_dir=runs/a",
+    )
     assert parse("--flagfile=new/config.cfg", "--run_dir=new").run_dir == "new"
     (project / "runs/b/checkpoints").mkdir(parents=True)
     (project / "runs/b/config.cfg").symlink_to("../a/config.cfg")
-    asked = (f"--run_dir={project}/runs/a", f"--run_dir={project}/runs/b")
-    refused(lambda: parse("--flagfile=runs/b/config.cfg"), *asked)
+    refused(
+        lambda: parse("--flagfile=runs/b/config.cfg"),
+        f"--run_dir={project}/runs/a",
+        f"--run_dir={project}/runs/b",
+    )
 
 
 def test_a_config_cfg_that_no_run_wrote_is_a_flagfile_like_others(project):
@@ -79,13 +86,12 @@ def test_a_config_cfg_that_no_run_wrote_is_a_flagfile_like_others(project):
 def test_settings_that_nobody_asked_for_are_known(project, run):
     (project / "configs/default.cfg").write_text("--task=one\n--dropout=0.5\n--seed=3\n")
     file = "configs/default.cfg"
-    expected = {"dropout": file}
-    assert parse("--task=other", "--seed=3").unasked == expected
-    assert parse("--task=other", "--seed=3").for_ranks(1).unasked == expected
+    config = parse("--task=other", "--seed=3")
+    assert config.unasked == config.for_ranks(1).unasked == {"dropout": file}
     assert not parse("--task=one").unasked and not parse("--seed=3").unasked
     assert not parse("--task=other", f"--flagfile={file}").unasked
-    found = parse("--flagfile=runs/a/config.cfg", "--dropout=0.1").unasked
-    assert found["num_classes"] == "config.cfg" and "dropout" not in found
+    config = parse("--flagfile=runs/a/config.cfg", "--dropout=0.1")
+    assert config.unasked["num_classes"] == "config.cfg" and "dropout" not in config.unasked
     assert os.path.exists(run)
 
 

@@ -72,11 +72,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", PATHS)
 def test_each_path_flag_understands_what_is_typed(project, name):
-    companion = {"backbone_weights": ["--backbone_preprocessing=caffe"]}.get(name, [])
+    companion = []
+    if name == "backbone_weights":
+        companion.append("--backbone_preprocessing=caffe")
     for text, meant in (IN_A_FILE | ANYWHERE).items():
         if name == "label_map":
             (project / "map").write_text("255:1")
-            text, meant = text.replace("runs/my run", "map"), meant.replace("runs/my run", "map")
+            text = text.replace("runs/my run", "map")
+            meant = meant.replace("runs/my run", "map")
             if meant != "map":
                 continue
         assert getattr(of_file(project, f"--{name}={text}", *companion), name) == meant, text
@@ -89,7 +92,7 @@ def test_each_path_flag_understands_what_is_typed(project, name):
 @pytest.mark.parametrize("name", PATHS)
 def test_each_path_flag_refuses_what_a_shell_would_read_in_another_way(project, name):
     for text, words in REFUSED.items():
-        if name == "label_map" and ":" in text:  # pairs
+        if name == "label_map" and ":" in text:  # text with a colon is pairs
             continue
         refused(lambda text=text: parse(f"--{name}={text}"), f"--{name}=", words)
         refused(lambda text=text: of_file(project, f"--{name}={text}"), "a.cfg, line 1", words)
@@ -140,12 +143,12 @@ def test_a_real_name_survives_flagfiles_and_command_lines(project, monkeypatch, 
         whole = str(project / name)
         kept = Settings(data_dir=whole, run_dir=whole, train_split=name)
         settings_lib.write(kept, project / "saved.cfg")
-        found = parse(f"--flagfile={project}/saved.cfg")
-        assert (found.data_dir, found.run_dir, found.train_split) == (whole, whole, name)
+        config = parse(f"--flagfile={project}/saved.cfg")
+        assert (config.data_dir, config.run_dir, config.train_split) == (whole, whole, name)
         assert parse(f"--run_dir={typed.written(whole, is_path=True)}").run_dir == whole
         assert typed.path_argument(typed.written(whole, is_path=True)) == Path(whole)
     monkeypatch.chdir(project)
     settings_lib.write(Settings(run_dir=name), project / "saved.cfg")
-    found = parse("--flagfile=saved.cfg").run_dir
-    meant = "/home/ada" if name == "~" else name  # of settings made in code
-    assert os.path.normpath(found) == os.path.normpath(meant)
+    run_dir = parse("--flagfile=saved.cfg").run_dir
+    meant = "/home/ada" if name == "~" else name  # code made these settings
+    assert os.path.normpath(run_dir) == os.path.normpath(meant)
