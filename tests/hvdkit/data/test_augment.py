@@ -47,10 +47,11 @@ def test_image_and_label_stay_on_each_other():
         last = coordinate.max()
         for drawn, label in pairs(image, coordinate[..., None], PLAIN, 60):
             place = drawn[..., channel].astype(int)
-            inner = (label > 0) & (label < last)  # beside the edge the fill colour mixes in
+            inner = (label > 0) & (label < last)  # the fill colour mixes in beside the edge
             on_both_edges = np.isin(label, (0, last)) | (label == 255)
             outside = Image.fromarray(np.uint8(label == 255)).filter(ImageFilter.MaxFilter(5))
-            near_edge = on_both_edges | np.asarray(outside, bool)  # a source pixel is two at most
+            # A source pixel is two pixels at most.
+            near_edge = on_both_edges | np.asarray(outside, bool)
             assert np.abs(place - label)[inner & ~near_edge].max() <= 1  # both are rounded
             if channel == 0:
                 steps.append(int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum())))
@@ -77,7 +78,7 @@ def test_a_key_says_it_all():
     sample = {"image": image, "label": label}
     fifth_image, fifth_label = first[5]
     eager_image, eager_label = augment.training_pair(sample, tf.constant([3, 5]), options)
-    np.testing.assert_allclose(eager_image, fifth_image, atol=1)  # rounded
+    np.testing.assert_allclose(eager_image, fifth_image, atol=1)  # the graph rounds otherwise
     np.testing.assert_array_equal(eager_label[..., 0], fifth_label)
     other_image, _ = augment.training_pair(sample, tf.constant([4, 5]), options)
     assert not np.array_equal(other_image, fifth_image)
@@ -97,7 +98,7 @@ def test_beside_a_small_image_are_fill_colour_and_ignore_label():
         assert np.ptp(rows) == 19 and np.ptp(columns) == 29
         corners.add((rows.min(), columns.min()))
         assert (drawn[outside] == 10).all()
-    assert len(corners) > 40  # it lies anywhere, not in the middle
+    assert len(corners) > 40  # the image lies anywhere
     plain = dataclasses.replace(options, brightness=0, contrast=0, saturation=0, mirror=False)
     for drawn, picked in pairs(image, label, plain, 5):
         np.testing.assert_array_equal(drawn[picked != 99], image.reshape(-1, 3))
@@ -169,7 +170,7 @@ def test_shifts_reach_an_eighth_or_what_is_asked_both_ways_and_no_further(most, 
     image = NOISE[:32, :32]
     padded = np.pad(image, [(reach, reach), (reach, reach), (0, 0)])
     span = range(2 * reach + 1)
-    place_of = {}  # by every eighth pixel of the crop there
+    place_of = {}  # places by every eighth pixel of their crop
     for y in span:
         for x in span:
             crop = padded[y : y + 32, x : x + 32]
@@ -210,7 +211,7 @@ def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
             h = min(height, round(width * 4 / 3))
             w = min(width, round(height * 4 / 3))
             expected = [(height - h) // 2, (width - w) // 2, h, w]
-        assert np.abs(np.array(expected) - [top, left, high, wide]).max() <= 1  # rounding
+        assert np.abs(np.array(expected) - [top, left, high, wide]).max() <= 1  # both round
         assert 0 <= top <= height - high and 0 <= left <= width - wide
     assert (middles > 50) == (width == 200)
 

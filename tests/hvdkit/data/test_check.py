@@ -84,7 +84,7 @@ def test_the_command_ends_with_what_it_found(tmp_path: Path):
     (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
     ended = subprocess.run(command, cwd=project.folder(), capture_output=True, text=True)
     assert ended.returncode == 1 and "bad.png is no PNG, JPEG or WebP" in ended.stdout, ended
-    lines = ended.stderr.splitlines()  # and none of TensorFlow's
+    lines = ended.stderr.splitlines()  # TensorFlow prints none
     assert "samples: 5/5" in lines and all(line.startswith("samples: ") for line in lines), ended
 
 
@@ -110,7 +110,7 @@ def test_shards_are_read_whole(tmp_path: Path, run):
     code, printed = run(f"--data_dir={tmp_path / 'out'}", "--num_classes=2")
     assert code == 1 and "record of sample 3" in printed, printed
     assert "label 2 is no class" in printed, printed
-    (tmp_path / "out" / "val").mkdir()  # no pack: not looked at
+    (tmp_path / "out" / "val").mkdir()  # this is no pack, so it is not read
     code, printed = run(f"--data_dir={tmp_path / 'out'}")
     assert (code, printed) == (0, "train: 4 samples, labels 0 to 2 (records): all is well\n")
     shard = folder / "train-00001-of-00002.tfrecord"
@@ -208,5 +208,5 @@ def test_hashes_are_those_of_sha256sum(tmp_path: Path, run):
     command = ["sha256sum", "-c", "--quiet", "--strict", file.name]
     subprocess.run(command, cwd=file.parent, check=True)
     text = "".join(file.read_text().splitlines(keepends=True)[1:])
-    file.write_text(text)  # as a person's sha256sum wrote it
+    file.write_text(text)  # a person's sha256sum writes no first line
     assert run_again()[0] == 2 and file.read_text() == text

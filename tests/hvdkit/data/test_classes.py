@@ -36,7 +36,7 @@ def labels(source) -> list[int]:
         (("cat", "dog", "zo\u00eb"), [0, 1, 2]),
         (("dog", "zo\u00eb", "cat"), [1, 2, 0]),
         (("zo\u00eb",), [2]),
-        (("zoe\u0308", "cat"), [2, 0]),  # as macOS spells it
+        (("zoe\u0308", "cat"), [2, 0]),  # macOS spells it so
     ],
 )
 def test_a_models_classes_are_found_by_name(names, numbers):
@@ -89,7 +89,7 @@ def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(tmp_path: Path,
         plain = ImageLabelFolder(tmp_path, "train")
         assert train.fingerprint() != plain.fingerprint()
     assert check.main(["check", *flags, f"--label_map={tmp_path / 'map.txt'}"]) == 0
-    config = parse(["train.py", *flags, "--label_map=255:1"])  # which leaves 7 out
+    config = parse(["train.py", *flags, "--label_map=255:1"])  # this map leaves 7 out
     train, _ = open_lib.open_sources(config, "folders")
     readers.explained(train, 0, "a.png", "label value 7 is no class of 0 to 1", "--label_map")
 

@@ -66,11 +66,13 @@ def test_classes_are_found_alike_by_start_and_by_the_reader(tmp_path, name):
     assert {item.label for item in items} == {*CATS}
     assert {item.split for item in items} == splits
     for split in splits - {""}:
-        found = sorted(str(item.picture) for item in items if item.split == split)
+        pictures = sorted(str(item.picture) for item in items if item.split == split)
         source = ClassFolders(tmp_path, split)
         assert source.class_names == [*CATS]
-        assert [str(source.picture_file(n)) for n in range(len(source))] == found
-        assert [os.fsdecode(tmp_path) + "/" + os.fsdecode(file) for file in source.files()] == found
+        assert [str(source.picture_file(n)) for n in range(len(source))] == pictures
+        assert [
+            os.fsdecode(tmp_path) + "/" + os.fsdecode(file) for file in source.files()
+        ] == pictures
 
 
 @pytest.mark.parametrize("name", ["a0 ", "a\n0", os.fsdecode(b"caf\xe9")])
@@ -219,7 +221,7 @@ def test_patients_in_folders_are_in_one_split(tmp_path):
     splits = {item.picture.parent.name: set() for item in items}
     for item in items:
         splits[item.picture.parent.name].add(item.split)
-    assert all(len(found) == 1 for found in splits.values())
+    assert all(len(splits_of_patient) == 1 for splits_of_patient in splits.values())
     assert {"train", "val"} == set().union(*splits.values())
 
 
@@ -253,10 +255,10 @@ def by_start(root: Path, layout: str = "") -> dict[str, set] | str:
         items = arrangement.recognized(root, layout)
     except ValueError as error:
         return str(error)
-    found = {"train": set(), "val": set(), "test": set(), "": set()}
+    pictures = {"train": set(), "val": set(), "test": set(), "": set()}
     for item in items:
-        found[item.split].add((item.label, str(item.picture), str(item.mask or "")))
-    return found
+        pictures[item.split].add((item.label, str(item.picture), str(item.mask or "")))
+    return pictures
 
 
 def by_reader(root: Path, split: str) -> set | str:
@@ -275,22 +277,25 @@ def test_start_and_the_reader_find_the_same_or_refuse(seed, tmp_path):
     for path in tree(random.Random(seed)):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tmp_path / "one.png", root / path)
-    found = by_start(root)
+    by_split = by_start(root)
     read = {split: by_reader(root, split) for split in ("train", "val", "test")}
-    asked = re.findall(r"--layout=([a-z/]+/class)\b", found) if isinstance(found, str) else []
-    if asked and not isinstance(read["train"], str):
+    if isinstance(by_split, str) and not isinstance(read["train"], str):
         # It asks where the reader was told that they are classes.
-        found = by_start(root, asked[-1])
-    if isinstance(found, str):
-        asks = "--layout=" in found
+        layouts = re.findall(r"--layout=([a-z/]+/class)\b", by_split)
+        if layouts:
+            by_split = by_start(root, layouts[-1])
+    if isinstance(by_split, str):
+        asks = "--layout=" in by_split
         refused_too = isinstance(read["train"], str) or isinstance(read["val"], str)
-        assert asks or refused_too or "is missing" not in read["test"], found
-    elif found[""]:
+        assert asks or refused_too or "is missing" not in read["test"], by_split
+    elif by_split[""]:
         assert f"type hvdkit start {root}" in read["train"]
-    elif any(item[2] for item in set.union(*found.values())):
+    elif any(item[2] for item in set.union(*by_split.values())):
         assert "no classes" in read["train"]
     else:
         for split in ("train", "val", "test"):
-            assert found[split] == read[split] or (not found[split] and "missing" in read[split])
-        if not found["val"] and found["test"]:
+            assert by_split[split] == read[split] or (
+                not by_split[split] and "missing" in read[split]
+            )
+        if not by_split["val"] and by_split["test"]:
             assert "--val_split=test" in read["val"]

@@ -114,7 +114,7 @@ def test_splits_of_any_name(tmp_path: Path):
     [note] = notes("trainval", both_source, val_source)
     assert "1 of the 1 validation pictures" in note
     assert "--train_split=trainval, --val_split=val" in note
-    assert notes("val", val_source, val_source) == []  # the settings have a note, see below
+    assert notes("val", val_source, val_source) == []  # a note of the settings says it, see below
     refused(
         lambda: opened("--train_split=trainaug"),
         "trainaug.txt is missing",

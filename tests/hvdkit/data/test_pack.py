@@ -58,12 +58,12 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
         spec = tf.data.Dataset.range(1).map(records.read).element_spec
         assert spec["label"].dtype == (tf.uint8 if records.kind == "map" else tf.int32)
         assert spec["image"].shape.as_list() == [None, None, 3]
-        file = readers.read_all(source)[0].get("file", b"")  # goes in as it is
+        file = readers.read_all(source)[0].get("file", b"")  # the file goes in unchanged
         assert any(file in path.read_bytes() for path in (out / split).glob("*.tfrecord"))
     printed = capsys.readouterr().err
     assert re.search(r"^packed: (\d+)/\1$", printed, re.M)
     assert re.search(r"^verified: (\d+)/\1$", printed, re.M)
-    assert sorted(p.name for p in out.iterdir()) == ["train", "val"]  # and nothing half done
+    assert sorted(p.name for p in out.iterdir()) == ["train", "val"]  # nothing half done is left
 
 
 def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path, capsys):
@@ -95,9 +95,9 @@ BLACK = np.zeros((2, 12, 16, 3), np.uint8)
 @pytest.mark.parametrize(
     ("image", "label", "words"),
     [
-        (BLACK, np.array([0.5, 1.7]), "float64 ()"),  # before: packed as 0 and 1
+        (BLACK, np.array([0.5, 1.7]), "float64 ()"),  # they were packed as 0 and 1 once
         (BLACK, np.zeros((2, 3), np.int64), "int64 (3,)"),
-        (BLACK, BLACK, "with uint8 (12, 16, 3)"),  # before: packed as its brightness
+        (BLACK, BLACK, "with uint8 (12, 16, 3)"),  # its brightness was packed once
         (BLACK, np.zeros((2, 12, 16, 1), np.int32), "int32 (12, 16, 1)"),
         (BLACK[..., :1], np.zeros(2, np.int64), "not uint8 (12, 16, 1)"),
         (BLACK / 255, np.zeros(2, np.int64), "not float64 (12, 16, 3)"),
@@ -110,20 +110,20 @@ def test_what_a_record_cannot_hold_is_refused(tmp_path: Path, image, label, word
 def test_corrupt_records_are_named(tiny_data: Path, tmp_path: Path):
     folder = packed(tiny_data, tmp_path)
     source = Records(tmp_path, "train")
-    assert source.is_demo  # how it is augmented
+    assert source.is_demo  # augmentation depends on it
     path = folder / "train-00001-of-00003.tfrecord"  # samples 8 to 16
     whole = path.read_bytes()
-    for place in (12, 100, len(whole) // 12):  # of its first sample
+    for place in (12, 100, len(whole) // 12):  # places in its first sample
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         readers.explained(source, 8, path, "sample 8 (bytes 12 to", "checksum", "pack again")
         assert source.explain(9) is None and source.explain(7) is None
-    path.write_bytes(whole[:-50])  # the end of the last sample
+    path.write_bytes(whole[:-50])  # the end of the last sample is cut
     readers.explained(source, 16, path, "sample 16", "pack again")
     path.write_bytes(b"")
     readers.explained(source, 12, path, "sample 12", "pack again")
     path.unlink()
     readers.explained(source, 12, path, "sample 12", "pack again")
-    (folder / "index.bin").write_bytes(b"")  # under a set that is open
+    (folder / "index.bin").write_bytes(b"")  # the set is open already
     readers.explained(source, 12, path, "sample 12", folder / "index.bin", "was cut")
 
 
@@ -332,8 +332,8 @@ def test_an_unfinished_pack_is_of_one_set_and_one_process(tmp_path: Path, monkey
         (work / "00000").mkdir()
         (work / "link").symlink_to(mine)
         refused(other, tmp_path / "train", "is being written by another process", "--as")
-        with pack._unfinished(tmp_path, "val", "key", rank=0):  # which leaves the other's alone
-            pass
+        with pack._unfinished(tmp_path, "val", "key", rank=0):
+            pass  # it leaves the other split's folder alone
         with pack._unfinished(tmp_path, "train", "key", rank=1):
             pass
     # Some disks have no locks.
@@ -351,7 +351,7 @@ def test_an_unfinished_pack_is_of_one_set_and_one_process(tmp_path: Path, monkey
 @pytest.fixture
 def unsafe(monkeypatch):
     """By the name that a rename gave: the files that were not flushed when they got that name."""
-    flushed: dict[int, int] = {}  # by inode of a file or folder: its size when it was flushed
+    flushed: dict[int, int] = {}  # size at the flush, by inode of a file or folder
     unflushed: dict[str, list[str]] = {}
     fsync = os.fsync
 
@@ -385,7 +385,7 @@ def test_a_checkpoint_is_flushed(kept, unsafe):
     path = save(kept, 7)
     assert unflushed == {"manifest.json": [], "step-00000007": []}
     assert path.parent == kept.folder
-    assert kept.folder.stat().st_ino in flushed  # which holds the new name
+    assert kept.folder.stat().st_ino in flushed  # the folder that holds the new name
 
 
 def test_a_packed_split_is_flushed(tmp_path, unsafe):

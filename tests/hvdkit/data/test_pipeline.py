@@ -143,7 +143,7 @@ def test_a_step_names_the_sample_that_cannot_be_read(device: str):
 def test_an_evaluation_looks_for_a_bad_sample_in_its_batch_only(bad: int):
     source = Torn(bad)
     samples = reader(source, lambda sample: sample, keyed=False)
-    outcomes = []  # by rank: samples, or the error
+    outcomes = []  # samples of a rank, or its error
     for rank in range(3):
         try:
             feed = EvaluationFeed(samples, 4, rank=rank, size=3)
@@ -196,7 +196,7 @@ def test_a_sample_whose_partner_is_bad_is_replaced_alike_on_any_number_of_ranks(
     rows = np.array(rows)
     assert 17 not in rows and np.all(rows[..., 0] != rows[..., 1])
     assert len(replaced) > 2
-    assert {one.sample for one in replaced} == {17}  # counted as one bad sample
+    assert {one.sample for one in replaced} == {17}  # it counts as one bad sample
 
 
 def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume():

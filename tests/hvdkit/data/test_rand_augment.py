@@ -49,11 +49,11 @@ PILLOW = {
 @pytest.mark.parametrize("name", rand_augment.OPERATIONS)
 def test_an_operation_computes_what_pillow_does(name: str):
     for image, strength in ((CHINA, 0.7), (CHINA, -0.7), (PLAIN, 0.4), (CHINA[:2, :1], -1.0)):
-        if len(image) == 2 and name.startswith("shift"):  # of another size
+        if len(image) == 2 and name.startswith("shift"):  # another size
             continue
-        found = rand_augment.OPERATIONS[name](tf.constant(image), tf.constant(strength)).numpy()
+        changed = rand_augment.OPERATIONS[name](tf.constant(image), tf.constant(strength)).numpy()
         expected = np.asarray(PILLOW[name](Image.fromarray(image), strength)).astype(int)
-        wrong = np.abs(found - expected).max(-1) > 1
+        wrong = np.abs(changed - expected).max(-1) > 1
         # Where a place falls on the edge of two pixels, each rounds by itself.
         most = 2e-3 if name in ("rotate", "shear_x", "shear_y") else 0
         assert wrong.mean() <= most, (wrong.sum(), strength)
@@ -61,8 +61,9 @@ def test_an_operation_computes_what_pillow_does(name: str):
 
 def test_operations_belong_to_the_key_and_all_are_drawn():
     draw = tf.function(lambda key: rand_augment.applied(CHINA, key, count=1, magnitude=30.0))
-    found = [draw(tf.constant([3, number])).numpy() for number in range(150)]
-    assert len({image.tobytes() for image in found}) > 20  # 14, most of them of two signs
-    np.testing.assert_array_equal(found[9], draw(tf.constant([3, 9])))
+    images = [draw(tf.constant([3, number])).numpy() for number in range(150)]
+    # There are 14 operations, most of them with two signs.
+    assert len({image.tobytes() for image in images}) > 20
+    np.testing.assert_array_equal(images[9], draw(tf.constant([3, 9])))
     task = classification.Task(Settings(num_classes=3, rand_augment="1,30"))
     assert task.augmentation()["rand_augment"] == (1, 30.0)

@@ -83,7 +83,7 @@ def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil, words: str)
     source = Records(server.url, "train")
     assert everything(source)[1] == [""] * 30
     (kept,) = (tmp_path / "cache").rglob(bad.name)
-    kept.write_bytes(bytes(len(data)))  # by this host's disk
+    kept.write_bytes(bytes(len(data)))  # the disk of this host damaged it
     assert everything(source)[1] == [""] * 30 and kept.read_bytes() == data
     (index,) = (tmp_path / "cache").rglob("index.bin")
     places = index.read_bytes()
@@ -97,7 +97,7 @@ def test_a_server_that_sends_too_much_is_cut_off(server):
     assert "(it must know Range)" in source.fetch(np.array([0]))[1][0]
     with pytest.raises(ValueError, match=r"pack\.json"):
         Records(server.url, "val")
-    assert server.sent < 250  # of thrice 500: what sockets hold, and 64 of the list
+    assert server.sent < 250  # of thrice 500 that are sent, sockets hold the rest
 
 
 def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(root, server, tmp_path):
@@ -107,7 +107,7 @@ def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(root, s
     cache.chmod(0o1777)
     papers.mkdir(mode=0o755)
     (papers / "thesis").write_bytes(bytes(10_000))
-    os.utime(papers / "thesis", (1, 1))  # the oldest, which goes first
+    os.utime(papers / "thesis", (1, 1))  # the oldest goes first
     (cache / "packed-00000000000000000000000000000000").symlink_to(papers)
     remote.limit(str(cache), (2 * max(Records(root, "train").shard_bytes) + 600) / 1e9)
     source = Records(server.url, "train")
@@ -153,7 +153,7 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, monkey
     others.write_bytes(bytes(2 * sum(sizes)))
     source = Records(server.url, "train")
     source.keep_open(1)
-    for sample in (0, 5, 10, 0, 15, 20):  # the first of shards 0, 1, 2, ...
+    for sample in (0, 5, 10, 0, 15, 20):  # each is the first sample of a shard
         assert source.fetch(np.array([sample]))[1] == [""]
         there = {int(path.name[6:11]) for path in (tmp_path / "cache").glob("*/train*")}
         stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("packed-*/*"))

@@ -83,7 +83,7 @@ STARTS = [(3, 16, 2, 2, 0), (4, 8, 1, 1, 0), (1, 5, 1, 3, 0), (2, 21, 3, 2, 7), 
 def test_other_batches_from_start_to_start_repeat_and_leave_out_nothing(shuffle):
     shards = in_shards(48, 10, shuffle) if shuffle else None
     place = Place()
-    samples = []  # position, id, key
+    samples = []  # rows of position, id and key
     for steps, batch, micro, size, virtual in STARTS:
         ranks = [
             Sampler(48, batch, micro, 1, rank, size, virtual, place, shards) for rank in range(size)
@@ -169,8 +169,8 @@ def test_by_shards_an_epoch_holds_each_id_once_and_few_shards_at_a_time(sizes, a
     n = sum(sizes)
     ids = order.__wrapped__(n, 1, epoch, shards=Shards(tuple(sizes), at_once))
     assert np.array_equal(np.sort(ids), np.arange(n))
-    shards = np.searchsorted(np.cumsum(sizes), ids, "right").tolist()  # by place
-    first: dict[int, int] = {}  # the first and the last place of a shard
+    shards = np.searchsorted(np.cumsum(sizes), ids, "right").tolist()  # shard at each place
+    first: dict[int, int] = {}  # first and last place of each shard
     last: dict[int, int] = {}
     for place, shard in enumerate(shards):
         first.setdefault(shard, place)
@@ -197,7 +197,7 @@ def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
     parts = in_shards(n, 120, 12)
     shards = parts if shuffle else None
     sizes = parts.sizes[:-1]
-    shard = np.repeat(np.arange(120), sizes)  # by sample id
+    shard = np.repeat(np.arange(120), sizes)  # shard of each sample id
     pairs = [*itertools.combinations(orders_of(n, shards), 2)]
     neighbours = 0
     for one, other in pairs:
@@ -217,9 +217,9 @@ def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
         expected *= 10 * (1 / 12 + 11 / 12 * 11 / 119)
     assert abs(neighbours - expected) < SIGMAS * np.sqrt(expected)
 
-    places = np.add.outer(np.arange(120) * n, np.arange(0, n, n // 7))  # in 120 epochs
+    places = np.add.outer(np.arange(120) * n, np.arange(0, n, n // 7))  # places in 120 epochs
     ids = Sampler(n, 1, 1, 1, 0, 1, shards=shards).order(tf.constant(places.ravel())).numpy()
-    for tenths in (ids.reshape(places.shape) * 10 // n).T:  # the sample's, each at a place
+    for tenths in (ids.reshape(places.shape) * 10 // n).T:  # tenths of the sample ids at one place
         counts = np.bincount(tenths, minlength=10)
         assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
 
@@ -247,7 +247,7 @@ def test_by_shards_a_billion_samples_are_no_more_work_and_other_sources_are_refu
     ids = sampler.local_samples(tf.constant(10**9, tf.int64))[0].numpy()
     assert len(np.unique(ids)) == 1024 and len(np.unique(ids // 10**6)) <= 2 * 16
     part = Synthetic(9, {})
-    for part.shard_sizes in ((), (5, 5)):  # the second: of a set that this is a part of
+    for part.shard_sizes in ((), (5, 5)):  # the second has the shards of another set
         with pytest.raises(ValueError, match="--shuffle_shards=2 is for training samples in"):
             shards_of(part, 2)
 

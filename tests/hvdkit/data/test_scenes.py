@@ -80,7 +80,7 @@ def test_who_loses_the_race_takes_the_set_that_is_there(tmp_path: Path, monkeypa
         scenes.ensure_demo(root, scenes.Settings(train=1, val=1))
         write(*arguments)
 
-    root.mkdir()  # an empty folder is nothing
+    root.mkdir()  # an empty folder counts as none
     monkeypatch.setattr(scenes, "_write_split", meanwhile)
     scenes.ensure_demo(root, SMALL)
     assert len(contents(root)) == 2 * 2 + 3

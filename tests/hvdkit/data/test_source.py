@@ -51,7 +51,7 @@ def test_a_sample_is_a_picture_and_its_class():
     assert digits.fingerprint().startswith("472f7f2151d0e223")
     sample = digits.read(tf.constant(358, tf.int64))
     assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
-    assert int(sample["label"]) == 8  # the last row
+    assert int(sample["label"]) == 8  # the last row is an 8
     labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
     assert labels == set(range(10))
     with pytest.raises(ValueError, match="no split 'test'; there are \\['train', 'val'\\]"):

@@ -36,10 +36,10 @@ def quantized() -> keras.Model:
 
 def loaded() -> keras.Model:
     """As load_model, clone_model and from_config make it of a model of float32."""
-    given = keras.config.dtype_policy()
+    policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("float32")
     config = network().get_config()
-    keras.config.set_dtype_policy(given)
+    keras.config.set_dtype_policy(policy)
     return keras.Model.from_config(config)
 
 

@@ -50,7 +50,7 @@ def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
     assert (abs(both(fine, addends, scale).astype(object)) * addends < 2**63).all()
     for bad in (np.nextafter(largest, np.inf), -1e300, np.inf, -np.inf, np.nan):
         values = np.array([1.0, bad, 1.0, 0.5]) * scale
-        for turned in (values, values[::-1]):  # where it stands must not matter
+        for turned in (values, values[::-1]):  # its position must not matter
             judged = fixed_point.judge(tf.constant(turned), addends, scale=scale)
             assert [bool(x) for x in judged] == [bool(np.isfinite(bad)), False, True]
         assert both(values, addends, scale).tolist() == [2**48, 0, 2**48, 2**47]

@@ -33,15 +33,15 @@ def kept(request, tmp_path_factory):
 
     with ThreadPoolExecutor() as pool:
         outcomes = dict(zip(folders, pool.map(launch, folders)))
-    found = {}
+    arrays = {}
     for ranks, failed in outcomes.items():
         assert len(failed) == len(names) + 1
         for name, failure in failed.items():
             assert failure is None, f"{name} on {ranks} ranks: {failure}"
         for name in names:
             with np.load(folders[ranks] / f"{name}.npz") as file:
-                found[ranks, name] = {key: file[key] for key in file.files}
-    return found
+                arrays[ranks, name] = {key: file[key] for key in file.files}
+    return arrays
 
 
 # The first waits for both launches: minutes, of which most is tracing.
@@ -79,7 +79,7 @@ def trained(kind, kept):
     assert kept["code"] == DONE, kept["message"]
     for name, last in part(kept, "last/").items():
         moved = distance(kept[f"first/{name}"], last) > 1e-12
-        if "seed_generator" in name:  # recurrent cells have one that only dropout uses
+        if "seed_generator" in name:  # recurrent cells have one for dropout alone
             assert moved == (kind.end == BY_RANK), name
         else:
             assert moved != any(still in name for still in kind.still), name

@@ -25,7 +25,7 @@ def test_losses_are_cross_entropy_to_the_smoothed_target(smoothing, class_weight
     logits = draw.normal(size=(50, 4))
     first, second = draw.integers(0, 4, (2, 50))
     share = draw.uniform(size=50)
-    weight_of = np.array(class_weights or [1.0] * 4)  # by class
+    weight_of = np.array(class_weights or [1.0] * 4)  # one weight a class
     smooth = (1 - smoothing) * np.eye(4) + smoothing / 4
     logs = log_softmax(logits, -1)
 

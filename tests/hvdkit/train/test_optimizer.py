@@ -22,7 +22,7 @@ from hvdkit.train.step.gradients import is_kernel
 from hvdkit.train.step.state import State
 
 STEPS = 8
-SKIPPED = (0, 4)  # steps that are not applied
+SKIPPED = (0, 4)  # these steps are not applied
 EMA = 0.8
 # What trains in `network`, in order; the loss does not depend on the last one.
 NAMES = ["kernel", "bias", "gamma", "beta", "kernel", "bias"]
@@ -113,7 +113,7 @@ class Constants:
     decay: float
     momentum: float
     is_kernel: bool
-    t: int  # updates so far, this one among them
+    t: int  # updates so far, with this one
 
 
 def expected(config: Settings, weights: list, slope: list) -> tuple[list, list]:
@@ -291,10 +291,10 @@ def test_weights_that_a_person_may_expect_to_decay_are_named():
 
 
 def test_what_cannot_be_trained_is_refused():
-    own = keras.Sequential([keras.Input((3,)), Own(name="own")])
-    with pytest.raises(ValueError, match=r"--weight_decay=0.1 .*'kernel'.*own/w"):
-        optimizer.build(settings("sgd", weight_decay=0.1), own)
-    optimizer.build(settings("sgd"), own)
+    unnamed = keras.Sequential([keras.Input((3,)), Own(name="unnamed")])
+    with pytest.raises(ValueError, match=r"--weight_decay=0.1 .*'kernel'.*unnamed/w"):
+        optimizer.build(settings("sgd", weight_decay=0.1), unnamed)
+    optimizer.build(settings("sgd"), unnamed)
     bound = keras.layers.Dense(2, kernel_constraint="unit_norm", name="bound")
     bound = keras.Sequential([keras.Input((3,)), bound])
     with pytest.raises(ValueError, match=r"--ema_decay=0.8: .*UnitNorm.*bound/kernel"):
@@ -371,8 +371,13 @@ def test_a_tasks_optimizer_is_built_and_its_weight_decay_is_l2():
     assert optimizer.l2_weight(config, rule.optimizer) == 0.1
 
 
-NONE = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")  # not, or refused
-OF_KERAS = [x for n, x in vars(keras.optimizers).items() if isinstance(x, type) and n not in NONE]
+# These are no optimizers, or refused.
+OTHERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
+OF_KERAS = [
+    kind
+    for name, kind in vars(keras.optimizers).items()
+    if isinstance(kind, type) and name not in OTHERS
+]
 
 
 def applied(apply, model: keras.Model, slope: list) -> None:

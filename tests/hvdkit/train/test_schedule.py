@@ -30,8 +30,8 @@ def test_policies(step):
         ("step", BASE * (1 if share < 0.5 else 0.1 if share < 0.75 else 0.01)),
         ("constant", BASE),
     ):
-        found = rate(step, end_lr=END, power=0.9, lr_policy=policy)
-        assert found == pytest.approx(expected, rel=1e-12), policy
+        value = rate(step, end_lr=END, power=0.9, lr_policy=policy)
+        assert value == pytest.approx(expected, rel=1e-12), policy
 
 
 @pytest.mark.parametrize("warm_up", [10, 5 * N])
@@ -47,7 +47,7 @@ def test_warm_up_is_linear_and_then_joins_the_policy(policy, warm_up):
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 9), ("sqrt", 3)])
 @pytest.mark.parametrize("policy", ["poly", "cosine"])
 def test_scaling_by_the_number_of_ranks(policy, rule, factor):
-    for step in (0, 77, N, 10 * N):  # the last rate too
+    for step in (0, 77, N, 10 * N):  # these steps include the last
         alone = rate(step, 1, lr_policy=policy, end_lr=END, lr_scaling=rule)
         on_nine = rate(step, 9, lr_policy=policy, end_lr=END, lr_scaling=rule)
         assert on_nine == pytest.approx(factor * alone, rel=1e-12)

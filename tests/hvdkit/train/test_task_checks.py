@@ -97,10 +97,10 @@ def example(**parts):
     """A training_example with these parts of (task, x, y) in the place of Small's."""
 
     def make(task, sample, key=None):
-        made = {"inputs": sample["x"], "targets": sample["y"]}
+        pair = {"inputs": sample["x"], "targets": sample["y"]}
         for name, part in parts.items():
-            made[name] = part(task, sample["x"], sample["y"])
-        return made
+            pair[name] = part(task, sample["x"], sample["y"])
+        return pair
 
     return {"training_example": make}
 
@@ -131,9 +131,9 @@ class OwnLoss(Net):
 
 
 def frozen():
-    made = classifier()
-    made.trainable = False
-    return made
+    model = classifier()
+    model.trainable = False
+    return model
 
 
 def with_names():

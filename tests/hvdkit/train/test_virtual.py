@@ -121,7 +121,7 @@ def test_it_brings_determinism_and_one_thread_and_says_so():
     assert config.deterministic and config.cpu_threads == 1
     assert parse("--cpu_threads=2").cpu_threads == 2
     assert any("sets --deterministic --cpu_threads=1" in note for note in config.notes())
-    config = parse("--bn_sync=full")  # on fewer ranks it is refused, as much else: test_fields.py
+    config = parse("--bn_sync=full")  # fewer ranks are refused: test_fields.py
     assert config.for_ranks(4) == config
 
 

@@ -74,12 +74,13 @@ def test_what_other_tools_packed_is_packed_or_refused(tmp_path: Path, capsys, la
 
     whole = last.read_bytes()
     flipped = bytearray(whole)
-    flipped[len(whole) - 200 if layout == "tfrecords" else 10] ^= 1  # of a picture, of a header
+    place = len(whole) - 200 if layout == "tfrecords" else 10  # in a picture, or in a header
+    flipped[place] ^= 1
     last.write_bytes(flipped)
     fails("corrupted record" if layout == "tfrecords" else f"{last} cannot be read")
     last.write_bytes(whole[:-40] if layout == "tfrecords" else whole.rstrip(b"\0"))
     fails(f"{last} cannot be read: its .*cut off|{last} cannot be read: unexpected end")
-    if layout == "webdataset":  # between two files
+    if layout == "webdataset":  # the archive ends between two files
         last.write_bytes(whole[: 512 * (len(whole.rstrip(b"\0")) // 512 + 1)])
         fails(f"{last} cannot be read: it is damaged or cut off")
         last.rename(last.with_name("in-train-002.tar"))

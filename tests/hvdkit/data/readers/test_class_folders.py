@@ -127,7 +127,7 @@ def test_what_would_be_left_out_is_named(root: Path):
     (folder / "d.jpg").mkdir()
     fails(root, folder / "d.jpg", "is a folder")
     (folder / "d.jpg").rmdir()
-    os.mkfifo(folder / "d.jpg")  # to read it would take for ever
+    os.mkfifo(folder / "d.jpg")  # reading it would never end
     fails(root, "d.jpg", "no regular file")
 
 
@@ -150,12 +150,12 @@ def test_links(root: Path):
     (root / "train" / "n10").symlink_to(root / "n10")
     after = readers.read_all(ClassFolders(root, "train"))
     assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(before, after, strict=True))
-    for target in (root / "gone.jpg", "z.jpg"):  # nowhere, and itself
+    for target in (root / "gone.jpg", "z.jpg"):  # links to nowhere and to itself
         (folder / "z.jpg").unlink()
         (folder / "z.jpg").symlink_to(target)
         fails(root, folder / "z.jpg", "though its folder lists it")
     (root / "train" / "n02").rename(root / "n02")
-    (root / "train" / "n02").symlink_to(root / "nowhere")  # a class fewer, if it were left out
+    (root / "train" / "n02").symlink_to(root / "nowhere")  # leaving it out would lose a class
     fails(root, root / "train" / "n02", "is a link that leads nowhere")
 
 

@@ -17,7 +17,7 @@ from hvdkit.data.readers.voc import Voc
 from hvdkit.ranks import encoding
 
 
-@pytest.mark.parametrize("limit", [2**32, 0])  # places of 4 bytes, and of 8
+@pytest.mark.parametrize("limit", [2**32, 0])  # offsets have 4 bytes, then 8
 def test_names_are_what_they_were(limit: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hvdkit.data.readers.listing._NARROW", limit)
     words = ["a.jpg", "", "Pr\u00fcfung/\u4e2d.png", os.fsdecode(b"\xff\x00.jpg"[:1]), "x" * 300]
@@ -50,7 +50,7 @@ def test_one_rank_looks_for_all(root: Path, monkeypatch: pytest.MonkeyPatch):
     found: dict = {}
     with shared_listing.kept(found):
         first = open_all(root)
-    found = encoding.unpack(encoding.pack(found, "listings"))  # as it comes to another rank
+    found = encoding.unpack(encoding.pack(found, "listings"))  # another rank gets it so
     with shared_listing.awaited():
         open_all(root)
         raise AssertionError("it did not wait for rank 0")

@@ -317,7 +317,7 @@ def as_pillow(data: bytes) -> np.ndarray:
         return np.asarray(stored.convert("RGB"))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, about broken blocks
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of broken blocks
 @pytest.mark.parametrize("where", placed(directory(6, order="<")))
 def test_an_orientation_is_found_wherever_pillow_finds_it(where):
     """Wherever it lies, in either order, in whatever form."""

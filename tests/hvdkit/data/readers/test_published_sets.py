@@ -190,7 +190,7 @@ def test_unknown_ids_are_explained(city: Path):
     assert source.explain(0) is None
 
 
-@pytest.mark.parametrize("values", [19, 20])  # with and without one for what is ignored
+@pytest.mark.parametrize("values", [19, 20])  # 20 has a value for ignored pixels
 def test_train_ids_in_the_place_of_ids_are_refused(city: Path, values: int):
     ids = np.arange(12 * 16, dtype=np.uint8).reshape(12, 16) % values
     for path in (city / "gtFine" / "val").rglob("*_labelIds.png"):
@@ -235,7 +235,7 @@ def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: st
         (None, ""),
     ):
         if file.suffix == ".jpg" and content in (changed, whole[:-12]):
-            continue  # decoders make something of these
+            continue  # decoders make a picture of these
         if content is None:
             file.unlink()
         else:
