@@ -206,7 +206,7 @@ class Cache:
 
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
         """
-        asked = time.monotonic()
+        entered = time.monotonic()
         self._make_folders()  # somebody may have removed them
         with _locked(self._folder / f".{name}.lock"):
             if name in self._damaged:
@@ -216,7 +216,7 @@ class Cache:
                 return file
             # A thread that waited for one which failed would else wait as long again.
             failed_at, reason = self._failed.get(name, (0, ""))
-            if failed_at > asked:
+            if failed_at > entered:
                 raise OSError(reason)
             try:
                 return self._fetched(name, size, check)
@@ -268,15 +268,20 @@ class Cache:
         raise ValueError(self._damaged[name])
 
     def _copy(self, name: str, size: int, file: BinaryIO) -> str:
-        """Writes what the server sends into a file; returns what is wrong with that, or ""."""
+        """Writes the first `size` bytes of the server's file into `file`, by requests of a chunk.
+
+        Returns what is wrong with an answer, words that follow the file's URL; "" if nothing is.
+        Raises OSError: the network fails, or the disk is full.
+        """
         for first in range(0, size, _CHUNK):
-            asked = min(_CHUNK, size - first)
-            data = self._server.read(name, first, first + asked)
-            if len(data) > asked:
-                return f"sends {len(data)} bytes, not the {asked} asked for (it must know Range)"
-            if len(data) < asked:
-                return f"sends {len(data)} bytes, not the {asked} asked for"
-            if os.pwrite(file.fileno(), data, first) < asked:
+            length = min(_CHUNK, size - first)
+            data = self._server.read(name, first, first + length)
+            if len(data) > length:
+                return f"sends {len(data)} bytes, not the {length} asked for (it must know Range)"
+            if len(data) < length:
+                return f"sends {len(data)} bytes, not the {length} asked for"
+            # A disk that gets full takes the first part of a write.
+            if os.pwrite(file.fileno(), data, first) < length:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
             heartbeat.beat()  # a server that is slow is not one that hangs
         return ""
