@@ -186,20 +186,24 @@ def _folder_of_run(given: Sequence[Given]) -> list[Given]:
 def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
     """Settings that nobody asked for, by name: the file that gives them.
 
-    These are the settings of default.cfg where another task than its own was given, and those of a
-    run's config.cfg, which holds all settings.
+    Nobody asked for what default.cfg says about its demo where --task is another, nor for what a
+    run's config.cfg says, which holds all settings. What a later flag sets again was asked for.
+    `usual_task`: the task where no flag names one.
+
+    Where a task does not read such a setting, a note says so instead of a refusal (`check_read` in
+    hvdkit/train/task/protocol.py).
     """
-    last = {flag.name: flag for flag in given}
+    deciding = {flag.name: flag for flag in given}  # A setting's last flag is the one that counts.
     default_tasks = [flag.value for flag in given if flag.name == "task" and flag.is_default]
-    default_task = default_tasks[-1] if default_tasks else usual_task
-    is_other = "task" in last and last["task"].value != default_task
-    files = {flag.file for flag in last.values() if flag.file}
-    of_runs = {file for file in files if file.name == runs.CONFIG and runs.folder_of(file)}
+    demo_task = default_tasks[-1] if default_tasks else usual_task
+    is_demo = "task" not in deciding or deciding["task"].value == demo_task
+    files = {flag.file for flag in deciding.values() if flag.file}
+    run_configs = {file for file in files if file.name == runs.CONFIG and runs.folder_of(file)}
     unasked = {}
-    for name, flag in last.items():
-        if is_other and flag.is_default:
+    for name, flag in deciding.items():
+        if flag.is_default and not is_demo:
             unasked[name] = _DEFAULTS
-        elif flag.file in of_runs:
+        elif flag.file in run_configs:
             unasked[name] = runs.CONFIG
     return unasked
 
