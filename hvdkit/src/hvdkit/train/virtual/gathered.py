@@ -54,7 +54,10 @@ class Passes:
         return self._turn(part, ())[0].own
 
     def pull(self, part: Any, number: tf.Tensor, *everyone: tf.Tensor) -> tf.Tensor:
-        """int64 [n + 2]: gradients by all rows, in one; 1 where not finite, 1 where too large."""
+        """int64 [n + 2]: a virtual rank's gradients by the rows of all, n numbers on the grid.
+
+        Then two faults, 1 or 0: a gradient is not finite; one is finite but too large.
+        """
         floats = _floats(everyone)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(floats)
@@ -78,12 +81,17 @@ class Passes:
             everyone.append(tf.ensure_shape(gathered, [self._rows, *own.shape[1:]]))
         return everyone
 
-    def rows(self, everyone: Sequence[tf.Tensor], total: tf.Tensor) -> Rows:
-        """`total`: what `pull` found, added up over all virtual ranks."""
+    def unpack(self, everyone: Sequence[tf.Tensor], total: tf.Tensor) -> Rows:
+        """The rows of all, with the gradients that `pull` packed.
+
+        `total`: what `pull` returned, int64 [n + 2], added up over all virtual ranks. All gradients
+        are NaN where those of any virtual rank were not finite, or too large for the grid.
+        """
         faults = total[-2:]
         unit = self._unit()
         factor = tf.where(tf.reduce_any(faults > 0), math.nan * unit, unit)
-        shapes = [rows.shape for rows in _floats(everyone)]
+        # `pull` packs target by target, each with gradients by the same rows.
+        shapes = [x.shape for x in _floats(everyone)]
         gradients = fixed_point.unpack_gradients(
             total[:-2], factor, shapes=shapes * self._targets, dtype=tf.float64
         )
@@ -97,6 +105,7 @@ class Passes:
         return self._in_turn(tf.nest.map_structure(lambda t: t[0], part), everyone)
 
     def _unit(self) -> tf.Tensor:
+        """Gradients are divided by it before they go on the grid, and multiplied by it after."""
         return tf.cast(self._scale, tf.float64) * self._finest
 
 

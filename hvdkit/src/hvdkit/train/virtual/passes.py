@@ -179,7 +179,7 @@ class Passes:
         if not any(rows.dtype.is_floating for rows in everyone):
             return gathered.Rows(everyone)
         pulls = [pull(number, size, *everyone) for number, size in zip(numbers, sizes)]
-        return passes.rows(everyone, self._sum(tf.add_n(pulls), "virtual.pulls"))
+        return passes.unpack(everyone, self._sum(tf.add_n(pulls), "virtual.pulls"))
 
     def _in_turn(self, micro: Any, everyone: Sequence[tf.Tensor]) -> tuple[Turn, Any]:
         """The forward pass, in which the loss may gather rows, those of all if they are known."""
