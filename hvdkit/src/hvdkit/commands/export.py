@@ -138,21 +138,28 @@ class Exports(NamedTuple):
 
 
 def export(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
-    """Raises Stop where it cannot be done, or where what was written gives other outputs."""
+    """Writes the model of a checkpoint into --out, and prints where.
+
+    What the outputs mean is said by the task's `decode`, else by hvdkit/train/task/outputs.py.
+
+    Raises Stop where it cannot be done, or where what was written gives other outputs.
+    """
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
     with world.fail_together("exporting"):
-        is_picture = arguments.check and arguments.check.suffix not in examples.SUFFIXES
-        data = _picture(arguments.check) if is_picture else None
-        inputs = [arguments.check] if arguments.check else []
+        check: Path | None = arguments.check
+        gives_picture = check is not None and check.suffix not in examples.SUFFIXES
+        # A file that is no picture is refused before the model is loaded.
+        picture = _picture(check) if gives_picture else None
+        inputs = [check] if check else []
         with whole_files.replaced(arguments.out.absolute(), WRITTEN, inputs=inputs) as folder:
             run = load_run.trained(
-                config, arguments.checkpoint, arguments.ema, for_pictures=is_picture
+                config, arguments.checkpoint, arguments.ema, for_pictures=gives_picture
             )
             if tasks.optional(run.task, "picture_inputs"):
-                exports = _of_pictures(run, config, data or _picture(None))
+                exports = _of_pictures(run, config, picture or _picture(None))
             else:
-                exports = _of_examples(run, config, arguments.check)
+                exports = _of_examples(run, config, check)
             notes = _write(exports, folder)
             if arguments.onnx:
                 takes = to_onnx(run.model, exports.example, folder / ONNX)
