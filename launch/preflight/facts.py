@@ -63,7 +63,7 @@ def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
     faults += address_faults
 
     if run_dir and first_of_host:
-        faults += unwritable(run_dir)
+        faults += run_folder_faults(run_dir)
     if data_dir and first_of_host:
         summary, data_faults = listing(data_dir)
         if summary:
@@ -300,7 +300,7 @@ def unheard(name: str) -> str:
     return f"resolves to {', '.join(resolved)}, no address of it"
 
 
-def unwritable(path: str) -> list[Fault]:
+def run_folder_faults(path: str) -> list[Fault]:
     """A fault if files cannot be written or locked where the run folder is or will be."""
     folder = Path(path).absolute()
     while not folder.is_dir() and folder != folder.parent:
@@ -311,7 +311,7 @@ def unwritable(path: str) -> list[Fault]:
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-            return _without_locks(file.fileno(), folder)
+            return _lock_faults(file.fileno(), folder)
     except OSError as error:
         what = f"the run folder cannot be written to: {folder}: {error.strerror}"
         todo = "free some space there, give the right to write, or choose another folder"
@@ -321,11 +321,13 @@ def unwritable(path: str) -> list[Fault]:
             probe.unlink()
 
 
-def _without_locks(handle: int, folder: Path) -> list[Fault]:
+def _lock_faults(handle: int, folder: Path) -> list[Fault]:
+    """A fault if an open file in the folder, a new one, cannot be locked; `handle`: its number."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         what = f"the file system of {folder} has no locks (flock: {error.strerror})"
+        # Then hvdkit/checkpoint/lease.py watches for 8 s whether another run renews its lease.
         todo = (
             "mount it with them (Lustre: -o flock); else a start takes 8 s to see that no other "
             "run is in the folder, and --cache_dir must be on another disk"

@@ -404,13 +404,13 @@ def test_what_keeps_nccl_from_infiniband(monkeypatch, card: Path):
 
 
 def test_a_run_folder_without_locks_is_noted(monkeypatch, tmp_path: Path):
-    assert facts.unwritable(str(tmp_path)) == []
+    assert facts.run_folder_faults(str(tmp_path)) == []
 
     def flock(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(facts.fcntl, "flock", flock)
-    [(what, todo, level)] = facts.unwritable(str(tmp_path))
+    [(what, todo, level)] = facts.run_folder_faults(str(tmp_path))
     assert what == f"the file system of {tmp_path} has no locks (flock: Function not implemented)"
     assert "-o flock" in todo and level == "note"
 
