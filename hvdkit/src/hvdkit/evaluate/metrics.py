@@ -199,12 +199,13 @@ def confusion_matrix(
     """Counts [num_classes, num_classes] int64, row: label, column: prediction.
 
     Labels and predictions are integers of one shape; `counted`, a bool of that shape, says which
-    positions count. Elsewhere a label may be outside [0, num_classes).
+    positions count. There both are to be in [0, num_classes), which is not checked; elsewhere they
+    may be anything.
     """
     labels = tf.reshape(tf.cast(labels, tf.int64), [-1])
     predictions = tf.reshape(tf.cast(predictions, tf.int64), [-1])
     cells = tf.boolean_mask(labels * num_classes + predictions, tf.reshape(counted, [-1]))
-    cells = tf.cast(cells, tf.int32)
+    cells = tf.cast(cells, tf.int32)  # bincount's type
     size = num_classes**2
     counts = tf.math.bincount(cells, minlength=size, maxlength=size, dtype=tf.int64)
     return tf.reshape(counts, [num_classes, num_classes])
