@@ -41,15 +41,16 @@ _handler = _Lines()
 
 
 def use() -> None:
-    """Makes absl's logger write such lines; what others log by Python's logging stays as it is.
+    """Makes absl's logger write by `_Lines`, from INFO on or from --verbosity on if it is given.
 
-    The program goes on when the program that reads its lines has ended.
+    What others log by Python's logging goes its own way, from WARNING on. The program goes on when
+    the program that reads its lines has ended (`streams.hold`).
     """
     streams.hold()
     logger = logging.get_absl_logger()
     if _handler in logger.handlers:
         return
-    # absl.app.run shows every library's lines by absl's handler.
+    # absl.app.run gave the root logger absl's handler, and its level: undo both.
     python_logging.root.removeHandler(logging.get_absl_handler())
     python_logging.root.setLevel(python_logging.WARNING)
     logger.addHandler(_handler)
@@ -57,7 +58,8 @@ def use() -> None:
     if flags.FLAGS["verbosity"].using_default_value:
         logging.set_verbosity(logging.INFO)
     else:
-        logging.set_verbosity(logging.get_verbosity())  # It sets the level of the logger itself.
+        # absl's logger took the root logger's level: this gives it one of its own.
+        logging.set_verbosity(logging.get_verbosity())
 
 
 @contextlib.contextmanager
