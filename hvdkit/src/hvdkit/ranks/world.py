@@ -82,19 +82,21 @@ class World:
         raise Stop(NOT_NOW if by_host else code, f"{text} (rank {failed_rank} on {host})")
 
     def barrier_max(self, name: str, *numbers: int) -> list[int]:
-        """Waits for all ranks; the largest of each of at most two numbers over them.
+        """Waits for all ranks; the largest over them of the first number, and of the second.
 
-        One collective of a few bytes, the same wherever ranks call it: where ranks call it with
-        different names, all raise Stop instead of exchanging unrelated values.
+        `name` says where in the program the call stands; `numbers`: none, one or two, each below
+        2^63. Where ranks call it with different names, all raise Stop: their numbers mean different
+        things.
         """
         whole_numbers = [int(number) for number in numbers]
         if self.size == 1:
             return whole_numbers
-        place = _digest(name.encode(errors="surrogateescape"))
-        # Every call sends four numbers, so that also different calls fit together.
-        sent = [place, -place, *whole_numbers, 0, 0][:4]
-        largest, smallest, *maxima = self.carrier.largest(sent)
-        if largest != -smallest:
+        digest = _digest(name.encode(errors="surrogateescape"))
+        # Every call sends four numbers, so that calls of different places still meet in one
+        # collective. There the largest -digest is minus the smallest digest.
+        sent = [digest, -digest, *whole_numbers, 0, 0][:4]
+        largest, negative_least, *maxima = self.carrier.largest(sent)
+        if largest != -negative_least:
             names = self._gather(encoding.pack(name, name), "the place")
             for rank, other in enumerate(names):
                 if other != names[0]:
