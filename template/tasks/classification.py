@@ -146,10 +146,11 @@ class Task:
         return softmax(outputs)
 
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Counts of a batch, from logits [B, classes] and labels [B]; `metrics` gets the totals."""
         hits = metrics.in_top(targets, outputs, k=1)
         sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
         if self.config.num_classes <= MOST_CONFUSED:
-            # Among equal scores the last class, as in in_top.
+            # argmax takes the first of equal scores; in_top, and so `hits`, the last.
             count = outputs.shape[-1]
             predicted = count - 1 - tf.argmax(outputs[:, ::-1], axis=-1)
             sums["confusion"] = metrics.confusion_matrix(
