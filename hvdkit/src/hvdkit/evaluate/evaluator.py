@@ -251,14 +251,15 @@ class Evaluator:
             )
 
     def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
+        """The loss, its terms and the task's figures; `sums`: also the rows of `per_sample`."""
         means = {}
         for name in _losses(sums):
-            weight = float(sums["weight" + name.removeprefix("loss")])
-            means[name] = float(sums[name]) / weight if weight else float("nan")
+            weight = float(sums[name.replace("loss", "weight", 1)])
+            means[name] = float(sums[name]) / weight if weight else math.nan
         losses = {"loss": sum(means.values())} | means
         figures = task_checks.metrics(self._task, sums, losses)
         if math.isnan(figures["loss"]):
-            # Outputs that are NaN have a largest one all the same, and so a score.
+            # The task's own figure may look sound: argmax finds a class among NaN outputs too.
             figures[self._task.main_metric] = math.nan
         return figures
 
