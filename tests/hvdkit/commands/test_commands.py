@@ -371,6 +371,19 @@ def test_an_export_that_cannot_be_made_is_refused(tmp_path, out, check, words):
     assert stop.value.code == WRONG_USE and not arguments.out.is_dir()
 
 
+def test_examples_for_a_model_of_pictures_are_refused(folder, outcomes, tmp_path):
+    config = load_run.settings(folder / "digits", [])
+    arguments = SimpleNamespace(
+        out=tmp_path / "out",
+        check=tmp_path / "x.npz",
+        checkpoint="best",
+        ema=False,
+    )
+    with pytest.raises(Stop, match="x.npz: task classification takes a picture") as stop:
+        export(config, ALONE, None, arguments=arguments)
+    assert stop.value.code == WRONG_USE and not arguments.out.exists()
+
+
 def test_an_export_replaces_nothing_of_a_person(tmp_path):
     (tmp_path / "saved_model").mkdir()
     (tmp_path / "saved_model" / "mine").write_text("a person's own")

@@ -157,6 +157,8 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, arguments
                 config, arguments.checkpoint, arguments.ema, for_pictures=gives_picture
             )
             if tasks.optional(run.task, "picture_inputs"):
+                if check and not gives_picture:
+                    raise Stop(WRONG_USE, f"--check={check}: task {config.task} takes a picture")
                 exports = _of_pictures(run, config, picture or _picture(None))
             else:
                 exports = _of_examples(run, config, check)
