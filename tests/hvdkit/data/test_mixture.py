@@ -46,8 +46,8 @@ def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
     b = Records(tmp_path, "b")
     ahead = Mixture((a, 1), (b, 1))
     other = Mixture((a, 1), (b, 1))
-    other.ahead = None
-    assert ahead.ahead and ahead.num_classes == 5 and ahead.kind == "class"
+    other.reads_ahead = False
+    assert ahead.reads_ahead and ahead.num_classes == 5 and ahead.kind == "class"
     samples = readers.read_all(ahead)
     assert [int(sample["label"]) for sample in samples] == [1, 2, 3, 4, 4, 4]
     for one, two in zip(samples, readers.read_all(other), strict=True):

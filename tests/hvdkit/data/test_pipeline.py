@@ -334,7 +334,9 @@ def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length,
     calls: list[int] = []
     fetch = large.fetch
     monkeypatch.setattr(large, "fetch", counted_fetch)
-    assert small.ahead is None and large.is_large and large.fingerprint() == small.fingerprint()
+    assert (
+        not small.reads_ahead and large.reads_ahead and large.fingerprint() == small.fingerprint()
+    )
 
     expected = all_reads(Other(small, length, index) if length else small)
     ahead = all_reads(Other(large, length, index) if length else large)
@@ -396,7 +398,7 @@ def test_small_samples_read_at_once_have_the_bits_of_each(monkeypatch, large: bo
         monkeypatch.setattr(sources, "_LARGE", 0)
     source = Arrays(**SMALL_SAMPLES._arrays)
     read = reader(source, scaled, keyed=False)
-    assert source.is_large == large and read.is_exact_at_once
+    assert source.reads_ahead == large and read.is_exact_at_once
 
     at_once = [*EvaluationFeed(read, 8)]
     one_by_one = [*EvaluationFeed(read._replace(is_exact_at_once=False), 8)]

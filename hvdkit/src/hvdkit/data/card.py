@@ -88,7 +88,7 @@ def check(
     return [f"the training data changed: {change}"]
 
 
-def _change(old_names: list[bytes] | None, before: Card, now: Card, source: Source) -> str:
+def _change(old_names: list[bytes] | None, before: Card, now: Card, source: object) -> str:
     """What changed; `old_names`: those of the samples of `before`, if they are known."""
     old_count = before["train"]["samples"]
     count = now["train"]["samples"]

@@ -7,7 +7,8 @@ to its numbers by the names of their classes.
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import tensorflow as tf
@@ -115,10 +116,10 @@ class Mapped(Wrapper):
             table = np.r_[table, np.arange(len(table), 256)]
         self._table = table
         if hasattr(source, "class_counts"):
-            self.class_counts = self._class_counts
+            self.class_counts = partial(self._class_counts, source.class_counts)
 
-    def _class_counts(self) -> np.ndarray:
-        return np.bincount(self._table, self._source.class_counts(), minlength=self.num_classes)
+    def _class_counts(self, of_source: Callable[[], Sequence[int]]) -> np.ndarray:
+        return np.bincount(self._table, of_source(), minlength=self.num_classes)
 
     def read(self, index: tf.Tensor) -> Parts:
         sample = self._source.read(index)

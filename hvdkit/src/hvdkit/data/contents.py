@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hvdkit import logs, whole_files
 from hvdkit.data import shared_listing
-from hvdkit.data.source import Source
+from hvdkit.data.source import Listed, Source, is_listed
 
 _THREADS = 16
 _AT_ONCE = 1_000  # files are hashed between two reports of progress
@@ -35,7 +35,7 @@ def why_not(source: Source, split: str) -> str:
 
     Raises ValueError: a file of somebody else has the name.
     """
-    if not hasattr(source, "files"):
+    if not is_listed(source):
         return (
             "--hash is for files that are listed (class folders, pairs); records and CIFAR have "
             "checksums in their fingerprint, a reader of your own needs `files` and `root`"
@@ -47,14 +47,14 @@ def why_not(source: Source, split: str) -> str:
     return ""
 
 
-def write(source: Source, split: str) -> str:
+def write(source: Listed, split: str) -> str:
     """Hashes the source's files; returns what changed since it was last done, in words.
 
     Raises OSError for a file that cannot be read or written.
     """
     file = _file(source.root, split)
     names = list(source.files())
-    before = set()
+    before: set[bytes] = set()
     if file.exists():
         before = set(whole_files.read(file, _MOST_BYTES).splitlines()) - {_SIGN.encode()}
 

@@ -37,13 +37,11 @@ class Mixture(ReadAhead):
         counts = np.array(shares) * max(self._sizes / shares)
         self._ends = np.cumsum(np.ceil(counts - 1e-6).astype(np.int64))
         self._starts = np.append(0, self._ends)
-        if all(type(source) is Records for source in self._sources):
-            first = self._sources[0]
-            self.form = first.form
-            self.decode = first.decode  # the same for all packed sets
-            self.bytes_each = float(np.mean([source.bytes_each for source in self._sources]))
-        else:
-            self.ahead = None
+        self._packed = [source for source in self._sources if type(source) is Records]
+        self.reads_ahead = len(self._packed) == len(sets)
+        if self.reads_ahead:
+            self.form = self._packed[0].form
+            self.bytes_each = float(np.mean([source.bytes_each for source in self._packed]))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -55,13 +53,16 @@ class Mixture(ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         numbers, set_indices = self._place(indices)
-        by_set = [self._sources[n].fetch(set_indices[numbers == n]) for n in np.unique(numbers)]
+        by_set = [self._packed[n].fetch(set_indices[numbers == n]) for n in np.unique(numbers)]
         # `by_set` is sorted by sets; this is each sample's place in that order.
         places = np.argsort(np.argsort(numbers, kind="stable"))
         return [np.concatenate(part)[places] for part in zip(*by_set)]
 
+    def decode(self, parts: Parts) -> Parts:
+        return self._packed[0].decode(parts)  # the same for all packed sets
+
     def read(self, index: tf.Tensor) -> Parts:
-        if self.ahead:
+        if self.reads_ahead:
             return super().read(index)
         number = tf.searchsorted(self._ends, [index], "right")[0]
         start = tf.gather(self._starts, number)

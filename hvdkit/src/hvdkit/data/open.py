@@ -13,7 +13,7 @@ from hvdkit.data import classes, shared_listing
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.pipeline import as_written
 from hvdkit.data.readers import listing, pictures, remote
-from hvdkit.data.source import Source, Synthetic
+from hvdkit.data.source import Source, Synthetic, is_listed
 from hvdkit.settings import Settings
 from hvdkit.settings.data import PACK_ONLY, READERS
 
@@ -37,7 +37,7 @@ def one_split() -> Iterator[None]:
         _one_split = False
 
 
-def reader_of(name: str) -> Callable[[Path, str, int], Source]:
+def reader_of(name: str) -> Callable[..., Source]:
     """The reader of a --data_format; it takes a folder, a split and the number of classes or 0.
 
     Raises ValueError if it cannot be imported, or called.
@@ -100,7 +100,8 @@ def check_once(*sources: Source) -> None:
     """Raises ValueError where listed pictures of these sources are one file under two names."""
     paths: list[bytes] = []
     for source in sources:
-        if listed := getattr(source, "picture_files", None):
+        listed = getattr(source, "picture_files", None)
+        if listed and is_listed(source):
             paths += [os.path.join(os.fsencode(source.root), name) for name in listed()]
     listing.check_once(paths)
 
@@ -119,7 +120,7 @@ def doubt(source: Source) -> str:
         return tf.math.bincount(flat, minlength=256, maxlength=256, dtype=tf.int64)
 
     total = len(source)
-    if getattr(source, "is_remote", False):
+    if remote.is_remote(source):
         # Only the first shard with samples is read.
         total = next(size for size in source.shard_sizes if size)
     indices = tf.data.Dataset.range(0, total, max(1, total // _LOOKED_AT))
@@ -154,12 +155,13 @@ def _opened(config: Settings, split: str, default: str) -> Source:
 
 def _synthetic(config: Settings, kind: str) -> Synthetic:
     size = config.image_size
-    image = ((size, size, 3), tf.uint8, 256)
+    form: dict[str, tuple[tuple[int, ...], tf.DType, int]]
+    form = {"image": ((size, size, 3), tf.uint8, 256)}
     if kind == "map":
-        label = ((size, size, 1), tf.uint8, config.num_classes)
+        form["label"] = ((size, size, 1), tf.uint8, config.num_classes)
     else:
-        label = ((), tf.int32, config.num_classes)
-    return Synthetic(1024, {"image": image, "label": label})
+        form["label"] = ((), tf.int32, config.num_classes)
+    return Synthetic(1024, form)
 
 
 def _read(config: Settings, split: str, data_format: str) -> Source:

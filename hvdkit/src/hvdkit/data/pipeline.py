@@ -123,7 +123,7 @@ class Reader(NamedTuple):
         """The samples that an example is made of."""
         samples = [index]
         if self.is_paired:
-            other = partner(tf.constant(index, tf.int64), *key, len(self.source))
+            other = partner(tf.constant(index, tf.int64), key[0], len(self.source))
             samples.append(int(other))
         return samples
 
@@ -181,11 +181,12 @@ class Reader(NamedTuple):
 
     def _with_parts(self, groups: tf.data.Dataset) -> tf.data.Dataset:
         """Groups of indices, followed by what `ahead` returns for them, if there is one."""
-        if not self.ahead:
+        ahead = self.ahead
+        if not ahead:
             return groups
 
         def fetch(index: tf.Tensor, *key: tf.Tensor) -> tuple[Any, ...]:
-            return index, self.ahead(index), *key
+            return index, ahead(index), *key
 
         return groups.map(as_written(fetch), _FETCHES, deterministic=True).prefetch(1)
 
@@ -203,9 +204,9 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
     """
     parts: set[str] = set()
     ahead = getattr(source, "ahead", None)
-    owner = getattr(ahead, "__self__", None)  # the innermost, where sources wrap each other
-    if owner is not None and len(owner) != len(source):
-        # Its indices are others: it reads by itself.
+    owner: Any = getattr(ahead, "__self__", None)  # the innermost, where sources wrap each other
+    if ahead and not (owner.reads_ahead and len(owner) == len(source)):
+        # It reads by itself, or its indices are others.
         ahead = None
 
     def read(index: tf.Tensor, *rest: Any) -> Example:
@@ -218,7 +219,7 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
             )
         parts.update(sample)
         if paired:
-            sample = {**sample, "partner": source.read(partner(index, *key, len(source)))}
+            sample = {**sample, "partner": source.read(partner(index, rest[-1], len(source)))}
         return transform(sample, *key)
 
     signature: list[Any] = [tf.TensorSpec([], tf.int64)]
@@ -352,7 +353,7 @@ class TrainingFeed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._batches = None
+        self._batches = iter(())
 
     def next(self) -> Example:
         if self.error is None:
@@ -383,7 +384,7 @@ class TrainingFeed:
             if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
                 good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
-            self._batches = None  # stops its threads
+            self._batches = iter(())  # stops its threads
             self._instead.assign(good)
             self._mended.assign(self._step)
             self._start.assign(self._step)
@@ -396,11 +397,13 @@ class TrainingFeed:
         """
         size = len(self._reader.source)
         key = tf.constant([draw, 0], tf.int32)
-        for number in range(place, place + size):
+        number = place
+        while True:
             try:
                 return self._reader.read_one(number % size, key)
             except BadSample:
-                if not self._replaces or number == place + size - 1:
+                number += 1
+                if not self._replaces or number == place + size:
                     raise
 
     def replaced_at(self, step: int = 0) -> list[Replaced]:

@@ -27,8 +27,8 @@ _PARTNERS = 2  # what the words of a sample's key are drawn for; augmentation us
 class Shards(NamedTuple):
     """Samples that lie in files one after the other, of which few are read at a time."""
 
-    sizes: tuple[int, ...]  # samples of each file
-    at_once: int  # most shards of a window
+    sizes: tuple[int, ...] = ()  # samples of each file
+    at_once: int = 1  # most shards of a window
 
     @property
     def windows(self) -> list[slice]:
@@ -37,10 +37,13 @@ class Shards(NamedTuple):
         return [slice(*share(len(self.sizes), number, count)) for number in range(count)]
 
 
-def shards_of(source: Source, at_once: int) -> Shards | None:
-    """For --shuffle_shards=`at_once`; None where it is 0. ValueError: the source has no shards."""
+NO_SHARDS = Shards()
+
+
+def shards_of(source: Source, at_once: int) -> Shards:
+    """For --shuffle_shards=`at_once`; none where it is 0. ValueError: the source has no shards."""
     if not at_once:
-        return None
+        return NO_SHARDS
     sizes = tuple(getattr(source, "shard_sizes", ()))
     if sum(sizes) != len(source):
         raise ValueError(
@@ -97,7 +100,7 @@ class Sampler:
     size: int
     virtual_ranks: int = 0
     start: Place = BEGINNING
-    shards: Shards | None = None
+    shards: Shards = NO_SHARDS
 
     def __post_init__(self) -> None:
         if self.global_batch_size // self.micro_batches < self.size:
@@ -179,7 +182,7 @@ class Sampler:
         offsets = positions % self.num_samples
         first = epochs[0]
         count = epochs[-1] - first + 1
-        if self.shards:
+        if self.shards.sizes:
             return self._windowed(positions - first * self.num_samples, first, count)
 
         # The op uses the lowest 8 to 32 bits of each of three words: raw seed and epoch would
@@ -229,7 +232,7 @@ class Sampler:
 
     def coming_shards(self, step: int) -> list[int]:
         """The shards of the window at `step`, then those of the next; [] without shards: all."""
-        if not self.shards:
+        if not self.shards.sizes:
             return []
         epoch, offset = divmod(self.place(step).position, self.num_samples)
         order, next_order = self._shard_order(tf.constant(epoch, tf.int64), 2).numpy()

@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import tensorflow as tf
@@ -51,6 +52,18 @@ class Source(Protocol):
         """SHA-256 (64 hex digits) of the listing; ranks compare it: all must see the same data."""
 
 
+class Listed(Source, Protocol):
+    """A source of files below a folder; `files()` gives their names, relative to `root`."""
+
+    root: Path
+
+    def files(self) -> Iterable[bytes]: ...
+
+
+def is_listed(source: Source) -> TypeGuard[Listed]:
+    return hasattr(source, "files")
+
+
 class Wrapper:
     """Base of a Source that changes another's samples, and has all else from it."""
 
@@ -82,9 +95,10 @@ class ReadAhead:
 
     A subclass has `form`, `bytes_each`, `fetch` and, where what is fetched is no sample yet,
     `decode`. Feeds fetch ahead of what decodes, so that a slow disk is waited for beside the
-    computing.
+    computing. Where `reads_ahead` is False, `read` does all.
     """
 
+    reads_ahead = True
     form: dict[str, tf.TensorSpec]  # the parts of one sample, as they are fetched
     bytes_each: float  # approximate bytes of a sample's parts
 
@@ -112,7 +126,7 @@ class ReadAhead:
         return parts
 
     def read(self, index: tf.Tensor) -> Parts:
-        if _fetched.source is self and _fetched.index is index:
+        if _fetched.source is self and _fetched.sample is index:
             return self.decode(_fetched.parts)
         # A caller other than a feed waits for the disk.
         fetched_parts = self.ahead(tf.cast(index, tf.int64)[None])
@@ -130,12 +144,12 @@ def sound(parts: Parts, name: str) -> tf.Tensor:
 class _Fetched(NamedTuple):
     """The parts that the ReadAhead `source` takes where it is asked to read `index`."""
 
-    source: Any = None
-    index: tf.Tensor | None = None
-    parts: Parts | None = None
+    source: Any
+    sample: tf.Tensor
+    parts: Parts
 
 
-_fetched = _Fetched()
+_fetched = _Fetched(None, None, {})
 
 
 @contextlib.contextmanager
@@ -168,14 +182,11 @@ class Arrays(ReadAhead):
             raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
         size = sum(array.nbytes for array in self._arrays.values())
         self.bytes_each = size / len(self)
-        self.is_large = size > _LARGE
-        if self.is_large:
-            self.form = {
-                name: tf.TensorSpec(array.shape[1:], array.dtype)
-                for name, array in self._arrays.items()
-            }
-        else:
-            self.ahead = None
+        self.reads_ahead = size > _LARGE
+        self.form = {
+            name: tf.TensorSpec(array.shape[1:], array.dtype)
+            for name, array in self._arrays.items()
+        }
         self._tensors: Parts = {}  # the arrays as tensors, once they have been read
 
     def __len__(self) -> int:
@@ -187,7 +198,7 @@ class Arrays(ReadAhead):
 
     def read(self, index: tf.Tensor) -> Parts:
         """Tensors of the arrays' own dtypes, by name."""
-        if self.is_large:
+        if self.reads_ahead:
             return super().read(index)
         if not self._tensors:
             # Graphs refer to these tensors. Of arrays, each graph would hold a copy of its own.
@@ -204,11 +215,11 @@ class Arrays(ReadAhead):
         sha = hashlib.sha256()
         for name, array in self._arrays.items():
             sha.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            entries = [array]
-            if self.is_large:
-                entries = (array[index] for index in sampled(len(array)))
-            for entry in entries:
-                sha.update(np.ascontiguousarray(entry))
+            if self.reads_ahead:
+                for index in sampled(len(array)):
+                    sha.update(array[index].tobytes())
+            else:
+                sha.update(array.tobytes())
         return sha.hexdigest()
 
 

@@ -247,7 +247,7 @@ class Run:
         for part in (parts.feed, parts.saver, parts.telemetry):
             self.open_parts.enter_context(part)
         source = context.train_source
-        if getattr(source, "is_remote", False) and self.world.local_rank == 0:
+        if remote.is_remote(source) and self.world.local_rank == 0:
             ahead = remote.fetched_ahead(source, lambda: parts.sampler.coming_shards(self.step))
             self.open_parts.enter_context(ahead)
         if evaluates:

@@ -129,37 +129,8 @@ class DataSettings(Room):
 
     @property
     def label_values(self) -> dict[int, int | None]:
-        """The class of values of label pictures that are mapped; None: ignored.
-
-        A file has a pair a line, or several with commas between them.
-        """
-        text = self.label_map
-        if text and ":" not in text:
-            try:
-                text = whole_files.read(Path(text), whole_files.JSON_BYTES, links=True).decode()
-            except OSError as error:
-                raise ValueError(f"--label_map={self.label_map}: {error.strerror}") from None
-            except ValueError:  # It is not UTF-8.
-                raise self._bad_label_map() from None
-        classes: dict[int, int | None] = {}
-        for pair in re.split(r"[,\n]", text):
-            if not pair.strip():
-                continue
-            match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+|ignore)\s*", pair)
-            if not match:
-                raise self._bad_label_map()
-            value = int(match[1])
-            to_class = None if match[2] == "ignore" else int(match[2])
-            if value in classes or value > 255 or (to_class or 0) > 254:
-                raise self._bad_label_map()
-            classes[value] = to_class
-        return classes
-
-    def _bad_label_map(self) -> ValueError:
-        return ValueError(
-            f"--label_map={self.label_map!r} must be pairs of a value, 0 to 255, each once, and "
-            "its class or the word ignore: 255:1,0:ignore; or the path of a file of such pairs"
-        )
+        """What --label_map says: see the function `label_values`."""
+        return label_values(self.label_map)
 
     @property
     def scale_limits(self) -> tuple[float, float] | None:
@@ -262,3 +233,35 @@ class EvaluationSettings(Room):
             "different numbers above 0, 8 at most, with commas between them: 0.5,1,1.5",
             fits=lambda s: 0 < min(s) <= max(s) <= 8 and len({*s}) == len(s),
         )
+
+
+def label_values(label_map: str) -> dict[int, int | None]:
+    """The class of values of label pictures that are mapped; None: ignored.
+
+    A file has a pair a line, or several with commas between them.
+    """
+    text = label_map
+    bad = ValueError(
+        f"--label_map={label_map!r} must be pairs of a value, 0 to 255, each once, and its class "
+        "or the word ignore: 255:1,0:ignore; or the path of a file of such pairs"
+    )
+    if text and ":" not in text:
+        try:
+            text = whole_files.read(Path(text), whole_files.JSON_BYTES, links=True).decode()
+        except OSError as error:
+            raise ValueError(f"--label_map={label_map}: {error.strerror}") from None
+        except ValueError:  # It is not UTF-8.
+            raise bad from None
+    classes: dict[int, int | None] = {}
+    for pair in re.split(r"[,\n]", text):
+        if not pair.strip():
+            continue
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+|ignore)\s*", pair)
+        if not match:
+            raise bad
+        value = int(match[1])
+        to_class = None if match[2] == "ignore" else int(match[2])
+        if value in classes or value > 255 or (to_class or 0) > 254:
+            raise bad
+        classes[value] = to_class
+    return classes

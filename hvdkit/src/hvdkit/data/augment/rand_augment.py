@@ -8,6 +8,7 @@ applies, and has others. Magnitudes are torchvision's, 0 to 30; 30 is the strong
 import functools
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import tensorflow as tf
 
@@ -20,7 +21,7 @@ _SHIFT = 150 / 331  # largest shift as a share of the side: 150 of the paper's 3
 _SAME_X = (1.0, 0.0, 0.0)
 _SAME_Y = (0.0, 1.0, 0.0)
 
-Picture = tf.Tensor
+Picture: TypeAlias = tf.Tensor
 Row = tuple[tf.Tensor | float, ...]  # a, b and c of a * x + b * y + c
 Operation = Callable[[Picture, tf.Tensor], Picture]  # takes a picture and a strength, -1 to 1
 

@@ -39,9 +39,9 @@ def recognized(root: Path, levels: str = "") -> list[Item]:
     for place in places:
         unread += [place.folder / name for name in place.others]
     _check_formats(unread)
-    unread += [f"{folder} (no picture)" for folder in left_out]
-    if unread:
-        print(printable(f"  not read: {join(unread)}"))
+    if unread or left_out:
+        without_picture = [f"{folder} (no picture)" for folder in left_out]
+        print(printable(f"  not read: {join([*unread, *without_picture])}"))
 
     with_files = [place for place in places if place.picture_count]
     if any(place.kind for place in with_files):

@@ -23,9 +23,9 @@ from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, check_once, kind_of, reader_of
 from hvdkit.data.readers import listing, pictures, records, remote
 from hvdkit.data.readers.pairs import ImageLabelFolder
-from hvdkit.data.source import Source
+from hvdkit.data.source import Source, is_listed
 from hvdkit.settings import of_project, typed
-from hvdkit.settings.data import READERS, DataSettings
+from hvdkit.settings.data import READERS, label_values
 from hvdkit.settings.typed import path_argument
 
 # Files by which a format is recognized without --data_format.
@@ -77,12 +77,10 @@ def check(
     except ValueError as error:
         tell(str(error))
     names[:] = names or names_of(source)
-    if hashes:
-        reason = contents.why_not(source, split)
-        if reason:
-            tell(reason)
-            hashes = False
-    if layout == "class_folders" and source.num_classes == 1:
+    reason = contents.why_not(source, split) if hashes else ""
+    if reason:
+        tell(reason)
+    if layout == "class_folders" and getattr(source, "num_classes", 0) == 1:
         tell(one_class(root / split))
 
     counts = _counted(source, root / split, classes or getattr(source, "num_classes", 0), tell)
@@ -95,7 +93,7 @@ def check(
             tell(fault)
     for line in counts.lines(names_of(source)):
         _print(split, line)
-    if hashes:
+    if hashes and not reason and is_listed(source):
         try:
             _print(split, contents.write(source, split))
         except OSError as error:
@@ -140,8 +138,8 @@ class _Sample(NamedTuple):
     def fault(self, classes: int) -> str:
         """What is wrong with its label, or ""."""
         if self.size != self.label_size:
-            label = _in_words(self.label_size)
-            return f" is {label} pixels (height x width), its picture {_in_words(self.size)}"
+            size = _in_words(self.label_size)
+            return f" is {size} pixels (height x width), its picture {_in_words(self.size)}"
         for label in (self.low, self.high):
             if not 0 <= label < classes:
                 return f": label {label} is no class; classes are 0 to {classes - 1}"
@@ -200,7 +198,7 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
 
 def _faults_of_files(source: Source) -> dict[int, str]:
     """What is wrong with samples whose files are not to be read, by index."""
-    if not hasattr(source, "files"):
+    if not is_listed(source):
         return {}
     # These are pictures, or pictures and then their labels.
     files = [source.root / os.fsdecode(name) for name in source.files()]
@@ -247,14 +245,14 @@ class Counts:
             rarest = np.argsort(counts[order], kind="stable")[:_SHOWN]
             order = order[rarest]
             lines.append(f"the {_SHOWN} rarest of {classes} classes:")
-        for number in order:
+        for number in order.tolist():
             name = names[number]
             shown = name if name == str(number) else f"{number} {name}"
             share = counts[number] / max(counts.sum(), 1)
             lines.append(f"  {shown:<24.24} {counts[number]:>16,} {self.unit}  {share:8.3%}")
         if self.unit == "pixels" and self.of[IGNORE]:
             lines.append(f"  {'ignored':<24} {self.of[IGNORE]:>16,} pixels")
-        missing = [names[number] for number in np.flatnonzero(counts == 0)]
+        missing = [names[number] for number in np.flatnonzero(counts == 0).tolist()]
         if missing:
             lines.append(f"warning: {len(missing)} class(es) never occur: {logs.join(missing)}")
         return lines
@@ -332,7 +330,7 @@ def main(argv: list[str]) -> int:
             print(file=sys.stderr, flush=True)
         _print(split, fault)
 
-    values = DataSettings(label_map=typed.path(args.label_map)).label_values
+    values = label_values(typed.path(args.label_map))
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
     splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
     names: list[str] = []

@@ -51,7 +51,7 @@ class Cifar:
                 )
         self.class_names = (root / self.names).read_text().split()
         parts = {name: self._load(root / name) for name in splits[split]}
-        self._listing = [(name, zlib.crc32(part)) for name, part in parts.items()]
+        self._listing = [(name, zlib.crc32(part.tobytes())) for name, part in parts.items()]
         with tf.device("CPU:0"):  # the pipeline reads it there; it must not take GPU memory
             self._records = tf.constant(np.concatenate([*parts.values()]))
 

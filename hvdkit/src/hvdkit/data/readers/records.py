@@ -20,7 +20,7 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -61,7 +61,7 @@ class Records(source.ReadAhead):
 
     def __init__(self, root: Path | str, split: str, _: int = 0):
         url = remote.url_of(root)
-        self.folder: Path | str = f"{url}/{split}" if url else Path(root) / split
+        self.folder = f"{url or Path(root)}/{split}"
         self._server = remote.Server(self.folder) if url else None
         self.is_remote = bool(url)
         meta = shared_listing.found(("pack", self.folder), self._checked, self._compare)
@@ -78,7 +78,7 @@ class Records(source.ReadAhead):
         self.shard_bytes = [size for _, size in self._shards]
         self.index_bytes = PLACE.itemsize * len(self)
         self.bytes_each = sum(self.shard_bytes) / len(self)
-        self._cache = remote.Cache(self._server, meta["checksum"]) if url else None
+        self._cache = remote.Cache(self._server, meta["checksum"]) if self._server else None
         self._index_is_sound = False  # whether its checksum was right when it was opened first
         self._opens_index = threading.Lock()  # many threads may open it at once
         self.keep_open(_OPEN)
@@ -136,38 +136,38 @@ class Records(source.ReadAhead):
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, "right"))
 
-    def _opened(self, shard: int) -> BinaryIO:
+    def _opened(self, shard: int) -> remote.File:
         """Closed when nothing reads from it and newer ones took its place."""
         name = INDEX if shard == _INDEX else self._shards[shard][0]
         if not self._cache:
-            return self._path(name).open("rb")
+            return open(self._path(name), "rb")
         if shard == _INDEX:
             with self._opens_index:
-                return self._opened_index(name)
+                return self._opened_index(self._cache)
         fault = functools.partial(self._fault_of_shard, shard)
         return self._cache.open(name, self.shard_bytes[shard], fault)
 
-    def _opened_index(self, name: str) -> BinaryIO:
-        file = self._cache.open(name, self.index_bytes, self._fault_of_index)
+    def _opened_index(self, cache: remote.Cache) -> remote.File:
+        file = cache.open(INDEX, self.index_bytes, self._fault_of_index)
         # The checksums of records say nothing about the index's bytes.
         fault = "" if self._index_is_sound else self._fault_of_index(file)
         if not fault:
-            self._server.allowed = True
+            cache.server.allowed = True
             return file
-        if not self._cache.fetch_again(name, file):
-            raise ValueError(f"{self._path(name)} {fault}; the disk of this host spoils it")
-        return self._opened_index(name)
+        if not cache.fetch_again(INDEX, file):
+            raise ValueError(f"{self._path(INDEX)} {fault}; the disk of this host spoils it")
+        return self._opened_index(cache)
 
-    def _path(self, name: str) -> Path | str:
-        return f"{self.folder}/{name}" if self.is_remote else self.folder / name
+    def _path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
 
-    def _fault_of_index(self, file: BinaryIO) -> str:
+    def _fault_of_index(self, file: remote.File) -> str:
         file.seek(0)  # it may have been read before
         sha = hashlib.file_digest(file, "sha256").hexdigest()
         self._index_is_sound = sha == self._index_sha256
         return "" if self._index_is_sound else f"does not match its checksum in {META}"
 
-    def _fault_of_shard(self, shard: int, file: BinaryIO) -> str:
+    def _fault_of_shard(self, shard: int, file: remote.File) -> str:
         end = int(self._ends[shard])
         for index in range(end - self.shard_sizes[shard], end):
             offset, length, crc = self._place(index)
@@ -224,23 +224,25 @@ class Records(source.ReadAhead):
         """What pack.json says, once all files fit it."""
         if self._server:
             data = self._server.read(META, 0, whole_files.TABLE_BYTES)
-            return _parsed(f"{self.folder}/{META}", data)
-        meta = _read_meta(self.folder)
-        _check_shards(self.folder, meta, range(len(meta["shards"])))
-        _check_index(self.folder / INDEX, meta)
+            return _parsed(self._path(META), data)
+        folder = Path(self.folder)
+        meta = _read_meta(folder)
+        _check_shards(folder, meta, range(len(meta["shards"])))
+        _check_index(folder / INDEX, meta)
         return meta
 
     def _compare(self, meta: dict[str, Any]) -> None:
         if self._server:
             return  # each host takes from the server what fits rank 0's pack.json
-        local_meta = _read_meta(self.folder)
+        folder = Path(self.folder)
+        local_meta = _read_meta(folder)
         if local_meta != meta:
             raise ValueError(
                 f"{self.folder} on {os.uname().nodename} is another pack than on rank 0's host "
                 f"({local_meta['packed_from']}): copy it to every host again"
             )
-        _check_shards(self.folder, meta, source.sampled(len(meta["shards"])))
-        _check_size(self.folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
+        _check_shards(folder, meta, source.sampled(len(meta["shards"])))
+        _check_size(folder / INDEX, sum(shard["records"] for shard in meta["shards"]))
 
 
 def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
@@ -251,7 +253,8 @@ def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
     has them.
     """
     index.tofile(folder / INDEX)
-    meta = {"version": VERSION, **meta, "index_sha256": hashlib.sha256(index).hexdigest()}
+    sha256 = hashlib.sha256(index.tobytes()).hexdigest()
+    meta = {"version": VERSION, **meta, "index_sha256": sha256}
     meta["checksum"] = _checksum(meta)
     (folder / META).write_text(json.dumps(meta, indent=1) + "\n")
 
@@ -335,7 +338,7 @@ def _check_index(path: Path, meta: dict[str, Any]) -> None:
     with path.open("rb") as file:
         for count, shard in zip(counts, meta["shards"]):  # one shard's places are in memory
             places = np.fromfile(file, PLACE, count)
-            sha.update(places)
+            sha.update(places.tobytes())
             # An end that overflows is less than its offset.
             ends = places["offset"] + places["length"]
             if (places["offset"] > ends).any() or (ends > shard["bytes"]).any():

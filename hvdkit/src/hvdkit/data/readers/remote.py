@@ -20,8 +20,9 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeAlias, TypeGuard
 
 from hvdkit import whole_files
 from hvdkit.data.source import Source
@@ -46,6 +47,7 @@ _PACKAGES = {
     "memory": "",
 }
 _CLIENTS = ("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "gcsfs", "google")
+File: TypeAlias = BufferedReader | BufferedRandom
 _folder = ""
 _bound = 100e9
 
@@ -60,9 +62,25 @@ def limit(folder: str, gigabytes: float) -> None:
 def url_of(root: object) -> str:
     """The URL, also one that was made a Path, which takes a slash from it; "" for a folder."""
     match = re.fullmatch(r"([A-Za-z][A-Za-z0-9+]+):/(/?)(.+)", str(root))
-    if not match or (not match[2] and Path(root).exists()):
+    if not match or (not match[2] and Path(str(root)).exists()):
         return ""
     return f"{match[1]}://{match[3].rstrip('/')}"
+
+
+class RemoteSource(Source, Protocol):
+    """A packed set on a server: bytes of its index, bytes and samples of each shard."""
+
+    index_bytes: int
+    shard_bytes: list[int]
+    shard_sizes: list[int]
+
+    def keep_open(self, files: int) -> None: ...
+
+    def fetch_shard(self, shard: int) -> None: ...
+
+
+def is_remote(source: Source) -> TypeGuard[RemoteSource]:
+    return getattr(source, "is_remote", False)
 
 
 class Server:
@@ -172,7 +190,7 @@ class Cache:
 
     def __init__(self, server: Server, checksum: str) -> None:
         key = hashlib.sha256(f"{server.url}\0{checksum}".encode()).hexdigest()[:32]
-        self._server = server
+        self.server = server
         self._bound = _bound
         self._all = Path(_folder or "~/.cache/hvdkit").expanduser()
         self._folder = self._all / (_PREFIX + key)
@@ -201,7 +219,7 @@ class Cache:
         """Raises ValueError where another user could put links or files in place of this one's."""
         whole_files.make_private(self._folder, "--cache_dir")
 
-    def open(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
+    def open(self, name: str, size: int, check: Callable[[File], str]) -> File:
         """A file, which stays on the disk until it is closed; `check`: what is wrong, or "".
 
         Raises ValueError: the server's file is damaged, twice. OSError: the network, or the disk.
@@ -224,7 +242,7 @@ class Cache:
                 self._failed[name] = (time.monotonic(), str(error))
                 raise
 
-    def fetch_again(self, name: str, spoiled: BinaryIO) -> bool:
+    def fetch_again(self, name: str, spoiled: File) -> bool:
         """Deletes a file that the disk spoiled, unless another took its place since it was opened;
         False where one was deleted before."""
         path = self._folder / name
@@ -236,7 +254,7 @@ class Cache:
                 path.unlink()
         return True
 
-    def _cached(self, name: str, size: int) -> BinaryIO | None:
+    def _cached(self, name: str, size: int) -> File | None:
         try:
             file = (self._folder / name).open("rb")
         except FileNotFoundError:
@@ -248,7 +266,7 @@ class Cache:
             return file
         return None  # it was deleted, or cut, meanwhile
 
-    def _fetched(self, name: str, size: int, check: Callable[[BinaryIO], str]) -> BinaryIO:
+    def _fetched(self, name: str, size: int, check: Callable[[File], str]) -> File:
         """Tries twice, as the network may damage a file too."""
         for _ in range(2):
             file, partial = self._reserved(name, size)
@@ -262,12 +280,12 @@ class Cache:
                     undo.pop_all()
                     return file
         self._damaged[name] = (
-            f"{self._server.url}/{name} {fault}; copy it again, or pack again; start again, if "
+            f"{self.server.url}/{name} {fault}; copy it again, or pack again; start again, if "
             "this was done meanwhile"
         )
         raise ValueError(self._damaged[name])
 
-    def _copy(self, name: str, size: int, file: BinaryIO) -> str:
+    def _copy(self, name: str, size: int, file: File) -> str:
         """Writes the first `size` bytes of the server's file into `file`, by requests of a chunk.
 
         Returns what is wrong with an answer, words that follow the file's URL; "" if nothing is.
@@ -275,7 +293,7 @@ class Cache:
         """
         for first in range(0, size, _CHUNK):
             length = min(_CHUNK, size - first)
-            data = self._server.read(name, first, first + length)
+            data = self.server.read(name, first, first + length)
             if len(data) > length:
                 return f"sends {len(data)} bytes, not the {length} asked for (it must know Range)"
             if len(data) < length:
@@ -286,7 +304,7 @@ class Cache:
             heartbeat.beat()  # a server that is slow is not one that hangs
         return ""
 
-    def _reserved(self, name: str, size: int) -> tuple[BinaryIO, Path]:
+    def _reserved(self, name: str, size: int) -> tuple[File, Path]:
         """An empty file of this size, within the bound."""
         if size > self._bound:
             raise ValueError(f"--cache_gb={self._bound / 1e9:g} is less than {name}, {size} bytes")
@@ -390,7 +408,7 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
     `shuffled`: --shuffle_shards. Where the windows fit and the sets do not, each set has few files
     open from then on.
     """
-    sources = [source for source in (train, val) if getattr(source, "is_remote", False)]
+    sources = [source for source in (train, val) if is_remote(source)]
     if sum(sum(source.shard_bytes) + source.index_bytes for source in sources) <= _bound:
         return
     if not shuffled:
@@ -414,7 +432,7 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
 
 
 @contextlib.contextmanager
-def fetched_ahead(source: Source, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
+def fetched_ahead(source: RemoteSource, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
     """Inside, threads fetch the shards that `coming()` lists, the first ones first; []: all.
 
     Listed shards are marked as used each time, so that others are deleted before them.
