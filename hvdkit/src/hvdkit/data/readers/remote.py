@@ -20,6 +20,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from io import BufferedRandom, BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeAlias, TypeGuard
@@ -99,11 +100,13 @@ class Server:
         try:
             import fsspec
 
-            options: dict[str, Any] = {}
+            files = partial(
+                fsspec.filesystem, protocol, skip_instance_cache=True, use_listings_cache=False
+            )
             if protocol.startswith("http"):
                 import aiohttp
 
-                options["client_kwargs"] = {
+                client = {
                     # By default a file has 5 minutes in all.
                     "timeout": aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=15),
                     # A compressed file has no ranges.
@@ -111,9 +114,9 @@ class Server:
                     "trust_env": True,
                     "auto_decompress": False,  # it grows what a server sends
                 }
-            self._files = fsspec.filesystem(
-                protocol, skip_instance_cache=True, use_listings_cache=False, **options
-            )
+                self._files = files(client_kwargs=client)
+            else:
+                self._files = files()
         except ImportError as error:
             packages = " ".join(["fsspec", _PACKAGES[protocol]]).strip()
             raise ValueError(f"{url} is read by fsspec: pip install {packages} ({error})") from None
