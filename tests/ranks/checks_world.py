@@ -32,6 +32,21 @@ def check_one_rank_s_failure_is_reported_by_all(world):
         assert (f"(rank {failing} on " in shown) == (failing > 0), shown
 
 
+def check_rank_0_reads_for_all_and_all_report_its_failure(world):
+    asked = []
+
+    def read(name):
+        asked.append(world.rank)
+        return {"name": name}
+
+    def fail():
+        raise OSError("the disk is away")
+
+    assert world.from_chief("reading", read, "a") == {"name": "a"}
+    assert asked == ([0] if world.is_chief else [])
+    differ(lambda: world.from_chief("reading", fail), "reading: the disk is away (rank 0 on ")
+
+
 def check_a_broadcast_is_of_its_root(world):
     for root in range(world.size):
         assert world.broadcast_object({"rank": world.rank}, "roots", root) == {"rank": root}

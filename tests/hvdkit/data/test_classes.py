@@ -40,7 +40,7 @@ def labels(source) -> list[int]:
     ],
 )
 def test_a_models_classes_are_found_by_name(names, numbers):
-    with classes.known(["cat", "dog", "zo\u00eb"]):
+    with classes.known.set(["cat", "dog", "zo\u00eb"]):
         source = classes.numbered(Named(*names), "split test")
         refused(
             lambda: classes.numbered(Named("owl", "cat"), "split test"),

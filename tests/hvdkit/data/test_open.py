@@ -105,7 +105,7 @@ def test_splits_of_any_name(tmp_path: Path):
     assert sizes((train_source, val_source)) == (3, 1)
     assert open_lib.trained_on_too(train_source, val_source) == 0
     assert sizes(opened("--train_split=val", "--val_split=train")) == (1, 3)
-    with open_lib.one_split():
+    with open_lib.one_split.set(True):
         assert sizes(opened("--train_split=none")) == (1, 1)
     (tmp_path / "ImageSets/Segmentation/trainval.txt").write_text("2007_000000\n2007_000003\n")
     both_source, val_source = opened("--train_split=trainval")

@@ -184,39 +184,41 @@ class Checkpoints:
 
     def best(self) -> Score | None:
         """The best of the checkpoints there are; call it after `run_folder.begin`."""
-        score = None
-        if self.world.is_chief:
-            scored = files.scored(files.candidates(self.folder))
-            if path := files.best(scored, self.measure):
-                score = scored[path].as_score()
-        fields = self.world.broadcast_object(score, "checkpoint.best")
+        fields = self.world.from_chief("looking for the best checkpoint", self._best)
         return Score(*fields) if fields else None
+
+    def _best(self) -> Score | None:
+        scored = files.scored(files.candidates(self.folder))
+        path = files.best(scored, self.measure)
+        return scored[path].as_score() if path else None
 
     def other_scores(self) -> tuple[int, str]:
         """The newest step in the folder with a score of another measure, and a sentence about it.
 
         0 and "" where there is none. The sentence may also be about another main_metric_mode.
         """
-        newest = (0, "")
-        if self.world.is_chief:
-            for manifest in files.scored(files.candidates(self.folder)).values():
-                if unlike := manifest.unlike(self.measure):
-                    changed = [_changed(name, was, now) for name, (was, now) in unlike.items()]
-                    note = (
-                        f"the score of step {manifest.step} is of another measure "
-                        f"({'; '.join(changed)}): such scores are not compared with this run's"
-                    )
-                    newest = (manifest.step, note)
-                    continue
-                old = scores.of_measure(manifest.measure)
-                new = scores.of_measure(self.measure)
-                if old.name and old.mode != new.mode:
-                    note = (
-                        f"{_changed('main_metric_mode', old.mode, new.mode)}: the best is chosen "
-                        "anew, of the checkpoints that were kept"
-                    )
-                    newest = (newest[0], note)
-        step, note = self.world.broadcast_object(newest, "checkpoint.other_scores")
+        step, note = self.world.from_chief("looking for other scores", self._other_scores)
+        return step, note
+
+    def _other_scores(self) -> tuple[int, str]:
+        step = 0
+        note = ""
+        for manifest in files.scored(files.candidates(self.folder)).values():
+            if unlike := manifest.unlike(self.measure):
+                changed = [_changed(name, was, now) for name, (was, now) in unlike.items()]
+                step = manifest.step
+                note = (
+                    f"the score of step {step} is of another measure ({'; '.join(changed)}): such "
+                    "scores are not compared with this run's"
+                )
+                continue
+            old = scores.of_measure(manifest.measure)
+            new = scores.of_measure(self.measure)
+            if old.name and old.mode != new.mode:
+                note = (
+                    f"{_changed('main_metric_mode', old.mode, new.mode)}: the best is chosen "
+                    "anew, of the checkpoints that were kept"
+                )
         return step, note
 
     def find(self, resume: str) -> CheckpointInfo | None:
@@ -226,41 +228,36 @@ class Checkpoints:
         checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, or the checkpoint
         is of another format.
         """
-        path = None
-        with self.world.fail_together(f"--resume={resume}"):
-            if self.world.is_chief:
-                self.listed.clear()
-                self.listed.update(path.name for path in files.candidates(self.folder))
-                if resume != "never":
-                    path = self._choose(resume)
-            info = self._info(path, is_named=path == Path(resume))
-        return self._broadcast(info, "find")
+        return _built(self.world.from_chief(f"--resume={resume}", self._found, resume))
+
+    def _found(self, resume: str) -> list[Any]:
+        self.listed.clear()
+        self.listed.update(path.name for path in files.candidates(self.folder))
+        path = None if resume == "never" else self._choose(resume)
+        return self._fields(path, is_named=path == Path(resume))
 
     def score_of(self, checkpoint: CheckpointInfo) -> float | None:
         """Its score, if it was evaluated as this run does; NaN where that gave no number.
 
         Every rank must call it.
         """
-        is_scored = False
-        value = None
-        with self.world.fail_together(f"reading the score of {checkpoint.path}"):
-            if self.world.is_chief:
-                manifest = files.read_manifest(checkpoint.path)
-                is_scored = manifest.evaluated and not manifest.unlike(self.measure)
-                value = manifest.score
-        is_scored, value = self.world.broadcast_object([is_scored, value], "checkpoint.score_of")
-        if not is_scored:
+        path = checkpoint.path
+        return self.world.from_chief(f"reading the score of {path}", self._score_of, path)
+
+    def _score_of(self, path: Path) -> float | None:
+        manifest = files.read_manifest(path)
+        if not manifest.evaluated or manifest.unlike(self.measure):
             return None
-        return math.nan if value is None else value
+        return math.nan if manifest.score is None else manifest.score
 
     def sound_before(self, step: int) -> CheckpointInfo | None:
         """The newest sound checkpoint of the folder that is of a step before `step`, if any."""
-        path = None
-        with self.world.fail_together("looking for a checkpoint to go back to"):
-            if self.world.is_chief:
-                path, _ = files.newest_sound(self.folder, step)
-            info = self._info(path, is_named=True)
-        return self._broadcast(info, "sound_before")
+        what = "looking for a checkpoint to go back to"
+        return _built(self.world.from_chief(what, self._sound_before, step))
+
+    def _sound_before(self, step: int) -> list[Any]:
+        path, _ = files.newest_sound(self.folder, step)
+        return self._fields(path, is_named=True)
 
     def _choose(self, resume: str) -> Path | None:
         path = Path(resume)
@@ -285,19 +282,12 @@ class Checkpoints:
             "in checkpoints/"
         )
 
-    def _info(self, path: Path | None, is_named: bool) -> CheckpointInfo | None:
+    def _fields(self, path: Path | None, *, is_named: bool) -> list[Any]:
+        """The fields of a CheckpointInfo, as they are sent; [] where there is none."""
         if not path:
-            return None
+            return []
         is_own = path.parent.resolve() == self.folder.resolve()
-        return CheckpointInfo(path, files.read_manifest(path).place(), is_named, is_own)
-
-    def _broadcast(self, info: CheckpointInfo | None, name: str) -> CheckpointInfo | None:
-        fields = [str(info.path), *info[1:]] if info else None
-        fields = self.world.broadcast_object(fields, f"checkpoint.{name}")
-        if not fields:
-            return None
-        path, place, is_named, is_own = fields
-        return CheckpointInfo(Path(path), Place(*place), is_named, is_own)
+        return [str(path), files.read_manifest(path).place(), is_named, is_own]
 
     def restore(self, checkpoint: CheckpointInfo, variables: Variables, config: Settings) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
@@ -375,6 +365,13 @@ class Checkpoints:
         # Of equal measures the last one counts: this run's mode decides between its scores.
         different = {json.dumps(files.without_mode(m), sort_keys=True): m for m in measures}
         return [files.best(scored, measure) for measure in different.values()]
+
+
+def _built(fields: list[Any]) -> CheckpointInfo | None:
+    if not fields:
+        return None
+    path, place, is_named, is_own = fields
+    return CheckpointInfo(Path(path), Place(*place), is_named, is_own)
 
 
 def changes(before: Manifest, config: Settings, *, ranks: int, has_batch_norm: bool) -> list[str]:

@@ -150,9 +150,8 @@ class PicturePredictor:
             predictions += [Prediction(*fields) for fields in rank_predictions]
             faults += rank_faults
         predictions.sort(key=lambda prediction: prediction.file)
-        with world.fail_together(f"writing {folder.parent}"):
-            if world.is_chief:
-                record(folder, predictions, self._class_names)
+        what = f"writing {folder.parent}"
+        world.from_chief(what, record, folder, predictions, self._class_names)
         return faults
 
 

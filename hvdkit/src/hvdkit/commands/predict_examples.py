@@ -67,9 +67,8 @@ class ExamplePredictor:
             elif predictions:
                 examples.write_arrays(own_part, predictions)
         examples.check_stopped(world, stop_signal)
-        with world.fail_together(f"writing {folder.parent}"):
-            if world.is_chief:
-                examples.join_parts(folder / name, [part for part in parts if part.exists()])
+        written = [part for part in parts if part.exists()]
+        world.from_chief(f"writing {folder.parent}", examples.join_parts, folder / name, written)
         return []
 
     def _outputs(self, inputs: Any) -> dict[str, tf.Tensor]:

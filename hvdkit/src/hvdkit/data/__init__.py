@@ -11,6 +11,7 @@ place.Place             where a run is in its data, in samples
 sampler.Sampler         which samples a rank has at a step
 pipeline                TrainingFeed and EvaluationFeed: this rank's batches
 shared_listing.found    a lookup that rank 0 makes for all ranks
+scoped.Scoped           a value that holds inside a `with` block
 
 readers                 formats: one file each, pictures, packed sets, remote files
 augment                 crops, operations on pictures, mixing, RandAugment

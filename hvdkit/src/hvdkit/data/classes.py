@@ -5,9 +5,8 @@ card keeps their names (hvdkit/data/card.py). Data that are opened for that mode
 to its numbers by the names of their classes.
 """
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,23 +15,14 @@ import tensorflow as tf
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
+from hvdkit.data.scoped import Scoped
 from hvdkit.data.source import Parts, Source, Wrapper, digest
 from hvdkit.data.spelling import composed
 from hvdkit.logs import join
 
-_known: list[str] = []  # names of the model's classes, by number
-
-
-@contextlib.contextmanager
-def known(names: Sequence[str]) -> Iterator[None]:
-    """Inside, `open_sources` numbers classes as this model does; []: by the training split."""
-    global _known
-    before = _known
-    _known = list(names)
-    try:
-        yield
-    finally:
-        _known = before
+# Names of the model's classes, by number, as which `open_sources` numbers classes; []: as the
+# training split does.
+known = Scoped[Sequence[str]]([])
 
 
 def of(source: Source) -> list[str]:
@@ -46,7 +36,7 @@ def numbered(source: Source, where: object, names: Sequence[str] = ()) -> Source
     It may lack some of these classes. Raises ValueError for classes that are none of them.
     """
     own_names = of(source)
-    model_names = list(names or _known)
+    model_names = list(names or known.value)
     if not own_names or not model_names or own_names == model_names:
         return source
 

@@ -1,9 +1,8 @@
 """Opens data_dir with the reader that --data_format names, or with the task's default."""
 
-import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from hvdkit.data import classes, shared_listing
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.pipeline import as_written
 from hvdkit.data.readers import listing, pictures, remote
+from hvdkit.data.scoped import Scoped
 from hvdkit.data.source import Source, Synthetic, is_listed
 from hvdkit.settings import Settings
 from hvdkit.settings.data import PACK_ONLY, READERS
@@ -23,18 +23,8 @@ _LABELS = {
     "class": "one class for a picture",
 }  # by kind of labels
 
-_one_split = False
-
-
-@contextlib.contextmanager
-def one_split() -> Iterator[None]:
-    """Inside, `open_sources` opens the split to score alone: there may be no other."""
-    global _one_split
-    _one_split = True
-    try:
-        yield
-    finally:
-        _one_split = False
+# Whether `open_sources` opens the split to score alone: there may be no other.
+one_split = Scoped(False)
 
 
 def reader_of(name: str) -> Callable[..., Source]:
@@ -78,7 +68,7 @@ def open_sources(config: Settings, default: str) -> tuple[Source, Source]:
     """
     pictures.limit(config.max_pixels)
     remote.limit(config.cache_dir, config.cache_gb)
-    train_split = config.val_split if _one_split else config.train_split
+    train_split = config.val_split if one_split.value else config.train_split
     val_split = config.val_split
     train = _opened(config, train_split, default)
     val = _opened(config, val_split, default)

@@ -3,7 +3,6 @@
 It keeps no state: the batch of step k depends on k and on where the run began with such batches.
 """
 
-import contextlib
 import dataclasses
 import re
 import time
@@ -14,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit.data.sampler import Sampler, partner
-from hvdkit.data.source import Parts, Source, fetched
+from hvdkit.data.source import Fetched, Parts, Source, fetched
 from hvdkit.logs import join, say
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import project
@@ -208,10 +207,11 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
     if ahead and not (owner.reads_ahead and len(owner) == len(source)):
         # It reads by itself, or its indices are others.
         ahead = None
+        owner = None
 
     def read(index: tf.Tensor, *rest: Any) -> Example:
         key = rest[-1:] if keyed else ()
-        with fetched(owner, index, rest[0]) if ahead else contextlib.nullcontext():
+        with fetched.set(Fetched(owner, index, rest[0] if ahead else {})):
             sample = source.read(index)
         if not isinstance(sample, Mapping):
             raise ValueError(

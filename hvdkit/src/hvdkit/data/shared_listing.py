@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from hvdkit.data.scoped import Scoped
+
 T = TypeVar("T")
 
 
@@ -18,12 +20,12 @@ def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda
     compares what rank 0 found with this host's disk, on one rank of each other host; it raises
     ValueError or OSError where they differ.
     """
-    return _finding(repr(key), find, look)
+    return _finding.value(repr(key), find, look)
 
 
 def kept(findings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
     """For rank 0: all that is found inside is kept in `findings` too."""
-    return _by(lambda key, find, _: findings.setdefault(key, find()))
+    return _finding.set(lambda key, find, _: findings.setdefault(key, find()))
 
 
 @contextlib.contextmanager
@@ -33,7 +35,7 @@ def awaited() -> Iterator[None]:
     def wait(*_: Any) -> None:
         raise _Wait
 
-    with contextlib.suppress(_Wait), _by(wait):
+    with contextlib.suppress(_Wait), _finding.set(wait):
         yield
 
 
@@ -47,25 +49,15 @@ def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextMan
             compare(findings[key])
         return findings[key]
 
-    return _by(take)
+    return _finding.set(take)
 
 
 class _Wait(BaseException):
     """Not an Exception, so that a task's own `except Exception` does not catch it."""
 
 
-@contextlib.contextmanager
-def _by(finding: Callable[..., Any]) -> Iterator[None]:
-    global _finding
-    before, _finding = _finding, finding
-    try:
-        yield
-    finally:
-        _finding = before
-
-
 def _here(_key: str, find: Callable[[], T], _look: Callable[[T], None]) -> T:
     return find()
 
 
-_finding: Callable[..., Any] = _here
+_finding = Scoped[Callable[..., Any]](_here)

@@ -1,14 +1,15 @@
 """What the input pipeline needs of a data set, and sources without files."""
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import tensorflow as tf
+
+from hvdkit.data.scoped import Scoped
 
 _LARGE = 2**28  # bytes
 _MOST_SAMPLED = 1_000  # samples that are looked at where each costs a request or a read
@@ -126,8 +127,8 @@ class ReadAhead:
         return parts
 
     def read(self, index: tf.Tensor) -> Parts:
-        if _fetched.source is self and _fetched.sample is index:
-            return self.decode(_fetched.parts)
+        if fetched.value.source is self and fetched.value.sample is index:
+            return self.decode(fetched.value.parts)
         # A caller other than a feed waits for the disk.
         fetched_parts = self.ahead(tf.cast(index, tf.int64)[None])
         return self.decode({name: part[0] for name, part in fetched_parts.items()})
@@ -141,7 +142,7 @@ def sound(parts: Parts, name: str) -> tf.Tensor:
         return tf.identity(parts[name])
 
 
-class _Fetched(NamedTuple):
+class Fetched(NamedTuple):
     """The parts that the ReadAhead `source` takes where it is asked to read `index`."""
 
     source: Any
@@ -149,19 +150,7 @@ class _Fetched(NamedTuple):
     parts: Parts
 
 
-_fetched = _Fetched(None, None, {})
-
-
-@contextlib.contextmanager
-def fetched(source: Any, index: tf.Tensor, parts: Parts) -> Iterator[None]:
-    """Inside, the ReadAhead `source` takes these parts where it is asked to read `index`."""
-    global _fetched
-    before = _fetched
-    _fetched = _Fetched(source, index, parts)
-    try:
-        yield
-    finally:
-        _fetched = before
+fetched = Scoped(Fetched(None, None, {}))
 
 
 class Arrays(ReadAhead):

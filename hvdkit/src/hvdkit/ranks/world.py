@@ -81,6 +81,18 @@ class World:
             raise Stop(code, text)
         raise Stop(NOT_NOW if by_host else code, f"{text} (rank {failed_rank} on {host})")
 
+    def from_chief(self, what: str, make: Callable[..., Any], *arguments: Any) -> Any:
+        """What `make(*arguments)` returns on rank 0, which alone calls it, on every rank.
+
+        Every rank must come here with the same `what`. Raises Stop as `fail_together` does. What
+        is returned is of types as of `gather_objects`.
+        """
+        value = None
+        with self.fail_together(what):
+            if self.is_chief:
+                value = make(*arguments)
+        return self.broadcast_object(value, what)
+
     def barrier_max(self, name: str, *numbers: int) -> list[int]:
         """Waits for all ranks; the largest over them of the first number, and of the second.
 

@@ -57,9 +57,7 @@ def find_start(
     earlier checkpoint of its own. Raises Stop: on all ranks, when the folder is in use, or what
     --resume names cannot be read.
     """
-    with world.fail_together("locking the run folder"):
-        if world.is_chief:
-            lease.take(Path(config.run_dir))
+    world.from_chief("locking the run folder", lease.take, Path(config.run_dir))
     checkpoints = Checkpoints(Path(config.run_dir) / "checkpoints", config.keep, world)
     checkpoint = checkpoints.find(back.path if back else config.resume)
     if checkpoint and back:
@@ -102,7 +100,7 @@ def prepare(
     their data or devices differ.
     """
     fingerprint = agreement.fingerprint(world, config)
-    with classes.known(_classes(world, checkpoint)):
+    with classes.known.set(_classes(world, checkpoint)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
         if place is not None:  # Data without shards are refused before the model is built.
@@ -233,11 +231,10 @@ def _check_not_past(config: Settings, place: Place, checkpoint: Path | None) -> 
 
 def _classes(world: World, checkpoint: Path | None) -> list[str]:
     """Names of the classes of a checkpoint, if there is one and has any."""
-    card = {}
-    with world.fail_together("reading the data card"):
-        if world.is_chief and checkpoint:
-            card = files.card_of(checkpoint)
-    return world.broadcast_object(card.get("class_names", []), "card.classes")
+    if not checkpoint:
+        return []
+    card = world.from_chief("reading the data card", files.card_of, checkpoint)
+    return card.get("class_names", [])
 
 
 def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:

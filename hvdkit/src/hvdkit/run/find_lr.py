@@ -62,9 +62,7 @@ class FindLr:
         if step < config.num_steps and not (blown_up and step >= _FEWEST_STEPS):
             return None
         suggestion = suggested(self._rates, self._losses)
-        with self._run.world.fail_together(f"writing {self._page}"):
-            if self._run.world.is_chief:
-                self._write(suggestion)
+        self._run.world.from_chief(f"writing {self._page}", self._write, suggestion)
         sentence = _sentence(suggestion, steps=len(self._losses))
         return Ending(DONE, "find_lr", f"{sentence}; page: {self._page}", save=False)
 

@@ -239,15 +239,16 @@ class BadSamples:
 
         Raises Stop, on all ranks, where they are too many.
         """
-        pairs = []
-        with self._world.fail_together("reading earlier bad samples"):
-            if self._world.is_chief:
-                for record in records.lines(self._file):
-                    if isinstance(record.get("sample"), int):
-                        pairs.append((record["sample"], str(record.get("why"))))
-        self._reasons = dict(self._world.broadcast_object(pairs, "bad_samples.begin"))
+        self._reasons = dict(self._world.from_chief("reading earlier bad samples", self._recorded))
         if too_many := self._too_many():
             raise Stop(WRONG_USE, too_many)
+
+    def _recorded(self) -> list[tuple[int, str]]:
+        pairs = []
+        for record in records.lines(self._file):
+            if isinstance(record.get("sample"), int):
+                pairs.append((record["sample"], str(record.get("why"))))
+        return pairs
 
     def add(self, step: int, replaced: list[Replaced]) -> str:
         """Adds what this rank replaced at a step; a sentence where there are too many by now.

@@ -138,17 +138,13 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
 
     Raises Stop: on all ranks, when there is none such, it is damaged, or it does not fit the model.
     """
-    name = ""
     task = make_task(config, world)
-    with world.fail_together(f"--checkpoint={which}"):
-        if world.is_chief:
-            name = str(chosen(Path(config.run_dir) / "checkpoints", which, task))
-    path = Path(world.broadcast_object(name, "trained.restored"))
-    with open_lib.one_split():
+    flag = f"--checkpoint={which}"
+    folder = Path(config.run_dir) / "checkpoints"
+    path = Path(world.from_chief(flag, lambda: str(chosen(folder, which, task))))
+    with open_lib.one_split.set(True):
         run = prepare(task, config, world, checkpoint=path)
-    with world.fail_together(f"--checkpoint={which}"):
-        if world.is_chief:
-            checkpoints_lib.load(path, run.state.variables)
+    world.from_chief(flag, checkpoints_lib.load, path, run.state.variables)
     bring_to_all(world, run.state)
     return run, path
 

@@ -110,7 +110,7 @@ def _of_picture(inputs_of: Any, size: int) -> tuple[Any, Any]:
 
 def _of_data(task: Task) -> tuple[Any, Any]:
     try:
-        with open_lib.one_split(), task_checks.user_code_errors("sources"):
+        with open_lib.one_split.set(True), task_checks.user_code_errors("sources"):
             _, source = task.sources()
         reader = task_checks.reader(task, source, training=False)
         example = task_checks.read_example(reader, training=False)
