@@ -11,7 +11,7 @@ import logging as python_logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from absl import flags, logging
@@ -135,6 +135,16 @@ def printable(text: object) -> str:
 def one_line(text: object) -> str:
     """The text with one blank in place of each line break and of several blanks."""
     return " ".join(str(text).split())
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines, in columns of equal width."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def join(things: Iterable[object], most: int = 5) -> str:

@@ -130,13 +130,7 @@ def _best(run: Records) -> str:
 
 def printed(rows: Sequence[Sequence[str]]) -> str:
     """The table for a terminal; long values lose their beginning: paths differ at the end."""
-    table = [[_cut(logs.printable(cell)) for cell in row] for row in rows]
-    lines = []
-    widths = [max(len(row[place]) for row in table) for place in range(len(rows[0]))]
-    for row in table:
-        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    return logs.in_columns([[_cut(logs.printable(cell)) for cell in row] for row in rows])
 
 
 def _cut(cell: str) -> str:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hvdkit.logs import in_columns
+
 _ROOT = Path("/")  # /sys and /proc lie there, but in tests.
 
 # UUID (a MIG instance has its own) and PCI address; "" where it is not known.
@@ -181,12 +183,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     cells_of = [["rank", "host", "GPU", "NUMA node", "cores"]]
     for rank, cells in enumerate(rows):
         cells_of.append([str(rank), *cells])
-    widths = [max(len(cell) for cell in column) for column in zip(*cells_of, strict=True)]
-    lines = []
-    for cells in cells_of:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
+    return in_columns(cells_of)
 
 
 def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:

@@ -276,19 +276,15 @@ def _of_layers(run: RunContext, before: dict[str, str], figures: np.ndarray) -> 
     median = float(np.median(list(norms.values())))
     if not math.isfinite(median):
         return []
-    texts = []
     large = [path for path, norm in norms.items() if norm > _APART * median > 0]
-    if large:
-        texts.append(
-            f"the gradient of {join(large, 4)} is over {_APART:.0e} times as large as that of the "
-            "median layer: is what they compute used, scaled, normalized?"
-        )
     small = [path for path, norm in norms.items() if norm * _APART < median]
-    if small:
-        texts.append(
-            f"the gradient of {join(small, 4)} is over {_APART:.0e} times as small as that of the "
-            "median layer: is what they compute used, scaled, normalized?"
-        )
+    texts = []
+    for size, paths in (("large", large), ("small", small)):
+        if paths:
+            texts.append(
+                f"the gradient of {join(paths, 4)} is over {_APART:.0e} times as {size} as that of "
+                "the median layer: is what they compute used, scaled, normalized?"
+            )
     return texts
 
 
