@@ -3,6 +3,7 @@
 import fcntl
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvdkit.ranks.world import World
-from hvdkit.run import dry_run, find_lr
+from hvdkit.run import benchmark, dry_run, find_lr, main
 from hvdkit.settings import Settings
 from hvdkit.stop import Stop
 
@@ -46,6 +47,25 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
     with throwaway(tmp_path / "run" / "..") as tried:
         assert Path(tried.run_dir).name == tmp_path.name
     assert [path.name for path in tmp_path.rglob("*")] == ["run"]
+
+
+@pytest.mark.parametrize(("end", "code"), [(None, 0), (3, 3)])
+def test_an_exit_of_train_py_is_the_exit_code_and_words_stay_its_words(monkeypatch, end, code):
+    def exits(*_, **__):
+        sys.exit(end)
+
+    monkeypatch.setattr(main.streams, "never_wait", lambda: None)
+    monkeypatch.setattr(main.app, "run", exits)
+    assert main.main(None, Settings, []) == code
+    end = "no picture was drawn"
+    with pytest.raises(SystemExit, match=end):
+        main.main(None, Settings, [])
+
+
+def test_a_kernel_that_tells_no_peak_of_memory_ends_no_benchmark(monkeypatch):
+    known, _ = benchmark.peak_bytes()
+    monkeypatch.setattr(Path, "read_text", lambda path: "Name:\tpython\n")
+    assert known / 2 < benchmark.peak_bytes()[0] < 100 * known
 
 
 def test_a_loss_below_0_does_not_end_the_search_for_a_rate(tmp_path):
