@@ -34,7 +34,7 @@ def splats(function: ast.AST) -> list[str]:
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if isinstance(node.value, ast.Dict | ast.List | ast.Tuple):
+            if isinstance(node.value, ast.Dict | ast.List | ast.Tuple | ast.BinOp):
                 made.update(ast.unparse(target) for target in targets)
         if isinstance(node, ast.Call) and ast.unparse(node.func) != "zip":
             passed += [word.value for word in node.keywords if word.arg is None]
@@ -68,7 +68,7 @@ def test_the_page_of_rooms_has_each_of_them():
 
 
 def test_arguments_are_passed_by_name_not_in_a_dict_or_list_made_for_it():
-    assert splats(ast.parse("how = {}; parts = [1]; g(*parts, **how)")) == ["how", "parts"]
+    assert splats(ast.parse("how = {} | x; parts = [1]; g(*parts, **how)")) == ["how", "parts"]
     for place, function in functions():
         assert not splats(function), place
 
