@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hosts import ROOT, Hosts, require, run
@@ -98,6 +99,24 @@ def test_nccl_is_told_the_network_that_mpi_is_told(hosts: Hosts):
     assert ended.output.count("NCCL =eth0 =mlx5_0") == 2, ended.output
     assert ended.output.count("NCCL =ens5 =mlx5_0") == 1, ended.output
     assert with_name.output.count("NCCL eth =mlx5_0") == 3, with_name.output
+
+
+@pytest.mark.parametrize(
+    ("bn_sync", "set_by_user", "cycle"),
+    [
+        ("full", {}, "0.1"),
+        ("mean", {}, None),
+        ("full", {"HOROVOD_CYCLE_TIME": "2"}, "2"),
+        ("full", {"HOROVOD_AUTOTUNE": "1"}, None),
+    ],
+)
+def test_horovod_looks_more_often_where_batch_norms_exchange(
+    monkeypatch, bn_sync, set_by_user, cycle
+):
+    environment = dict(set_by_user)
+    monkeypatch.setattr(start, "os", SimpleNamespace(environ=environment))
+    start.set_cycle(bn_sync)
+    assert environment.get("HOROVOD_CYCLE_TIME") == cycle
 
 
 # Adds up over the world that it gets, or says why there is none.

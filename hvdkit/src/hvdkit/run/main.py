@@ -91,6 +91,7 @@ def with_ranks(config: Settings, work: Work, stop_signal: StopSignal | None = No
     if fault:
         complain(fault)
         return WRONG_USE
+    start.set_cycle(config.bn_sync)
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
