@@ -389,6 +389,8 @@ def measure(
         flags = [*flags, "--benchmark", f"--run_dir={folder}/run"]
         ended = launched(ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env)
         file = Path(folder) / "run" / "benchmark.json"
+        if "the update is not compiled" in ended.output:
+            return {}, "the step ends in a branch, at which a GPU waits for the host"
         if ended.code == 0 and file.exists():
             return json.loads(file.read_text()), ""
     reasons = ended.errors() or last_lines(ended.output).splitlines()[-1:]

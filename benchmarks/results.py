@@ -2,9 +2,10 @@
 
     python benchmarks/results.py [--torch=PYTHON] [--out=benchmarks/RESULTS.md] [NAME ...]
 
-NAMEs are equivalence, peers, small, input and cost; without any, all of them, with the flags in
-PARTS: 40 minutes on two cores. Run it on an idle machine: the file says what the load was at the
-start. If a part fails, the file holds what it printed, the others run, and the exit code is 1.
+NAMEs are equivalence, peers, operations, small, input and cost; without any, all of them, with the
+flags in PARTS: 40 minutes on two cores. Run it on an idle machine: the file says what the load was
+at the start. If a part fails, the file holds what it printed, the others run, and the exit code is
+1.
 --torch is the Python of an environment with requirements-peers.txt, for PyTorch's rows.
 """
 
@@ -47,6 +48,11 @@ PARTS = {
         "ResNet-50, 64 pixels, float32, SGD with momentum, one thread a rank. Our speed over "
         "another's: more than 1 is faster; in brackets the least and the most of a round.",
         torch=True,
+    ),
+    "operations": Part(
+        "Operations of a step",
+        "operations.py",
+        "With --jit, those outside of the programs of XLA; without it, all.",
     ),
     "small": Part(
         "A small step of a rank alone",

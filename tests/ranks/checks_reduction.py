@@ -27,7 +27,9 @@ def summing(config, loss, variables):
         if reduction.needs_own_step(config, variables):
             sums = reduction.rank_sums(tape.gradient(value, raws), config, variables)
         else:
-            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **reduction.arguments(config))
+            tape = hvd.DistributedGradientTape(
+                tape, op=hvd.Sum, **reduction.arguments(config, variables)
+            )
             sums = tape.gradient(value, raws, use_generic_names=True)
         return gradients.unscale(sums, tf.constant(1.0))
 

@@ -9,16 +9,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks_reduction import PLAIN
+from programs import programs_and_others
 from refusals import differ
 from small_models import Called
 
 import train
 from hvdkit.data.sampler import share
 from hvdkit.ranks import agreement
+from hvdkit.ranks.world import raw
 from hvdkit.run import health
 from hvdkit.train.layers.dropout import SampleDropout
 from hvdkit.train.optim import optimizer
-from hvdkit.train.step import reduction
+from hvdkit.train.step import graph_checks, reduction
 from hvdkit.train.step.state import State
 from hvdkit.train.step.step import Step
 
@@ -61,10 +63,10 @@ def regression_step(world, config, model=None, *, task=None):
         "inputs": tf.TensorSpec([*shape, 4], tf.float32),
         "targets": tf.TensorSpec([*shape, 1], tf.float32),
     }
-    parts = Step(config, world, task or Regression(), state=state, spec=spec)
-    parts.function = parts.trace  # all else that train.py calls has the same name in a run
-    own = parts.own_step()
-    step = parts.trace(own) if own else train.make_step(parts)
+    run = Step(config, world, task or Regression(), state=state, spec=spec)
+    run.function = run.trace  # all else that train.py calls has the same name in a run
+    own = run.own_step()
+    step = run.trace(own) if own else train.make_step(run)
 
     def do(x, y):
         parts = []
@@ -74,6 +76,7 @@ def regression_step(world, config, model=None, *, task=None):
         return step(dict(zip(("inputs", "targets"), parts)), agreement.votes())
 
     do.step = step
+    do.run = run
     return do, state
 
 
@@ -100,8 +103,9 @@ def check_counts_that_float32_has_not_are_summed_exactly(world):
     own = [2**24 + 1 + world.rank, 2**34 + 5, -3, 0.25, math.inf, 1e30, -1e-4]
     ranks = world.size * (world.size - 1) / 2
     for config in (PLAIN, dataclasses.replace(PLAIN, deterministic=True)):
-        tensor = tf.constant(own, tf.float64)
-        found = reduction.totals(tensor, config, weights, name="exact").numpy().tolist()
+        sent = reduction.split(tf.constant(own, tf.float64), config, weights)
+        received = hvd.allreduce(sent, op=hvd.Sum, name="exact")
+        found = reduction.join(received).numpy().tolist()
         expected = [number * world.size for number in [2**24 + 1, *own[1:]]]
         assert found[:5] == [expected[0] + ranks, *expected[1:5]]
         np.testing.assert_allclose(found[5:], expected[5:], rtol=1e-6)
@@ -262,6 +266,84 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
         for weights, also_added in others:
             for one, other in zip([*plain, added], [*weights, also_added]):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+class TwoTerms(Regression):
+    def loss(self, outputs, targets):
+        losses, weights = super().loss(outputs, tf.cast(targets, outputs.dtype))
+        return {"one": (losses, weights), "two": (tf.abs(outputs), weights, 0.5)}
+
+
+def deep(layers, first="float64", normed=True):
+    """Dense layers and one more of float64; the first one's type, and whether norms are between."""
+    keras.utils.set_random_seed(3)
+    parts = [keras.Input((4,))]
+    for layer in range(layers):
+        dtype = "float64" if layer else first
+        parts.append(keras.layers.Dense(4, "tanh", dtype=dtype))
+        if normed:
+            parts.append(keras.layers.BatchNormalization(momentum=0.5, dtype=dtype))
+    return keras.Sequential([*parts, keras.layers.Dense(1, dtype="float64")])
+
+
+def after_steps(world, config, model, task):
+    """A run's state, by name, after three steps and one that is not finite; its step's `do`."""
+    do, state = regression_step(world, config, model, task=task)
+    for seed in range(3):
+        do(*batch(seed))
+    before = {name: np.array(raw(v)) for name, v in state.variables.items()}
+    x, y = batch(3)
+    x[-1] = np.inf  # the last rank's
+    assert not bool(do(x, y)["finite"])
+    after = {name: np.array(raw(v)) for name, v in state.variables.items()}
+    for name in before:
+        if name.startswith(("model", "ema")):
+            np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+    return after, do
+
+
+class Wide(Regression):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, tf.cast(targets, outputs.dtype))
+
+
+def check_with_jit_a_step_is_two_programs_with_one_exchange_of_gradients(world):
+    """The same state; what runs outside of the programs does not grow with the weights."""
+    wide = dataclasses.replace(PLAIN, precision="float64")
+    averaged = dataclasses.replace(wide, clip_norm=0.5, ema_decay=0.9, momentum=0.9)
+    in_parts = dataclasses.replace(wide, accumulation_steps=3, optimizer="adam")
+    counts = []
+    for config, task, shape, near in (
+        (averaged, Wide(), {}, 1e-13),
+        (in_parts, TwoTerms(), {"normed": False}, 1e-13),
+        (averaged, Wide(), {"first": "float32"}, 1e-5),  # weights of two types make no group
+    ):
+        plain, _ = after_steps(world, config, deep(1, **shape), task)
+        compiled = dataclasses.replace(config, jit=True)
+        state, do = after_steps(world, compiled, deep(1, **shape), task)
+        for name, value in state.items():
+            np.testing.assert_allclose(value, plain[name], rtol=near, atol=near, err_msg=name)
+        programs, others = programs_and_others(do.step.graph)
+        # Two terms need factors from the totals, and a sum of their gradients.
+        assert programs == (4 if config is in_parts else 2), programs
+        assert do.run.why_branch == ""
+        counts.append(others.total())
+    do, _ = regression_step(world, dataclasses.replace(averaged, jit=True), deep(3), task=Wide())
+    assert programs_and_others(do.step.graph)[1].total() == counts[0], counts
+    assert max(counts[:2]) <= (16 if world.size == 1 else 32), counts
+
+
+def check_an_update_that_xla_cannot_compile_is_a_branch_and_a_note_says_so(world):
+    with (
+        mock.patch.object(graph_checks, "xla_fault", lambda function, what: f"fails: {what}"),
+        mock.patch.object(graph_checks, "check_compiles"),
+        mock.patch("hvdkit.ranks.world.say") as said,
+    ):
+        do, _ = regression_step(world, dataclasses.replace(PLAIN, jit=True))
+    assert do.run.why_branch == "XLA fails: the update"
+    (call,) = said.call_args_list
+    assert call.args[1] == "note: the update is not compiled: XLA fails: the update"
+    assert bool(do(*batch())["finite"])
 
 
 def branching(use):

@@ -421,3 +421,14 @@ def test_all_that_a_run_counts_comes_back(kept):
     kept.restore(kept.find("auto"), restored.variables, Settings())
     for one, other in zip(saved.variables.values(), restored.variables.values(), strict=True):
         np.testing.assert_array_equal(raw(one), raw(other))
+
+
+def test_a_counter_that_is_wider_now_takes_the_values_of_an_older_checkpoint(kept):
+    saved = {"count": tf.Variable(7), "weight": tf.Variable([0.5])}
+    kept.write(kept.copy(Place(1), saved, Settings()))
+    wider = {"count": tf.Variable(0, dtype=tf.int64), "weight": tf.Variable([0.0])}
+    kept.restore(kept.find("auto"), wider, Settings())
+    assert int(wider["count"]) == 7 and wider["weight"].numpy().tolist() == [0.5]
+    narrower = {"count": tf.Variable(0, dtype=tf.int16), "weight": tf.Variable([0.0])}
+    words = ["count is int32 in the checkpoint, int16 in the model"]
+    refused(lambda: kept.restore(kept.find("auto"), narrower, Settings()), *words, kind=Stop)

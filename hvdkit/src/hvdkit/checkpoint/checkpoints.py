@@ -444,20 +444,22 @@ def load(path: Path, variables: Variables) -> None:
     for name, variable in variables.items():
         value = state[name]
         shape = tuple(raw(variable).shape)
-        dtype = raw(variable).dtype.name
+        dtype = np.dtype(raw(variable).dtype.as_numpy_dtype)
         if value.shape != shape:
             raise ValueError(
                 f"{name} has shape {value.shape} in the checkpoint, {shape} in the model. Use a "
                 "checkpoint of this model, another --run_dir or --resume=never"
             )
-        if value.dtype.name != dtype:
+        is_wider = value.dtype.kind == "i" and np.can_cast(value.dtype, dtype)
+        if value.dtype != dtype and not is_wider:
             raise ValueError(
-                f"{name} is {value.dtype.name} in the checkpoint, {dtype} in the model. Use the "
-                "--precision that it was written with, or a checkpoint of this model, another "
+                f"{name} is {value.dtype.name} in the checkpoint, {dtype.name} in the model. Use "
+                "the --precision that it was written with, or a checkpoint of this model, another "
                 "--run_dir or --resume=never"
             )
     for name, variable in variables.items():
-        raw(variable).assign(state[name])
+        dtype = raw(variable).dtype.as_numpy_dtype
+        raw(variable).assign(state[name].astype(dtype, copy=False))
 
 
 def _changed(name: str, old: Any, new: Any) -> str:

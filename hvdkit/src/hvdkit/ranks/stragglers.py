@@ -1,9 +1,9 @@
 """Which rank the others wait for: each rank's own time a step, gathered at each logged step.
 
 A step ends on all ranks at once, with its reduction. What differs is when each has its own part
-ready. So a rank's own time counts from the end of one reduction to its sums of the next step:
-update, input, Python and forward pass. Where layers exchange numbers in the forward pass
-(--bn_sync=full), ranks wait for each other in it, and only the time before it differs.
+ready. So a rank's own time counts from the end of one step's call, which waits for Horovod, to its
+sums of the next step: input, Python and forward pass. Where layers exchange numbers in the forward
+pass (--bn_sync=full), ranks wait for each other in it, and only the time before it differs.
 """
 
 import statistics
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework.config import is_op_determinism_enabled
 
 from hvdkit.logs import join
 from hvdkit.ranks.messages import heartbeat
@@ -26,21 +25,12 @@ _LEAST = 0.005
 
 
 def own_part(after: tf.Tensor) -> tf.Tensor:
-    """`moment` of what this rank computes before it waits for others; its heartbeat tells peers."""
+    """When this rank has computed its own part of a step, `after`: seconds since 1970, float64.
+
+    Its heartbeat tells peers. The host waits for the value beside what the device does next.
+    """
     done = tf.numpy_function(lambda _: heartbeat.own_part_done(), [after], tf.float64)
     return tf.ensure_shape(done, [])
-
-
-def moment(after: tf.Tensor) -> tf.Tensor:
-    """When a tensor was computed, also on a GPU: seconds since 1970, float64."""
-    if is_op_determinism_enabled():  # TensorFlow then runs no clock of its own.
-        return tf.ensure_shape(
-            tf.numpy_function(lambda _: np.float64(time.time()), [after], tf.float64), []
-        )
-    with tf.device("CPU:0"):
-        # The clock depends on the value: a control dependency would not wait for a GPU.
-        is_computed = tf.reduce_all(tf.equal(after, after))
-        return tf.cond(is_computed, tf.timestamp, tf.timestamp)
 
 
 class Pace:
@@ -55,10 +45,10 @@ class Pace:
         self._times: list[tuple[float, float]] = []  # Seconds of each step: own part, and whole.
         self._slow = np.zeros(world.size, int)  # Each rank was slow so many intervals in a row.
 
-    def add(self, moments: tf.Tensor) -> None:
-        """After each step, with its `moments`: float64 [2], own sums ready, and all reduced."""
-        ready, reduced = moments.numpy().tolist()
-        if self._reduced is not None and reduced != self._reduced:  # A step may come twice.
+    def add(self, ready: float) -> None:
+        """At the end of each step's call, with the time at which own sums were ready."""
+        reduced = time.time()
+        if self._reduced is not None:
             self._times.append((ready - self._reduced, reduced - self._reduced))
         self._reduced = reduced
 

@@ -135,8 +135,6 @@ class Health:
         votes = result["votes"].numpy()
         self.waited += time.perf_counter() - start
         heartbeat.beat()
-        if "moments" in result:
-            self.pace.add(result["moments"])
         if votes[agreement.DATA_FAILED]:
             return self._fault_anywhere()
         if votes[agreement.REPLACED]:

@@ -139,7 +139,7 @@ class Run:
                 raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
             self._step_calls += 1
             try:
-                return call_graph(batch, parts.health.votes())
+                result = call_graph(batch, parts.health.votes())
             except tf.errors.OpError as error:
                 if "Horovod" in str(error):  # Another rank ended: see ranks/peers.py.
                     raise
@@ -148,6 +148,9 @@ class Run:
                     f"{reason_of(error)}"
                 )
                 sys.exit(BUG)
+            if self.world.size > 1:
+                parts.health.pace.add(float(result["ready"]))
+            return result
 
         return step
 

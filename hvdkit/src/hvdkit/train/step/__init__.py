@@ -8,6 +8,7 @@ across                  rows of the whole global batch in a loss
 gradients               accumulation, L2, clipping, loss scale
 compression             gradients as float16 on the wire
 reduction               how gradients are summed over ranks
+programs                parts of a step that XLA compiles
 updating                one update, or none
 state                   State, all that a checkpoint holds, by name
 combine                 rules for other state that forward passes change

@@ -121,9 +121,13 @@ class Combiner:
         for handle in assigned_handles(graph, operations):
             self._assigned[id(handle)] = handle
 
+    def assigns(self, variable: tf.Variable) -> bool:
+        """Whether a forward pass that was looked at changes it."""
+        return id(variable.handle) in self._assigned
+
     def changes(self) -> bool:
         """Whether a forward pass changes state that must come together."""
-        return any(id(raw(v).handle) in self._assigned for v in self._named().values())
+        return any(self.assigns(raw(v)) for v in self._named().values())
 
     def values(self) -> dict[str, np.ndarray]:
         """State as it is, by name, but for what ranks may hold for themselves in between."""
@@ -149,7 +153,7 @@ class Combiner:
         steps = 1
         if variables is None:
             steps = self._steps
-            variables = [v for v in self._state.of_forward if id(v.handle) in self._assigned]
+            variables = [v for v in self._state.of_forward if self.assigns(v)]
         changed = self._changed(variables, before)
         check_micro_batches(changed, self._steps)
 
@@ -228,7 +232,7 @@ class Combiner:
                     "change the layer (hvdkit/train/step/combine.py)"
                 )
         if undeclared:
-            inside = [n for n in undeclared if id(raw(named[n]).handle) in self._assigned]
+            inside = [name for name in undeclared if self.assigns(raw(named[name]))]
             changer = "the forward pass" if inside else "the step"
             raise ValueError(
                 f"{changer} changes {join(inside or undeclared)} by the samples of a rank's share: "

@@ -5,8 +5,10 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record, tape
 
 from hvdkit.ranks.world import raw
+from hvdkit.train.step.programs import Programs
 
 # What a forward pass gives: scalars to differentiate (the loss's terms; what the model adds, if it
 # adds any), and float64 [_OF_TERM * terms + 1]: of each term the sum of losses, count, positions,
@@ -18,11 +20,10 @@ _OF_TERM = 5
 class StepTotals(NamedTuple):
     """Of a global batch; the same on every rank but for `losses` and `ready`."""
 
-    sums: tf.Tensor  # the sums of `Forward`, added up over all ranks
-    votes: tf.Tensor
+    received: tf.Tensor  # the sums of `Forward` and the votes; reduction.join gives the numbers
     losses: tf.Tensor  # the mean loss of this rank, [1], or of every virtual one
     ready: tf.Tensor  # float64 scalar: when this rank had its sums (hvdkit/ranks/stragglers.py)
-    grads: Sequence[tf.Tensor | None] = ()  # means over the global batch
+    grads: Sequence[tf.Tensor | None] = ()  # over the global batch
     faults: tf.Tensor | None = None  # fixed_point.overflow says what each number is
 
 
@@ -51,13 +52,10 @@ def overwritten(variable: keras.Variable) -> bool:
 class MicroBatches:
     """Forward and backward passes over a step's micro-batches, one after the other."""
 
-    def __init__(self, steps: int, weights: Sequence[keras.Variable], *, jit: bool = False) -> None:
+    def __init__(self, steps: int, weights: Sequence[keras.Variable]) -> None:
         self._steps = steps
         self._weights = [raw(weight) for weight in weights]
-        self._jit = jit
         self._overwritten = {i for i, weight in enumerate(weights) if overwritten(weight)}
-        # With `jit` XLA compiles these functions; the list is filled by tracing.
-        self.compiled: list[tf.types.experimental.ConcreteFunction] = []
 
     def loss(self, forward: Forward, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """`forward` summed over a batch [steps, micro-batch, ...], differentiable as one pass.
@@ -65,26 +63,44 @@ class MicroBatches:
         Only one micro-batch's activations are alive at a time. The tape around the call receives
         sums of gradients, so that it reduces once a step.
         """
-        if self._steps == 1 and not self._jit:
+        if self._steps == 1:
             return forward(tf.nest.map_structure(lambda t: t[0], batch))
         targets, sums, gradients = self.gradients(forward, batch)
+        return self.attached(targets, gradients, Programs(jit=False)), sums
 
-        # The gradient of the loop would keep all activations, so known gradients are attached.
-        @tf.custom_gradient
-        def attach(*reads: tf.Tensor):
-            def backward(*upstreams: tf.Tensor):
-                total: list[tf.Tensor | None] = [None] * len(reads)
-                for upstream, of_target in zip(upstreams, gradients):
-                    for i, gradient in of_target.items():
-                        if i not in self._overwritten:
-                            gradient = gradient * tf.cast(upstream, gradient.dtype)
-                        is_first = total[i] is None
-                        total[i] = gradient if is_first else self._joined(i, total[i], gradient)
-                return total
+    def attached(
+        self, targets: list[tf.Tensor], gradients: list[dict[int, tf.Tensor]], programs: Programs
+    ) -> list[tf.Tensor]:
+        """The targets as functions of the weights, whose gradients are known."""
 
-            return [tf.identity(target) for target in targets], backward
+        def backward(*upstreams: tf.Tensor) -> list[tf.Tensor | None]:
+            # A tape's own upstream is the constant 1.
+            if len(upstreams) == 1 and tf.get_static_value(upstreams[0]) == 1.0:
+                return [gradients[0].get(place) for place in range(len(self._weights))]
+            return programs.run(self._weighted, upstreams, gradients)
 
-        return list(attach(*[tf.convert_to_tensor(weight) for weight in self._weights])), sums
+        # The gradient of the loop would keep all activations. tf.custom_gradient would read every
+        # weight.
+        for weight in self._weights:
+            tape.variable_accessed(weight)
+        with record.stop_recording():
+            attached = [tf.identity(target) for target in targets]
+        handles = [weight.handle for weight in self._weights]
+        record.record_operation("Attached", attached, handles, backward)
+        return attached
+
+    def _weighted(
+        self, upstreams: Sequence[tf.Tensor], gradients: list[dict[int, tf.Tensor]]
+    ) -> list[tf.Tensor | None]:
+        """By weight, the targets' gradients times their upstreams, added up."""
+        total: list[tf.Tensor | None] = [None] * len(self._weights)
+        for upstream, of_target in zip(upstreams, gradients):
+            for i, gradient in of_target.items():
+                if i not in self._overwritten:
+                    gradient = gradient * tf.cast(upstream, gradient.dtype)
+                is_first = total[i] is None
+                total[i] = gradient if is_first else self._joined(i, total[i], gradient)
+        return total
 
     def gradients(
         self, forward: Forward, batch: Any
@@ -95,14 +111,14 @@ class MicroBatches:
         """
         connected: list[list[int]] = []  # by target: places of the weights with a gradient
 
-        @tf.function(autograph=False, jit_compile=self._jit or None)
+        @tf.function(autograph=False)
         def passes(micro: Any):
-            with tf.GradientTape(persistent=True) as tape:
+            with tf.GradientTape(persistent=True) as recorded:
                 targets, sums = forward(micro)
             connected.clear()
             dense = []
             for target in targets:
-                gradients = tape.gradient(target, self._weights)
+                gradients = recorded.gradient(target, self._weights)
                 places = [i for i, gradient in enumerate(gradients) if gradient is not None]
                 connected.append(places)
                 dense.append([tf.convert_to_tensor(gradients[i]) for i in places])
@@ -121,8 +137,6 @@ class MicroBatches:
             return index + 1, (targets, sums + more_sums, joined)
 
         total = passes(micro_batch(tf.constant(0)))
-        if self._jit:
-            self.compiled.append(passes.get_concrete_function(micro_batch(tf.constant(0))))
         if self._steps > 1:
             _, total = tf.while_loop(
                 lambda index, _: index < self._steps,
@@ -217,7 +231,7 @@ class LossScale(tf.Module):
         self.dynamic = precision == "float16"
         # It exists at every precision: a run in float16 may resume from this one's checkpoint.
         self.value = tf.Variable(2.0**15, trainable=False, name="value")
-        self.sound_steps = tf.Variable(0, trainable=False, name="sound_steps")
+        self.sound_steps = tf.Variable(0, False, dtype=tf.int64, name="sound_steps")
         self.skipped_in_a_row = tf.Variable(0, False, dtype=tf.int64, name="skipped_in_a_row")
 
     def read(self, dtype: tf.DType = tf.float32) -> tf.Tensor:
@@ -230,9 +244,10 @@ class LossScale(tf.Module):
         self.skipped_in_a_row.assign(tf.where(counted, in_a_row, self.skipped_in_a_row))
         if not self.dynamic:
             return
-        sound = tf.where(finite, self.sound_steps + 1, 0)
+        sound = tf.where(finite, self.sound_steps + 1, tf.constant(0, tf.int64))
         grow = sound >= self.GROWTH_STEPS
         factor = tf.where(finite, tf.where(grow, 2.0, 1.0), 0.5)
         scale = tf.clip_by_value(self.value * factor, self.MIN_SCALE, self.MAX_SCALE)
         self.value.assign(tf.where(counted, scale, self.value))
-        self.sound_steps.assign(tf.where(counted, tf.where(grow, 0, sound), self.sound_steps))
+        sound = tf.where(grow, tf.constant(0, tf.int64), sound)
+        self.sound_steps.assign(tf.where(counted, sound, self.sound_steps))

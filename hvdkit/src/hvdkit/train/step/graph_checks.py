@@ -215,39 +215,42 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:
     """Raises ValueError where XLA cannot compile a traced function, or would leave a part out."""
-    platform = "GPU" if tf.config.get_visible_devices("GPU") else "CPU"
     for function in functions:
-        left_out = set()
-        for node in nodes(function.graph):
-            if node.op in _LEFT_OUT or node.attr[_GROWS].b:
-                left_out.add(f"{node.op} ({node.name})")
-        if left_out:
-            raise ValueError(
-                f"--jit: XLA silently leaves out {join(sorted(left_out))}: check values in "
-                "training_example, give a TensorArray its size, or leave out --jit"
-            )
-        captured = []
+        if fault := xla_fault(function, "the model or the loss"):
+            raise ValueError(f"--jit: XLA {fault}, or leave out --jit")
+
+
+def xla_fault(function: tf.types.experimental.ConcreteFunction, what: str) -> str:
+    """Why XLA cannot compile a traced function, `what`, as it is; "" where it can."""
+    left_out = set()
+    for node in nodes(function.graph):
+        if node.op in _LEFT_OUT or node.attr[_GROWS].b:
+            left_out.add(f"{node.op} ({node.name})")
+    if left_out:
+        return (
+            f"silently leaves out {join(sorted(left_out))}: check values in training_example, "
+            "give a TensorArray its size"
+        )
+    captured = []
+    for tensor in function.captured_inputs:
+        # A loss may use a tensor of the step, which has no value yet.
+        is_unknown = tf.is_symbolic_tensor(tensor)
+        captured.append(tf.zeros(tensor.shape, tensor.dtype) if is_unknown else tensor)
+    try:
         for tensor in function.captured_inputs:
-            # A loss may use a tensor of the step, which has no value yet.
-            is_unknown = tf.is_symbolic_tensor(tensor)
-            captured.append(tf.zeros(tensor.shape, tensor.dtype) if is_unknown else tensor)
-        try:
-            for tensor in function.captured_inputs:
-                if tensor.dtype == tf.resource and not _of_variable(tensor):
-                    raise ValueError("it takes no lookup table")
-            context.context().get_compiler_ir(
-                device_name=None,
-                platform_name=platform,
-                function_name=function.name,
-                flat_args=tf.nest.flatten(function.structured_input_signature),
-                captured_inputs=captured,
-                stage="hlo",
-            )
-        except (ValueError, tf.errors.OpError) as error:
-            raise ValueError(
-                f"--jit: XLA cannot compile the model or the loss: {_of_xla(str(error))}. Use "
-                "other operations or leave out --jit"
-            ) from None
+            if tensor.dtype == tf.resource and not _of_variable(tensor):
+                raise ValueError("it takes no lookup table")
+        context.context().get_compiler_ir(
+            device_name=None,
+            platform_name="GPU" if tf.config.get_visible_devices("GPU") else "CPU",
+            function_name=function.name,
+            flat_args=tf.nest.flatten(function.structured_input_signature),
+            captured_inputs=captured,
+            stage="hlo",
+        )
+    except (ValueError, tf.errors.OpError) as error:
+        return f"cannot compile {what}: {_of_xla(str(error))}. Use other operations"
+    return ""
 
 
 def _of_xla(message: str) -> str:

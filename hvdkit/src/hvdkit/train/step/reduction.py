@@ -10,7 +10,6 @@ import inspect
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -23,7 +22,7 @@ from hvdkit.settings import Settings
 from hvdkit.train.step import compression
 from hvdkit.train.step.gradients import overwritten
 
-_PART = 2.0**12  # `totals` says how numbers are split by it
+_PART = 2.0**12  # `split` says how numbers are split by it
 NO_GRADIENTS = "the loss depends on none of the model's weights"
 
 # SHA-256 of make_step in the template's train.py, as `_digest` takes it.
@@ -45,19 +44,22 @@ def check_backend(config: Settings) -> None:
         raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
 
 
-def arguments(config: Settings) -> dict[str, Any]:
-    """What hvd.DistributedGradientTape takes besides `op`.
+def arguments(config: Settings, variables: Sequence[keras.Variable]) -> dict[str, Any]:
+    """What hvd.DistributedGradientTape takes besides `op`, for gradients of `variables`.
 
     With --deterministic all gradients are one group, one message with a fixed layout: fusion by
-    arrival time would change which bytes share a ring chunk, and so the order of additions.
+    arrival time would change which bytes share a ring chunk, and so the order of additions. With
+    --jit no gradient is known before all are: one group needs one operation. It has one type.
     """
     where = device(config)
+    has_one_type = len({raw(variable).dtype for variable in variables}) == 1
+    is_one_group = config.deterministic or (config.jit and has_one_type)
     return {
         "device_dense": where,
         "device_sparse": where,
         "compression": _compression(config),
-        "groups": 1 if config.deterministic else None,
-        "sparse_as_dense": config.deterministic,  # Horovod refuses a group of sparse and dense ones
+        "groups": 1 if is_one_group else None,
+        "sparse_as_dense": is_one_group,  # Horovod refuses a group of sparse and dense ones
     }
 
 
@@ -73,13 +75,13 @@ def device(config: Settings) -> str:
 
 
 @contextlib.contextmanager
-def refuse_empty_group(config: Settings) -> Iterator[None]:
+def refuse_empty_group() -> Iterator[None]:
     """Turns what Horovod raises at a group without any gradient into a sentence."""
     try:
         yield
     except ValueError as error:
         frames = traceback.extract_tb(error.__traceback__)
-        if config.deterministic and "/horovod/" in frames[-1].filename and "unpack" in str(error):
+        if "/horovod/" in frames[-1].filename and "unpack" in str(error):
             raise ValueError(NO_GRADIENTS) from error
         raise
 
@@ -136,23 +138,27 @@ def _digest(source: str) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
-def totals(
-    numbers: tf.Tensor, config: Settings, variables: Sequence[keras.Variable], *, name: str
-) -> tf.Tensor:
-    """A step's numbers, float64 [n], summed over ranks.
+def split(numbers: tf.Tensor, config: Settings, variables: Sequence[keras.Variable]) -> tf.Tensor:
+    """A step's numbers, float64 [n], as they travel.
 
     Horovod sends what is ready at one time and has one type in one message. So where gradients are
     float32, each number travels as two: a multiple of _PART, and the rest. Whole numbers stay exact
     up to 2**36 in all, on up to 4,096 ranks; others get float32's precision. Not with
     --deterministic: what arrives first would change the layout of the gradients' message.
     """
-    summed = partial(hvd.allreduce, op=hvd.Sum, name=name, device_dense=device(config))
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
-        return summed(numbers)
+        return numbers
     high = tf.cast(tf.round(numbers / _PART), tf.float32)  # of -0.1, tf.floor makes -4096 + 4095.9
     rest = tf.cast(numbers - _PART * tf.cast(high, tf.float64), tf.float32)
     rest = tf.where(tf.math.is_finite(high), rest, high)  # or inf - inf would be NaN
-    parts = tf.cast(summed(tf.stack([high, rest])), tf.float64)
+    return tf.stack([high, rest])
+
+
+def join(received: tf.Tensor) -> tf.Tensor:
+    """The numbers, float64 [n], of what `split` made, summed over ranks or not."""
+    if received.dtype == tf.float64:
+        return received
+    parts = tf.cast(received, tf.float64)
     return _PART * parts[0] + parts[1]
 
 
@@ -196,7 +202,8 @@ def _sums_in_groups(
         return sums
     where = device(config)
     wire_format = _compression(config)
-    if not (config.deterministic or config.pack_bytes or config.gradient_groups):
+    chosen = config.pack_bytes or config.gradient_groups
+    if not (config.deterministic or config.jit or chosen):
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 sums[place] = hvd.allreduce(
@@ -235,7 +242,7 @@ def _groups(
     groups: list[list[int]] = []
     large: list[int] = []
     for places in by_type.values():
-        if config.deterministic:
+        if config.deterministic or not (config.pack_bytes or config.gradient_groups):
             groups.append(places)
         elif config.pack_bytes:
             # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most"), agg_small_grads_max_group

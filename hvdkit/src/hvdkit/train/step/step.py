@@ -26,11 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
-from hvdkit.ranks.stragglers import moment, own_part
+from hvdkit.ranks.stragglers import own_part
 from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train.optim import optimizer as optimizers
@@ -39,6 +41,7 @@ from hvdkit.train.step import across, combine, graph_checks, objective, reductio
 from hvdkit.train.step import gradients as gradients_lib
 from hvdkit.train.step import losses as losses_lib
 from hvdkit.train.step.gradients import StepTotals
+from hvdkit.train.step.programs import Programs
 from hvdkit.train.step.state import State
 from hvdkit.train.step.tracing import Result, StepFunction, Tracing
 from hvdkit.train.task import checks as task_checks
@@ -46,6 +49,15 @@ from hvdkit.train.task.protocol import Example, Task
 from hvdkit.train.virtual import passes as virtual
 
 Losses = Callable[[Example], Any]  # returns what a task's `loss` does
+
+
+class OwnPart(NamedTuple):
+    """What this rank gives to a step before it waits for others."""
+
+    targets: list[tf.Tensor]  # scalars to differentiate
+    sums: tf.Tensor  # those of `Forward`
+    mean: tf.Tensor  # the mean loss, [1]
+    numbers: tf.Tensor  # sums and votes, as they travel
 
 
 class SimulatedShare(NamedTuple):
@@ -68,6 +80,7 @@ class Step:
       own_losses: whether run.loss was given losses in place of the task's; once traced.
       adds_of_samples: whether the model adds losses of its samples; once traced.
       draws_by_place: see graph_checks.draws_by_place; once traced.
+      why_branch: why the newest step's update is a branch where it should be a program of XLA.
       functions: what `trace` was given, and what each changes outside of forward passes and
         updates.
     """
@@ -83,18 +96,20 @@ class Step:
         self.spec = spec
         self._variables = state.model.trainable_variables
         self.weights = [raw(v) for v in self._variables]
-        self.reduction = reduction.arguments(settings)
+        self.reduction = reduction.arguments(settings, self._variables)
         self.special = reduction.needs_own_step(settings, self._variables)
         self.of_template = False
         self.own_losses = False
         self.adds_of_samples = False
         self.draws_by_place = False
+        self.why_branch = ""
         self.functions: list[tuple[StepFunction, list[tf.Variable]]] = []
         self.combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
         with world.fail_together("making the schedule"):
             self._schedule = schedule.of_run(task, settings, world.size, plateau=state.plateau)
         steps = settings.accumulation_steps
-        self._micro_batches = gradients_lib.MicroBatches(steps, self._variables, jit=settings.jit)
+        self._micro_batches = gradients_lib.MicroBatches(steps, self._variables)
+        self._programs = Programs(jit=settings.jit)
         across.used = False
         refused = ""
         if steps > 1:
@@ -133,14 +148,12 @@ class Step:
                 "gradients of several by themselves there is run.losses"
             )
         tracing.has_loss = True
-        targets, to_means = self._targets(batch, losses)
-
-        scale = self.state.loss_scale.read(tf.float64)
+        targets, received = self._targets(batch, losses)
         if len(targets) == 1:
-            tracing.factor = to_means[0] / scale
+            tracing.factor = self._to_mean
             return targets[0]
-        tracing.factor = 1 / scale
-        return tf.add_n(_as_means(targets, to_means))
+        tracing.factor = self._to_unscaled
+        return tf.add_n(self._as_means(targets, received))
 
     def losses(self, batch: Example, losses: Losses | None = None) -> dict[str, tf.Tensor]:
         """This rank's part of each term of the loss, a mean over the global batch; scalars.
@@ -154,42 +167,94 @@ class Step:
         tracing = self._tracing_for("run.losses")
         if tracing.has_loss:
             raise ValueError("run.losses and run.loss do not go together: call run.losses only")
-        targets, to_means = self._targets(batch, losses)
-        tracing.factor = 1 / self.state.loss_scale.read(tf.float64)
+        targets, received = self._targets(batch, losses)
+        tracing.factor = self._to_unscaled
         names = [name or "loss" for name in self._terms]
-        return dict(zip([*names, "keras_loss"], _as_means(targets, to_means)))
+        return dict(zip([*names, "keras_loss"], self._as_means(targets, received)))
 
-    def _targets(
-        self, batch: Example, losses: Losses | None
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """Of each term what to differentiate, and the factor that makes its sum a mean."""
+    def _targets(self, batch: Example, losses: Losses | None) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Of each term what to differentiate; the step's numbers, summed over ranks."""
         tracing = self._tracing_for("run.loss")
         self._check_batch(batch)
         self.own_losses = self.own_losses or losses is not None
         with tracing.engine_operations():
-            forward = partial(self._forward, losses=losses)
-            targets, sums = self._micro_batches.loss(forward, batch)
-            tracing.sums.append(sums)
+            own = self._own_part(partial(self._forward, losses=losses), batch)
+            tracing.sums.append(own.sums)
 
             # One rank exchanges and times nothing, so its GPU may run behind the host.
             is_alone = self.world.size == 1
             ready = tf.zeros([], tf.float64)
             if not is_alone and not self._is_tried:
-                ready = own_part(sums)
+                ready = own_part(own.sums)
 
             # One collective carries both, of one size on any number of ranks. Its name holds the
             # terms' names: ranks with different terms are found out.
-            totals = tf.stop_gradient(tf.concat([sums, tracing.votes], 0))
-            name = ".".join(["step.totals", *[term for term in self._terms if term]])
+            received = own.numbers
             if not is_alone:
-                totals = reduction.totals(totals, self.settings, self._variables, name=name)
-            totals, votes = tf.split(totals, [sums.shape[0], agreement.NUM_VOTES])
+                received = hvd.allreduce(
+                    received,
+                    op=hvd.Sum,
+                    name=".".join(["step.totals", *[term for term in self._terms if term]]),
+                    device_dense=reduction.device(self.settings),
+                )
             if tracing.totals is None:
-                mean = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
-                tracing.totals = StepTotals(sums=totals, votes=votes, losses=mean, ready=ready)
+                tracing.totals = StepTotals(received=received, losses=own.mean, ready=ready)
                 tracing.terms = self._terms
-            to_means = tf.unstack(tf.stop_gradient(gradients_lib.to_means(totals)))
-        return targets, to_means
+        return own.targets, received
+
+    def _own_part(self, forward: gradients_lib.Forward, batch: Example) -> OwnPart:
+        """Forward and backward pass of this rank's share; with --jit one program of XLA."""
+        tracing = self._tracing_for("run.loss")
+        if not self.settings.jit:
+            targets, sums = self._micro_batches.loss(forward, batch)
+            return self._with_numbers(targets, sums, tracing.votes)
+
+        # On a GPU, XLA reads no variable that is on the host.
+        device = self.weights[0].device
+        readable = [variable for variable in self._untrained if variable.device == device]
+
+        def passes(batch: Example, votes: tf.Tensor):
+            old_values = [_read(variable) for variable in readable]
+            targets, sums, gradients = self._micro_batches.gradients(forward, batch)
+            changed = {}
+            for place, variable in enumerate(readable):
+                if self.combiner.assigns(variable):
+                    changed[place] = old_values[place]
+            return self._with_numbers(targets, sums, votes), gradients, changed
+
+        own, gradients, changed = self._programs.run(passes, batch, tracing.votes)
+        for place, old_value in changed.items():
+            tracing.kept.setdefault(id(readable[place]), old_value)
+        targets = self._micro_batches.attached(own.targets, gradients, self._programs)
+        return own._replace(targets=targets)
+
+    def _with_numbers(self, targets: list[tf.Tensor], sums: tf.Tensor, votes: tf.Tensor) -> OwnPart:
+        numbers = tf.stop_gradient(tf.concat([sums, votes], 0))
+        if self.world.size > 1:
+            numbers = reduction.split(numbers, self.settings, self._variables)
+        mean = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
+        return OwnPart(targets, sums, mean, numbers)
+
+    def _as_means(self, targets: list[tf.Tensor], received: tf.Tensor) -> list[tf.Tensor]:
+        """Of each term, and of what the model adds, which is one already."""
+        dtype = targets[0].dtype
+
+        def to_means(received: tf.Tensor) -> list[tf.Tensor]:
+            sums, _ = _sums_and_votes(received)
+            factors = tf.stop_gradient(gradients_lib.to_means(sums))
+            return tf.unstack(tf.cast(factors, dtype))
+
+        factors = self._programs.run(to_means, received)
+        means = [target * factor for target, factor in zip(targets, factors)]
+        return [*means, *targets[len(means) :]]
+
+    def _to_mean(self, sums: tf.Tensor) -> tf.Tensor:
+        """What makes means of gradients of the only term's sum."""
+        return gradients_lib.to_means(sums)[0] / self.state.loss_scale.read(tf.float64)
+
+    def _to_unscaled(self, sums: tf.Tensor) -> tf.Tensor:
+        """What makes means of gradients of means, which are times the loss scale."""
+        return 1 / self.state.loss_scale.read(tf.float64)
 
     def _check_batch(self, batch: Example) -> None:
         sizes = list(tf.nest.flatten(batch)[0].shape[:2])
@@ -213,92 +278,118 @@ class Step:
         graph_checks.check_gradients(gradients, self._variables)
         with tracing.engine_operations():
             self.combiner.over_ranks(tracing.old_values)
-            means = gradients_lib.unscale(gradients, tracing.factor, self._variables)
-            return self.apply(tracing.totals._replace(grads=means))
+            return self.apply(tracing.totals._replace(grads=gradients))
 
     def apply(self, totals: StepTotals) -> Result:
-        """From means over the global batch to updated weights and the step's figures."""
-        state = self.state
+        """From gradients over the global batch to updated weights and the step's figures."""
         tracing = self._tracing_for("run.update")
-        if all(gradient is None for gradient in totals.grads):
-            raise ValueError(reduction.NO_GRADIENTS)
-        tracing.means = list(totals.grads)
         self._connected = [gradient is not None for gradient in totals.grads]
-        # Read before `advance` changes it.
-        loss_scale = state.loss_scale.read(tf.float64)
-        layers = None
-        if self.settings.log_gradients or self.settings.dry_run:
-            layers = gradients_lib.layer_figures(totals.grads)
-
-        terms = gradients_lib.of_terms(totals.sums)
-        loss_sum = tf.reduce_sum(terms[:, 0])
-        weight_sum = tf.reduce_sum(terms[:, 1])
-        rate = self._schedule(state.step)
-        are_finite = tf.math.is_finite(tf.stack([loss_sum, weight_sum, rate]))
+        if not any(self._connected):
+            raise ValueError(reduction.NO_GRADIENTS)
+        known = [gradient for gradient in totals.grads if gradient is not None]
         inputs = updating.UpdateInputs(
-            grads=[gradient for gradient in totals.grads if gradient is not None],
-            rate=rate,
-            sound=tf.reduce_all(are_finite) & (rate >= 0),
-            readable=totals.votes[agreement.DATA_FAILED] == 0,
+            received=totals.received,
+            grads=[tf.convert_to_tensor(gradient) for gradient in known],
         )
-        norm, is_finite = self._update_or_undo(inputs)
-        state.advance(is_finite, inputs.readable)
-
-        means = gradients_lib.means_of(totals.sums)
-        names = tracing.terms or self._terms
-        result = {
-            "step": state.step.read_value(),
-            "loss": tf.reduce_sum(means),
-            "lr": rate,
-            "grad_norm": norm,
-            "finite": is_finite,
-            "loss_scale": loss_scale,
-            "layers": layers,
-            "votes": totals.votes,
-            "losses": totals.losses,
-            "skipped_in_a_row": state.loss_scale.skipped_in_a_row.read_value(),
-            "refused_weights": dict(zip(names, tf.unstack(terms[:, 3:]))),
-        }
+        result = dict(self._update_or_undo(inputs))
+        result.setdefault("layers", None)
+        result["losses"] = totals.losses
         if self.world.size > 1:
-            result["moments"] = tf.stack([totals.ready, moment(norm)])
+            result["ready"] = totals.ready
         if totals.faults is not None:
             result["faults"] = totals.faults
-        if tracing.adds_losses:
-            result["keras_loss"] = totals.sums[-1]
-        if any(names):
-            result["terms"] = dict(zip(names, tf.unstack(means)))
         tracing.results.append(dict(result))  # a copy, as the step's function may change the dict
         return result
 
-    def _update_or_undo(self, inputs: updating.UpdateInputs) -> tuple[tf.Tensor, tf.Tensor]:
-        old_values = self._tracing_for("run.update").old_values
-        undo = [(variable, old_values[id(variable)]) for variable in self._untrained]
-        if self._is_tried or not world_lib.gpu():
+    def _update_or_undo(self, inputs: updating.UpdateInputs) -> Result:
+        tracing = self._tracing_for("run.update")
+        undo = []
+        for variable in self._untrained:
+            if self.combiner.assigns(variable):
+                place = id(variable)
+                undo.append((variable, tracing.kept.get(place, tracing.old_values[place])))
+        self.why_branch = ""
+        if self._is_tried or not (self.settings.jit or world_lib.gpu()):
             return updating.by_branch(self._judged, undo, inputs)
-        trained = [*self.weights, *self.state.updated]
-        return updating.by_choice(self._judged, undo, inputs, trained=trained)
+        # The rate of the step stands in a checkpoint, whether the step updates or not.
+        rate = raw(self.state.optimizer.learning_rate)
+        trained = [v for v in [*self.weights, *self.state.updated] if v is not rate]
+        try:
+            return updating.by_choice(self._judged, undo, inputs, trained=trained)
+        except ValueError as error:
+            self.why_branch = str(error)
+            return updating.by_branch(self._judged, undo, inputs)
 
-    def _judged(
-        self, gradients: list[tf.Tensor], rate: tf.Tensor, sound: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor, Callable[[], None]]:
+    def _judged(self, inputs: updating.UpdateInputs) -> updating.Verdict:
         """As updating.py describes it."""
-        optimizer = self.state.optimizer
+        state = self.state
+        sums, votes = _sums_and_votes(inputs.received)
+        # Read before `advance` changes it.
+        figures = {"loss_scale": state.loss_scale.read(tf.float64), "votes": votes}
         variables = [v for v, connected in zip(self._variables, self._connected) if connected]
+        means = self._means(inputs.grads, sums, variables, figures)
         gradients, norm = gradients_lib.finish(
-            gradients,
+            means,
             variables,
-            l2=optimizers.l2_weight(self.settings, optimizer),
+            l2=optimizers.l2_weight(self.settings, state.optimizer),
             clip_norm=self.settings.clip_norm,
         )
-        optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
+        rate = self._schedule(state.step)
+        state.optimizer.learning_rate.assign(tf.cast(rate, state.optimizer.learning_rate.dtype))
+        terms = gradients_lib.of_terms(sums)
+        loss_sum = tf.reduce_sum(terms[:, 0])
+        weight_sum = tf.reduce_sum(terms[:, 1])
+        are_finite = tf.math.is_finite(tf.stack([loss_sum, weight_sum, rate, norm]))
+        is_finite = tf.reduce_all(are_finite) & (rate >= 0)
+        is_readable = votes[agreement.DATA_FAILED] == 0
+        figures |= {"lr": rate, "grad_norm": norm, "finite": is_finite}
 
         def update() -> None:
             if self._is_tried:
                 gradients_lib.descend(gradients, variables)
             else:
-                self.state.apply(gradients, variables)
+                state.apply(gradients, variables)
 
-        return norm, tf.math.is_finite(norm) & sound, update
+        def count() -> Result:
+            state.advance(is_finite, is_readable)
+            figures["step"] = state.step.read_value()
+            figures["skipped_in_a_row"] = state.loss_scale.skipped_in_a_row.read_value()
+            return figures | self._figures_of_loss(sums)
+
+        return updating.Verdict(is_finite & is_readable, update, count)
+
+    def _means(
+        self,
+        gradients: Sequence[tf.Tensor],
+        sums: tf.Tensor,
+        variables: Sequence[keras.Variable],
+        figures: dict[str, tf.Tensor],
+    ) -> list[tf.Tensor]:
+        """Gradients of `variables` as means over the global batch; also their layers' figures."""
+        tracing = self._tracing_for("run.update")
+        means = list(gradients)
+        if tracing.factor is not None:
+            means = gradients_lib.unscale(means, tracing.factor(sums), variables)
+        of_connected = iter(means)
+        every = [next(of_connected) if connected else None for connected in self._connected]
+        if self._is_tried:
+            tracing.means = every
+        if self.settings.log_gradients or self.settings.dry_run:
+            figures["layers"] = gradients_lib.layer_figures(every)
+        return means
+
+    def _figures_of_loss(self, sums: tf.Tensor) -> dict[str, Any]:
+        tracing = self._tracing_for("run.update")
+        means = gradients_lib.means_of(sums)
+        names = tracing.terms or self._terms
+        refused = tf.unstack(gradients_lib.of_terms(sums)[:, 3:])
+        figures: dict[str, Any] = {"loss": tf.reduce_sum(means)}
+        figures["refused_weights"] = dict(zip(names, refused))
+        if tracing.adds_losses:
+            figures["keras_loss"] = sums[-1]
+        if any(names):
+            figures["terms"] = dict(zip(names, tf.unstack(means)))
+        return figures
 
     # ---- the forward pass -------------------------------------------------------------------
 
@@ -374,6 +465,8 @@ class Step:
         with self.world.fail_together("making the step"), task_checks.user_code_errors("the step"):
             traced = train_step.get_concrete_function()
             self._check(traced.graph)
+        if self.why_branch:
+            world_lib.say(self.world, f"note: the update is not compiled: {self.why_branch}")
         agreement.check_gradients(self.world, self._variables, self._connected)
         agreement.check_collectives(self.world, traced)
         self.functions.append((self._simple_step if self.special else function, self._changed))
@@ -389,21 +482,19 @@ class Step:
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
         )
         graph_checks.check_sums(graph, self.world.size)
-        graph_checks.check_compiles(self._micro_batches.compiled)
+        graph_checks.check_compiles(self._programs.compiled)
 
     def call(
         self, function: StepFunction, batch: Example, votes: tf.Tensor
     ) -> tuple[Result, Tracing]:
         """What the step's function returns, and what became known of it on the way."""
-        # read_value would add an identity that runs even if nothing uses it.
-        old_values = {
-            id(variable): tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-            for variable in self._guarded
-        }
+        read_all = tf.function(lambda: [_read(v) for v in self._guarded], autograph=False)
+        ids = [id(variable) for variable in self._guarded]
+        old_values = dict(zip(ids, read_all()))
         self._tracing = tracing = Tracing(votes, old_values)
         try:
             outside = self._rows._replace(refused="it belongs into the losses of run.loss")
-            with reduction.refuse_empty_group(self.settings), across.training(outside):
+            with reduction.refuse_empty_group(), across.training(outside):
                 result = function(batch)
             tracing.check_result(result)
             if not self._is_tried:
@@ -434,6 +525,7 @@ class Step:
             state=self.state,
             forward=self._forward,
             micro_batches=self._micro_batches,
+            programs=self._programs,
             rules=self.combiner.rules,
         )
 
@@ -474,6 +566,7 @@ class Step:
             self.spec = batch
             self._rows = across.Batch(samples, share.rank, size)
             self._micro_batches = gradients_lib.MicroBatches(share.steps, self._variables)
+            self._programs = Programs(jit=False)
             self.combiner = self.combiner.of_part(
                 self.world, self.settings, batch, uses=share.combines
             )
@@ -482,7 +575,11 @@ class Step:
             vars(self).update(attributes)
 
 
-def _as_means(targets: list[tf.Tensor], to_means: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Of each term, and of what the model adds, which is one already."""
-    means = [target * tf.cast(to, target.dtype) for target, to in zip(targets, to_means)]
-    return [*means, *targets[len(means) :]]
+def _sums_and_votes(received: tf.Tensor) -> list[tf.Tensor]:
+    numbers = reduction.join(received)
+    return tf.split(numbers, [numbers.shape[0] - agreement.NUM_VOTES, agreement.NUM_VOTES])
+
+
+def _read(variable: tf.Variable) -> tf.Tensor:
+    """As read_value, without an identity that runs even if nothing uses it."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)

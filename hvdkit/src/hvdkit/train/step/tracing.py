@@ -31,10 +31,11 @@ class Tracing:
       terms: names of the first loss's terms, once they are known.
       adds_losses: whether the model adds losses to them.
       totals: once there is a loss: all but the gradients, of the first one.
-      factor: makes means of summed gradients.
+      factor: from the totals' sums to what makes means of summed gradients; None: they are means.
+      kept: old values that the forward pass's program gave out, by the variable's id.
       has_loss: whether `run.loss` was called, which is allowed once.
       sums: of each loss, on this rank.
-      means: the gradients to update by.
+      means: the gradients to update by, in a trial.
       results: what each call of `run.update` returned.
     """
 
@@ -43,7 +44,8 @@ class Tracing:
     terms: tuple[str, ...] = ()
     adds_losses: bool = False
     totals: StepTotals | None = None
-    factor: tf.Tensor | None = None
+    factor: Callable[[tf.Tensor], tf.Tensor] | None = None
+    kept: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
     has_loss: bool = False
     sums: list[tf.Tensor] = dataclasses.field(default_factory=list)
     means: list[tf.Tensor | None] = dataclasses.field(default_factory=list)

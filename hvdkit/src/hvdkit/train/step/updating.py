@@ -1,8 +1,7 @@
-"""The end of a step: the gradients' norm, and one update or none, alike on every rank.
+"""The end of a step: one update or none, alike on every rank, and the step's figures.
 
-`judged(gradients, rate, sound)` gives the norm, whether it is finite and all else sound, and the
-function that updates. Where the step must not update, every variable that the forward pass changed
-gets its old value back. `by_branch` and `by_choice` return the norm, and whether all is finite.
+Where the step must not update, every variable that the forward pass changed gets its old value
+back. `by_branch` and `by_choice` return what the step's `figures` gives.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,63 +10,76 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from hvdkit.train.step import graph_checks
+from hvdkit.train.step.tracing import Result
 
-Judged = Callable[..., tuple[tf.Tensor, tf.Tensor, Callable[[], None]]]
 Undo = Sequence[tuple[tf.Variable, tf.Tensor]]  # what a forward pass changes, and its old value
 
 
 class UpdateInputs(NamedTuple):
     """What a step would update by."""
 
+    received: tf.Tensor  # StepTotals has it
     grads: Sequence[tf.Tensor]
-    rate: tf.Tensor  # float64, the learning rate
-    sound: tf.Tensor  # bool, whether loss, weights and rate are usable
-    readable: tf.Tensor  # bool, whether every rank could read its batch
 
 
-def by_branch(judged: Judged, undo: Undo, inputs: UpdateInputs) -> tuple[tf.Tensor, tf.Tensor]:
+class Verdict(NamedTuple):
+    """Whether a step updates, the function that does it, and what comes after in any case."""
+
+    is_applied: tf.Tensor
+    update: Callable[[], None]
+    figures: Callable[[], Result]
+
+
+Judge = Callable[[UpdateInputs], Verdict]
+
+
+def by_branch(judge: Judge, undo: Undo, inputs: UpdateInputs) -> Result:
     """For a CPU: one of two branches runs."""
-    norm, finite, update = judged(inputs.grads, inputs.rate, inputs.sound)
+    verdict = judge(inputs)
 
     def leave_no_trace() -> None:
         for variable, value in undo:
             variable.assign(value)
 
-    tf.cond(finite & inputs.readable, update, leave_no_trace)
-    return norm, finite
+    tf.cond(verdict.is_applied, verdict.update, leave_no_trace)
+    return verdict.figures()
 
 
 def by_choice(
-    judged: Judged, undo: Undo, inputs: UpdateInputs, *, trained: Sequence[tf.Variable]
-) -> tuple[tf.Tensor, tf.Tensor]:
+    judge: Judge, undo: Undo, inputs: UpdateInputs, *, trained: Sequence[tf.Variable]
+) -> Result:
     """For a GPU, which waits for the host at a tf.cond: 82 ms a step of ResNet-50, not 71.
 
-    One program of XLA updates `trained` and selects the old values where it must not.
-    `by_branch` where XLA cannot compile the optimizer, or a variable is on the host.
+    One program of XLA updates `trained`, and selects the old values where it must not.
+
+    Raises:
+      ValueError: XLA cannot compile it, or a variable that it uses is on another device.
     """
-    floats = [(variable, value) for variable, value in undo if variable.dtype.is_floating]
-    others = [(variable, value) for variable, value in undo if not variable.dtype.is_floating]
-    variables = [*trained, *[variable for variable, _ in floats]]
-    old_floats = [value for _, value in floats]
+    device = trained[0].device
+    inside = [(variable, value) for variable, value in undo if variable.device == device]
+    outside = [(variable, value) for variable, value in undo if variable.device != device]
+    variables = [*trained, *[variable for variable, _ in inside]]
+    old_values = [value for _, value in inside]
 
     @tf.function(autograph=False, jit_compile=True)
-    def compiled(inputs, old_floats):
+    def update(inputs: UpdateInputs, old_values: list[tf.Tensor]):
         old_trained = [variable.read_value() for variable in trained]
-        norm, finite, update = judged(inputs.grads, inputs.rate, inputs.sound)
-        update()
-        for variable, value in zip(variables, [*old_trained, *old_floats]):
-            variable.assign(tf.where(finite & inputs.readable, variable, value))
-        return norm, finite
+        verdict = judge(inputs)
+        verdict.update()
+        for variable, value in zip(variables, [*old_trained, *old_values]):
+            variable.assign(tf.where(verdict.is_applied, variable, value))
+        return verdict.is_applied, verdict.figures()
 
-    specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), (inputs, old_floats))
-    try:
-        with tf.init_scope():
-            graph_checks.check_compiles([compiled.get_concrete_function(*specs)])
-    except ValueError:
-        return by_branch(judged, undo, inputs)
-    if len({variable.device for variable in variables}) > 1:
-        return by_branch(judged, undo, inputs)
-    norm, finite = compiled(inputs, old_floats)
-    for variable, value in others:
-        variable.assign(tf.where(finite & inputs.readable, variable, value))
-    return norm, finite
+    specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), (inputs, old_values))
+    with tf.init_scope():
+        traced = update.get_concrete_function(*specs)
+        fault = graph_checks.xla_fault(traced, "the update")
+    if fault:
+        raise ValueError(f"XLA {fault}")
+    elsewhere = [v.name for v in traced.graph.variables if v.device != device]
+    if elsewhere:
+        raise ValueError(f"{elsewhere[0]} is on another device than the weights")
+    is_applied, figures = traced(inputs, old_values)
+    for variable, value in outside:
+        variable.assign(tf.where(is_applied, variable, value))
+    return figures

@@ -13,6 +13,7 @@ fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual r
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -37,6 +38,7 @@ from hvdkit.train.step.combine import (
 )
 from hvdkit.train.step.gradients import MicroBatches, StepTotals, means_of, overwritten, to_means
 from hvdkit.train.step.graph_checks import assigned_handles
+from hvdkit.train.step.programs import Programs
 from hvdkit.train.step.state import State
 from hvdkit.train.virtual import fixed_point, gathered
 
@@ -72,6 +74,7 @@ class Passes:
         forward: Callable[..., tuple[list[tf.Tensor], tf.Tensor]],
         state: State,
         micro_batches: MicroBatches,
+        programs: Programs,
         rules: Mapping[int, Rule],
     ) -> None:
         self._count = config.virtual_ranks
@@ -85,6 +88,7 @@ class Passes:
         self._forward = forward
         self._state = state
         self._micro_batches = micro_batches
+        self._programs = programs
         self._variables = state.model.trainable_variables
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
@@ -130,8 +134,7 @@ class Passes:
             variable.assign(value)
         self._set_state(total)
         return StepTotals(
-            sums=sums,
-            votes=totals[-num_votes:],
+            received=tf.concat([sums, totals[-num_votes:]], 0),
             losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
             ready=ready,
             grads=self._means(total.grads, sums, faults),
@@ -224,7 +227,8 @@ class Passes:
 
     def _pass(self, part: Any, number: tf.Tensor) -> _Sums:
         """Forward and backward of virtual rank `number`."""
-        _, sums, gradients = self._micro_batches.gradients(self._watched, part)
+        passes = partial(self._micro_batches.gradients, self._watched)
+        _, sums, gradients = self._programs.run(passes, part)
         self._connected = []
         packed = []
         for by_place in gradients:
