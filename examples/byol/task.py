@@ -1,4 +1,8 @@
-"""BYOL: a network predicts what a mean teacher makes of another view of the same sample.
+r"""BYOL: a network predicts what a mean teacher makes of another view of the same sample.
+
+    hvdkit example byol
+    horovodrun -np 2 python train.py --task=byol --run_dir=runs/byol \
+        --optimizer=adam --base_lr=0.003 --num_steps=300 --eval_every=0
 
 Grill et al. 2020, arXiv:2006.07733, equations 1 and 2. The teacher is an attribute of the task, so
 it is part of the run: broadcast, saved, compared, restored. An action moves it after each step.

@@ -1,4 +1,8 @@
-"""A contrastive loss over the global batch: two views of a sample find each other among all.
+r"""A contrastive loss over the global batch: two views of a sample find each other among all.
+
+    hvdkit example contrastive
+    horovodrun -np 2 python train.py --task=contrastive --run_dir=runs/contrastive \
+        --optimizer=adam --base_lr=0.003 --num_steps=300 --eval_every=0
 
 NT-Xent of SimCLR (Chen et al. 2020, arXiv:2002.05709, equation 1) with other samples' second views
 as the negatives. In evaluation the batch is that of --eval_batch_size.

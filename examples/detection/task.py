@@ -1,4 +1,8 @@
-"""Three terms, as in detection: which cells hold an object, of what class, and where.
+r"""Three terms, as in detection: which cells hold an object, of what class, and where.
+
+    hvdkit example detection
+    horovodrun -np 2 python train.py --task=detection --run_dir=runs/detection \
+        --optimizer=adam --base_lr=0.01 --num_steps=300 --eval_every=0
 
 Each has a count of its own: every cell for the first, cells with an object for the others. So the
 class and box terms do not shrink where objects are rare or a rank's share has none.

@@ -1,4 +1,9 @@
-"""Points on a circle, a maker that imitates them, and a critic: two networks in one model."""
+r"""Points on a circle, a maker that imitates them, and a critic: two networks in one model.
+
+    hvdkit example gan
+    horovodrun -np 2 python train_gan.py --task=gan --run_dir=runs/gan \
+        --base_lr=0.002 --num_steps=900 --eval_every=0
+"""
 
 import keras
 import numpy as np

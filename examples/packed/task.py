@@ -1,4 +1,8 @@
-"""Sequences of any length in windows of one: several in each, which do not see each other.
+r"""Sequences of any length in windows of one: several in each, which do not see each other.
+
+    hvdkit example packed
+    horovodrun -np 2 python train.py --task=packed --run_dir=runs/packed \
+        --optimizer=adam --base_lr=0.003 --num_steps=300 --eval_every=0
 
 The engine traces one step, for batches of one shape. Packed windows keep that shape and pad little:
 the texts are paragraphs of Python's manual, next byte by next byte; each comes once an epoch. A

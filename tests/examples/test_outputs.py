@@ -43,7 +43,7 @@ def expected(name, images, digits, found):
 def test_weights_and_figures_on_one_and_two_ranks_then_every_command(name, tmp_path, monkeypatch):
     monkeypatch.setattr(project, "_folder", [tmp_path])
     (tmp_path / "tasks").mkdir()
-    shutil.copy(PROJECT.parent / "examples" / name / f"{name}.py", tmp_path / "tasks")
+    shutil.copy(PROJECT / "examples" / name / "task.py", tmp_path / "tasks" / f"{name}.py")
     for file in ("train.py", "settings.py"):
         shutil.copy(PROJECT / file, tmp_path)
     weights, figures = [], []

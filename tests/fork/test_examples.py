@@ -1,5 +1,6 @@
 """Each example ends with equal weights on 1 and 2 ranks, as a project that holds its files."""
 
+import json
 import shutil
 import sys
 
@@ -11,45 +12,118 @@ from refusals import refused
 
 import hvdkit
 from hvdkit import testing
+from hvdkit.commands import example as command
 from hvdkit.settings import project
+from ranks import launch_well
 
 # make slow-test trains the others: the rules they show have tests of their own.
 QUICK = {"gan"}
+ELSEWHERE = {"multilabel", "regression"}  # tests/examples/test_outputs.py trains them
+FLAGS = {
+    "tabular": ["--data_dir=tables", "--num_classes=2"],
+    "text": ["--num_classes=2"],
+    "forecast": ["--data_dir=series"],
+}
 EXAMPLES = [
-    pytest.param(path.parent, id=name, marks=[pytest.mark.slow] * (name not in QUICK))
+    pytest.param(path.parent.name, marks=[pytest.mark.slow] * (path.parent.name not in QUICK))
     for path in sorted((ROOT / "examples").glob("*/task.py"))
-    if (name := path.parent.name)
+    if path.parent.name not in ELSEWHERE
 ]
+HEAD = "id,age,hours,job,income"
+ROWS = ["1,20,1.5,baker,low", "2,40,,,high", "3,30,1e9,baker,low", "4,30,1.5,cook,high"]
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_has_equal_weights_on_1_and_2_ranks(example, tmp_path, monkeypatch):
-    lines = sum(len(file.read_text().splitlines()) for file in example.glob("*.py"))
-    assert lines <= 150
+def write_tables(folder):
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        (folder / f"{split}.csv").write_text("\n".join(["\ufeff" + HEAD, *ROWS]))
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """A project with the examples, and none of their tasks yet."""
+    for name in ("train.py", "settings.py", "tasks"):
+        copy = shutil.copytree if name == "tasks" else shutil.copy
+        copy(ROOT / "template" / name, tmp_path / name)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    write_tables(tmp_path / "tables")
     monkeypatch.setattr(project, "_folder", [tmp_path])
-    for file in ("train.py", "settings.py"):
-        shutil.copy(ROOT / "template" / file, tmp_path)
-    shutil.copytree(example, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "task.py").rename(tmp_path / "tasks" / f"{example.name}.py")
-    flags = [f"--task={example.name}", "--global_batch_size=9", "--trackers="]
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_has_equal_weights_on_1_and_2_ranks(name, fork, capsys):
+    assert command.main(["hvdkit example", name]) == 0
+    printed = capsys.readouterr().out
+    assert f"python train{'_gan' * (name == 'gan')}.py" in printed and f"--task={name}" in printed
+    lines = len((fork / "tasks" / f"{name}.py").read_text().splitlines())
+    if name == "gan":
+        loop = (fork / "train_gan.py").replace(fork / "train.py")
+        lines += len(loop.read_text().splitlines())
+    assert lines <= 150
+    flags = [f"--task={name}", "--global_batch_size=9", "--trackers=", *FLAGS.get(name, [])]
     testing.assert_same_weights(*flags, steps=4)
 
 
-HEAD = "id,age,hours,job,income"
-ROWS = ["1,20,1.5,baker,low", "2,40,,,high", "3,30,1e9,baker,low", "4,30,1.5,cook,high"]
+def test_an_example_is_listed_and_never_replaces_a_file(fork, capsys):
+    assert command.main(["hvdkit example"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+    assert listed == {path.parent.name for path in (ROOT / "examples").glob("*/task.py")}
+    (fork / "train_gan.py").write_text("mine")
+    for name, words in (("gan", f"{fork}/train_gan.py is there"), ("nets", "has byol, contrast")):
+        assert command.main(["hvdkit example", name]) == 2
+        assert words in capsys.readouterr().err
+    assert (fork / "train_gan.py").read_text() == "mine" and not (fork / "tasks/gan.py").exists()
+
+
+ASKED = {
+    "forecast": {"past": [50.0 + hour % 24 for hour in range(336)]},
+    "tabular": {"age": 41, "hours": 1.5, "job": "baker"},
+    "text": {"text": "The value is a list of names."},
+}
+COMMANDS = """
+import json, sys
+import tensorflow as tf
+import hvdkit
+from hvdkit.commands import export, predict
+name, asked = sys.argv[1:]
+for command, words in ((predict, [asked]), (export, [f"--check={asked}"])):
+    assert command.main([command.__name__, "--run_dir=run", "--out=out", *words]) == 0
+model = hvdkit.load("run")
+example = json.loads(open(asked).read())
+inputs = {name: tf.constant([example[name]], tensor.dtype) for name, tensor in model.input.items()}
+print(json.dumps(model(inputs).numpy()[0].tolist()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ASKED)
+def test_it_is_predicted_exported_and_loaded_with_equal_outputs(name, fork):
+    assert command.main(["hvdkit example", name]) == 0
+    flags = [f"--task={name}", "--run_dir=run", "--num_steps=4", *FLAGS[name]]
+    launch_well(1, ["train.py", *flags, "--trackers=", "--global_batch_size=4"])
+    (fork / "asked.jsonl").write_text(json.dumps(ASKED[name]))
+    ended = launch_well(1, ["-c", COMMANDS, name, "asked.jsonl"])
+    assert "equal outputs" in ended.output
+    outputs = json.loads(ended.output.splitlines()[-1])
+    predicted = json.loads((fork / "out" / "predictions.jsonl").read_text())
+    if name == "forecast":
+        np.testing.assert_allclose(predicted["next"], outputs, rtol=1e-5)
+    else:
+        assert predicted["classes"] == np.argmax(outputs)
+        softmax = np.exp(outputs) / np.sum(np.exp(outputs))
+        np.testing.assert_allclose(predicted["probabilities"], softmax, rtol=1e-4)
 
 
 @pytest.fixture
 def tabular(tmp_path, monkeypatch):
     """The example's module, as a project's, with tables to change."""
     monkeypatch.syspath_prepend(ROOT / "examples/tabular")
-    monkeypatch.delitem(sys.modules, "tabular", raising=False)
-    for split in ("train", "val"):
-        (tmp_path / f"{split}.csv").write_text("\n".join(["\ufeff" + HEAD, *ROWS]))
-    import tabular
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    write_tables(tmp_path)
+    import task
 
-    return tabular
+    return task
 
 
 def settings(folder):

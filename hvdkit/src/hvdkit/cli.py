@@ -12,6 +12,7 @@ from hvdkit.stop import WRONG_USE
 
 # By name: a module with main(argv) -> exit code, and a summary.
 COMMANDS = {
+    "example": ("hvdkit.commands.example", "copies an example into tasks/, or lists them"),
     "start": (
         "hvdkit.commands.start.start",
         "a folder of pictures to a flagfile that trains on them",

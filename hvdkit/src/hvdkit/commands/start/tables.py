@@ -27,8 +27,8 @@ from hvdkit.logs import join, printable
 TABLES = (".csv", ".tsv", ".parquet")
 ARRAYS = (".npy", ".npz")
 _NO_PICTURES = (
-    "names no picture, and start is for pictures: copy tasks/blank.py to a task of your own, whose "
-    "`sources` read the columns by name (examples/tabular does)"
+    "names no picture, and start is for pictures: `hvdkit example tabular` copies a task that "
+    "reads columns by name"
 )
 _ARRAYS = (
     "holds arrays, and start is for pictures in files: copy tasks/blank.py to a task of your own, "

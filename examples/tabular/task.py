@@ -1,12 +1,17 @@
-"""Rows of a table: numbers and words in columns that are named here, and one column of classes.
+r"""Rows of a table: numbers and words in columns that are named here, and one column of classes.
 
-cp examples/tabular/tabular.py tasks/, name the columns below, then
-python train.py --task=tabular --data_dir=FOLDER --num_classes=2
+    hvdkit example tabular          # then name the columns below
+    horovodrun -np 2 python train.py --task=tabular --run_dir=runs/tabular --data_dir=FOLDER \
+        --num_classes=2 --optimizer=adam --base_lr=0.003 --num_steps=300 --eval_every=0
+    echo '{"age": 41, "hours": NaN, "job": "baker"}' > people.jsonl
+    hvdkit predict --run_dir=runs/tabular --out=predicted people.jsonl
+    hvdkit export --run_dir=runs/tabular --out=exported --check=people.jsonl
+    python -c 'import hvdkit; hvdkit.load("runs/tabular").summary()'
 
 It reads FOLDER/train.csv and val.csv (UTF-8, commas, a line of names). Other columns are not read.
 Means, spreads and words come from the training table, and are part of the model, whose inputs are
-the columns; `hvdkit predict` takes {"age": 41, "hours": NaN, "job": "baker"}, a row a line. With
---jit, look the words up in `evaluation_example`: XLA has no text.
+the columns. What to expect is up to the table. With --jit, look the words up in
+`evaluation_example`: XLA has no text.
 """
 
 import csv

@@ -1,7 +1,8 @@
-"""Several labels at once: of a scanned digit, whether it is even, above four, and prime.
+r"""Several labels at once: of a scanned digit, whether it is even, above four, and prime.
 
-cp examples/multilabel/multilabel.py tasks/
-horovodrun -np 2 python train.py --task=multilabel --run_dir=runs/multilabel --optimizer=adam
+    hvdkit example multilabel
+    horovodrun -np 2 python train.py --task=multilabel --run_dir=runs/multilabel \
+        --optimizer=adam --base_lr=0.003 --num_steps=300 --eval_every=0
 """
 
 import keras
