@@ -379,7 +379,7 @@ def test_examples_for_a_model_of_pictures_are_refused(folder, outcomes, tmp_path
         checkpoint="best",
         ema=False,
     )
-    with pytest.raises(Stop, match="x.npz: task classification takes a picture") as stop:
+    with pytest.raises(Stop, match=r"x\.npz: task classification takes a picture") as stop:
         export(config, ALONE, None, arguments=arguments)
     assert stop.value.code == WRONG_USE and not arguments.out.exists()
 
