@@ -1,17 +1,24 @@
-"""Trains the same few runs on this many ranks and keeps the weights: the proof of "same weights".
+"""Trains the same few runs on so many ranks and writes the weights: the proof of "same weights".
 
-`equivalence.py DATA_DIR OUT_DIR MODEL NAME...`, names of SETTINGS, each a whole run.
+`equivalence.py DATA_DIR OUT_DIR MODEL NAME...`; each NAME of SETTINGS is a whole run.
 """
 
 import dataclasses
 import sys
 from pathlib import Path
 
-STEPS, SAMPLES = 40, 10
+STEPS = 40
+SAMPLES = 10
 
 # Shares of 10 samples are uneven on 3 and 4 ranks, counts of valid pixels everywhere.
-_COMMON = {"bn_sync": "full", "global_batch_size": SAMPLES, "num_steps": STEPS, "image_size": 32}
-_COMMON |= {"trackers": "", "log_every": STEPS // 2}
+_COMMON = {
+    "bn_sync": "full",
+    "global_batch_size": SAMPLES,
+    "num_steps": STEPS,
+    "image_size": 32,
+    "trackers": "",
+    "log_every": STEPS // 2,
+}
 _SGD = {"optimizer": "sgd", "base_lr": 0.02, "weight_decay": 1e-4, "clip_norm": 0.5}
 _ADAM = {"optimizer": "adam", "base_lr": 0.002}
 _F64 = {"precision": "float64"}
@@ -33,12 +40,14 @@ def largest_difference(a: Path, b: Path) -> float:
     """Largest over the variables of max|a - b| / max|a|: relative, variable by variable."""
     import numpy as np
 
+    largest = 0.0
     with np.load(a) as first, np.load(b) as second:
         assert first.files == second.files
-        return max(
-            float(np.max(np.abs(first[n] - second[n])) / max(np.max(np.abs(first[n])), 1e-30))
-            for n in first.files
-        )
+        for name in first.files:
+            difference = np.max(np.abs(first[name] - second[name]))
+            scale = max(np.max(np.abs(first[name])), 1e-30)
+            largest = max(largest, float(difference / scale))
+    return largest
 
 
 def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
@@ -58,12 +67,14 @@ def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     usual = dataclasses.replace(Settings(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()
     for name in names:
-        own = {"run_dir": str(Path(out_dir, name))} | SETTINGS[name]
-        ended = fit_config(dataclasses.replace(usual, **own), world, Task)
+        config = dataclasses.replace(usual, run_dir=str(Path(out_dir, name)), **SETTINGS[name])
+        ended = fit_config(config, world, Task)
         if world.is_chief:
             assert ended.summary["skipped_steps"] == 0
-            weights = {f"{i:03d}": value for i, value in enumerate(ended.weights())}
-            np.savez(Path(out_dir) / f"{name}.npz", **weights, loss=ended.losses[-1])
+            arrays = {f"{number:03d}": value for number, value in enumerate(ended.weights())}
+            arrays["loss"] = np.asarray(ended.losses[-1])
+            file = Path(out_dir) / f"{name}.npz"
+            np.savez(file, **arrays)
             rate = ended.records[-2]["samples_per_second"]
             print(f"{name}: {SAMPLES / rate * 1000:.1f} ms a step", flush=True)
     world_lib.finish(world)

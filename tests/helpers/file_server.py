@@ -11,14 +11,17 @@ from pathlib import Path
 
 
 class FileServer:
-    """`asked`: requests for the first byte, by name of file; `latency`: seconds each waits;
-    `status`: what each is answered, 0: the file; `surplus`: MiB that each is sent after what it
-    asked for, and `sent`: MiB of them that went out."""
+    """A server of the files in `root`, whose attributes say how it answers."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.latency, self.asked, self.port = root, 0.0, Counter(), 0
-        self._leaves, self.status = False, 0
-        self.surplus, self.sent = 0, 0
+        self.root = root
+        self.latency = 0.0  # seconds that each request waits
+        self.asked: Counter[str] = Counter()  # requests for the first byte, by name of file
+        self.port = 0
+        self.status = 0  # the answer to each request; 0: the file
+        self.surplus = 0  # MiB sent after the bytes of each request
+        self.sent = 0  # MiB of these that went out
+        self._leaves = False
 
     @property
     def url(self) -> str:
@@ -30,13 +33,16 @@ class FileServer:
 
         With `away` it cuts off a later file, and is gone for so many seconds.
         """
-        ready, ended, self._leaves = threading.Event(), threading.Event(), away > 0
+        ready = threading.Event()
+        ended = threading.Event()
+        self._leaves = away > 0
         self.asked.clear()
 
         def serve() -> None:
             while not ended.is_set():
                 with _Server(("127.0.0.1", self.port), _Handler) as self._server:
-                    self._server.files, self.port = self, self._server.server_address[1]
+                    self._server.files = self
+                    _, self.port = self._server.server_address
                     ready.set()
                     self._server.serve_forever(0.05)
                 ended.wait(away)
@@ -62,17 +68,21 @@ class FileServer:
             request.send_error(self.status or 404)
             return
         data = path.read_bytes()
-        first, last = 0, len(data)
-        if given := re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", "")):
-            first, last = int(given[1]), min(int(given[2] or last) + 1, last)
+        first = 0
+        end = len(data)
+        given = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range", ""))
+        if given:
+            first = int(given[1])
+            if given[2]:
+                end = min(int(given[2]) + 1, end)
         self.asked[path.name] += first == 0
         request.send_response(206 if given else 200)
-        request.send_header("Content-Length", str(last - first + self.surplus * 2**20))
+        request.send_header("Content-Length", str(end - first + self.surplus * 2**20))
         if given:
-            request.send_header("Content-Range", f"bytes {first}-{last - 1}/{len(data)}")
+            request.send_header("Content-Range", f"bytes {first}-{end - 1}/{len(data)}")
         request.end_headers()
-        request.wfile.write(data[first:last])
-        with contextlib.suppress(OSError):  # who asked has gone
+        request.wfile.write(data[first:end])
+        with contextlib.suppress(OSError):  # the client has gone
             for _ in range(self.surplus):
                 request.wfile.write(bytes(2**20))
                 self.sent += 1

@@ -1,6 +1,6 @@
 """Values of every flag, rows that combine them, and what each flag must or must not change.
 
-A value is what is typed: no word, one or more. In braces stands what checks_flags.py fills in:
+A value is the text that is typed: no word, one or more. checks_flags.py replaces words in braces:
   {carrier}  what this launch reduces over: gloo or mpi
   {run}      folder of a run with moving averages; {plain}: without; {keras}: a model file
   {first}    folder of this row's first part, which a stop signal ended
@@ -30,16 +30,28 @@ USUAL = """
 VALUES: dict[str, list[str]] = {
     "grouping": ["", "--gradient_groups=1000", "--pack_bytes=1000000 --pack_count=1"],
     "optimizer": [
-        *("--optimizer=sgd", "--optimizer=sgd --nesterov", "--optimizer=lars"),
-        *("--optimizer=adam", "--optimizer=adam --adam_beta1=0.5", "--optimizer=adamw"),
+        "--optimizer=sgd",
+        "--optimizer=sgd --nesterov",
+        "--optimizer=lars",
+        "--optimizer=adam",
+        "--optimizer=adam --adam_beta1=0.5",
+        "--optimizer=adamw",
         "--optimizer=lamb --adam_beta2=0.9 --adam_epsilon=1e-3",
     ],
-    "precision": [f"--precision={t}" for t in ("float32", "float64", "bfloat16", "float16")],
+    "precision": [
+        "--precision=float32",
+        "--precision=float64",
+        "--precision=bfloat16",
+        "--precision=float16",
+    ],
     "bn_sync": [f"--bn_sync={mode}" for mode in ("mean", "moments", "full", "none")],
     "data_workers": ["", "--data_workers=3"],
     "jit": ["", "--jit"],
     "lr_policy": [
-        *(f"--lr_policy={name}" for name in ("poly", "cosine", "step", "constant")),
+        "--lr_policy=poly",
+        "--lr_policy=cosine",
+        "--lr_policy=step",
+        "--lr_policy=constant",
         "--lr_policy=plateau --plateau_patience=1 --plateau_factor=0.5 --plateau_min_delta=0.1 "
         "--plateau_cooldown=1 --plateau_min_lr=1e-31",
     ],
@@ -55,14 +67,18 @@ VALUES: dict[str, list[str]] = {
     "num_steps": ["--num_steps=3", "--num_steps=1"],
     "compression": [f"--compression={name}" for name in ("none", "fp16", "bf16")],
     "deterministic": ["", "--deterministic"],
-    "virtual_ranks": ["", *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 4))],
+    "virtual_ranks": [
+        "",
+        "--virtual_ranks=2 --cpu_threads={threads}",
+        "--virtual_ranks=4 --cpu_threads={threads}",
+    ],
     "base_lr": ["", "--base_lr=1e-30"],
     "end_lr": ["", "--end_lr=1e-30", "--end_lr=0.05"],
     "power": ["", "--power=0", "--power=2"],
     "warmup_steps": ["", "--warmup_steps=1", "--warmup_steps=50"],
     "lr_boundaries": ["", "--lr_boundaries=0.1,0.9"],
     "lr_gamma": ["", "--lr_gamma=2"],
-    "lr_scaling": [f"--lr_scaling={how}" for how in ("none", "linear", "sqrt")],
+    "lr_scaling": ["--lr_scaling=none", "--lr_scaling=linear", "--lr_scaling=sqrt"],
     "momentum": ["", "--momentum=0"],
     "weight_decay": ["", "--weight_decay=0.01"],
     "clip_norm": ["", "--clip_norm=0.001", "--clip_norm=1e6"],
@@ -90,11 +106,27 @@ VALUES: dict[str, list[str]] = {
     "benchmark": ["", "--benchmark"],
 }
 
-# Of files: test_open.py, test_files.py, checks_data.py, test_backbone.py, test_jit_cache.py; of kinds of runs that keep
-# nothing: test_modes.py; and each run here has a folder of its own.
-LEFT_OUT = ("data_dir", "data_format", "train_split", "val_split", "max_pixels", "max_bad_samples")
-LEFT_OUT += ("accept_changed_data", "run_dir", "dry_run", "find_lr", "backbone_weights")
-LEFT_OUT += ("backbone_preprocessing", "shuffle_shards", "cache_dir", "cache_gb", "jit_cache")
+# Flags of files are tried in test_open.py, test_files.py, checks_data.py, test_backbone.py and
+# test_jit_cache.py, those of runs that keep nothing in test_modes.py; and each run here has a
+# folder of its own.
+LEFT_OUT = (
+    "data_dir",
+    "data_format",
+    "train_split",
+    "val_split",
+    "max_pixels",
+    "max_bad_samples",
+    "accept_changed_data",
+    "run_dir",
+    "dry_run",
+    "find_lr",
+    "backbone_weights",
+    "backbone_preprocessing",
+    "shuffle_shards",
+    "cache_dir",
+    "cache_gb",
+    "jit_cache",
+)
 
 # Flags of both runs, and flags of one of them that must change its weights, each by itself.
 ALONE = """
@@ -106,11 +138,17 @@ CHANGES: list[tuple[str, list[str]]] = [
     (
         "",
         [
-            *("--optimizer=adam", "--optimizer=adamw --weight_decay=0.001", "--optimizer=lamb"),
+            "--optimizer=adam",
+            "--optimizer=adamw --weight_decay=0.001",
+            "--optimizer=lamb",
             "--optimizer=lars",
-            *(VALUES["precision"][1:] + VALUES["lr_policy"][1:4] + ALONE.split()),
-            *("--init_from={run}", "--init_from={run} --init_ema"),
-            *(f"--virtual_ranks={n} --cpu_threads={{threads}}" for n in (2, 3)),
+            *VALUES["precision"][1:],
+            *VALUES["lr_policy"][1:4],
+            *ALONE.split(),
+            "--init_from={run}",
+            "--init_from={run} --init_ema",
+            "--virtual_ranks=2 --cpu_threads={threads}",
+            "--virtual_ranks=3 --cpu_threads={threads}",
         ],
     ),
     ("--lr_policy=step", ["--lr_boundaries=0.9", "--lr_gamma=2"]),
@@ -119,17 +157,21 @@ CHANGES: list[tuple[str, list[str]]] = [
         "--lr_policy=plateau --eval_every=1 --num_steps=5 --plateau_patience=1 "
         "--plateau_min_delta=9",
         [
-            *("--plateau_factor=0.5", "--plateau_patience=2", "--plateau_cooldown=2"),
+            "--plateau_factor=0.5",
+            "--plateau_patience=2",
+            "--plateau_cooldown=2",
             "--plateau_min_lr=0.04",
         ],
     ),
     ("--optimizer=adam", ["--adam_beta1=0.5", "--adam_beta2=0.5", "--adam_epsilon=1e-3"]),
-    *[(f"--optimizer={name}", ["--weight_decay=0.01"]) for name in ("adam", "adamw", "lamb")],
+    ("--optimizer=adam", ["--weight_decay=0.01"]),
+    ("--optimizer=adamw", ["--weight_decay=0.01"]),
+    ("--optimizer=lamb", ["--weight_decay=0.01"]),
 ]
 CHANGES_ON_RANKS = [
-    ("", [f"--compression={name}" for name in ("fp16", "bf16")]),
-    ("", [f"--bn_sync={mode}" for mode in ("moments", "full", "none")]),
-    ("", [f"--lr_scaling={how}" for how in ("linear", "sqrt")]),
+    ("", ["--compression=fp16", "--compression=bf16"]),
+    ("", ["--bn_sync=moments", "--bn_sync=full", "--bn_sync=none"]),
+    ("", ["--lr_scaling=linear", "--lr_scaling=sqrt"]),
 ]
 
 # Flags of both runs, and flags of one of them that together must not change a bit of its weights.
@@ -159,9 +201,23 @@ KEEPS_ON_ONE_RANK = [
 ]
 # These choose a task's model, data and evaluation; Varied has its own.
 OF_TASKS = (
-    *("task", "model", "num_classes", "image_size", "synthetic_data", "mirror", "scale_range"),
-    *("label_map", "colour_range", "eval_crop", "eval_window", "eval_scales", "eval_flip"),
-    *("shift", "rand_augment", "mixup", "cutmix"),
+    "task",
+    "model",
+    "num_classes",
+    "image_size",
+    "synthetic_data",
+    "mirror",
+    "scale_range",
+    "label_map",
+    "colour_range",
+    "eval_crop",
+    "eval_window",
+    "eval_scales",
+    "eval_flip",
+    "shift",
+    "rand_augment",
+    "mixup",
+    "cutmix",
 )
 
 # What contradicts itself, at the latest on 2 ranks, and words of the sentence about it.
@@ -171,13 +227,15 @@ REFUSED = {
     "--pack_bytes=1 --gradient_groups=1": "choose one",
     "--virtual_ranks=1": "start at most 1",
     "--virtual_ranks=3 --bn_sync=full": "start 3 ranks",
-    **{
-        f"--virtual_ranks=2 {flag}": f"--virtual_ranks=2 cannot be used with {flag.split('=')[0]}:"
-        for flag in (
-            *("--compression=fp16", "--pack_bytes=1", "--gradient_groups=1"),
-            *("--batch_per_rank=8", "--lr_scaling=linear"),
-        )
-    },
+    "--virtual_ranks=2 --compression=fp16": "--virtual_ranks=2 cannot be used with --compression:",
+    "--virtual_ranks=2 --pack_bytes=1": "--virtual_ranks=2 cannot be used with --pack_bytes:",
+    "--virtual_ranks=2 --gradient_groups=1": (
+        "--virtual_ranks=2 cannot be used with --gradient_groups:"
+    ),
+    "--virtual_ranks=2 --batch_per_rank=8": (
+        "--virtual_ranks=2 cannot be used with --batch_per_rank:"
+    ),
+    "--virtual_ranks=2 --lr_scaling=linear": "--virtual_ranks=2 cannot be used with --lr_scaling:",
     "--virtual_ranks=2 --bn_sync=moments": "--bn_sync=mean instead of moments",
     "--virtual_ranks=7 --accumulation_steps=2": "has 6: make it larger",
     "--jit --bn_sync=full": "--bn_sync=full",
@@ -195,7 +253,7 @@ REFUSED = {
         for value in ("2", "0,9", "1.5,9", "2,31", "2,-1", "2,nan")
     },
     "--label_map=no/such": "no/such: No such file",
-    f"--label_map={sys.executable}": "must be pairs of a value",  # no text
+    f"--label_map={sys.executable}": "must be pairs of a value",  # the file holds no text
     **{
         f"--label_map={value}": f"--label_map='{value}'"
         for value in ("1:x", "256:0", "1:255", "1:0,1:2", "-1:0", ":")
@@ -231,7 +289,7 @@ REFUSED = {
     "--find_lr --benchmark": "choose one",
     "--find_lr --resume=runs/other": "begins at step 0",
 }
-# What only a started run can know.
+# Contradictions that only a started run can find.
 REFUSED_BY_RUN = {
     "--task=segmentation --model=tiny --synthetic_data --image_size=17": "--image_size=17",
     "--adam_beta1=0.5": "--optimizer=sgd has no such number",
@@ -254,7 +312,7 @@ REFUSED_BY_RUN = {
 
 
 def words(values: Iterable[str]) -> list[str]:
-    return [word for value in values for word in value.split()]
+    return " ".join(values).split()
 
 
 def fields_of(values: Iterable[str]) -> set[str]:
@@ -265,11 +323,17 @@ def rows(
     values: dict[str, list[str]], accepts: Callable[[Iterable[str]], bool], count: int
 ) -> list[Row]:
     """Random rows, always the same: of each flag a value that `accepts` takes beside the others."""
-    draw, found = random.Random(7), []
+    draw = random.Random(7)
+    drawn = []
     for _ in range(count):
         row: Row = {}
-        for name, own in values.items():
-            fits = (v for v in draw.sample(own, len(own)) if accepts([*row.values(), v]))
-            row[name] = next(fits, "")
-        found.append(row)
-    return found
+        for name, choices in values.items():
+            in_random_order = draw.sample(choices, len(choices))
+            beside = list(row.values())
+            row[name] = ""
+            for value in in_random_order:
+                if accepts([*beside, value]):
+                    row[name] = value
+                    break
+        drawn.append(row)
+    return drawn

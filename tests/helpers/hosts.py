@@ -30,45 +30,66 @@ _T = TypeVar("_T")
 # ssh that learns no host key.
 LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i"]
-PYTHON = "/usr/bin/python3"  # that nobody can start: an environment's may be in a closed home
+PYTHON = "/usr/bin/python3"  # NOBODY can start it: an environment's may be in a closed home
 
 
 def require(*programs: str) -> None:
     """Skips a test that needs root and these programs; in CI it fails instead."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    missing = [p for p in programs if not shutil.which(p, path=path)]
-    reason = f"needs {', '.join(missing)}: see .ci/run" if missing else ""
-    reason = reason if os.geteuid() == 0 else "needs root, for namespaces"
-    if reason:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    missing = [program for program in programs if not shutil.which(program, path=path)]
+    if os.geteuid() != 0:
+        reason = "needs root, for namespaces"
+    elif missing:
+        reason = f"needs {', '.join(missing)}: see .ci/run"
+    else:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
-def start(words: list, env: dict[str, str] | None = None, **how) -> subprocess.Popen:
-    """Starts a command in its own session, with one pipe for all that it prints."""
-    how |= {"env": os.environ | ENVIRONMENT | (env or {}), "stdin": subprocess.DEVNULL}
-    how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    return subprocess.Popen([*map(str, words)], text=True, errors="replace", **how)
+def start(words: list, env: dict[str, str] | None = None, **options) -> subprocess.Popen:
+    """Starts a command in its own session, with one pipe for all that it prints.
+
+    `options`: of subprocess.Popen.
+    """
+    return subprocess.Popen(
+        [str(word) for word in words],
+        env=os.environ | ENVIRONMENT | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+        **options,
+    )
 
 
-def run(words: list, timeout: float, env: dict[str, str] | None = None, **how) -> Launch:
-    """Runs a command in its own session; an AssertionError with its last lines if it hangs."""
-    process = start(words, env, **how)
+def run(words: list, timeout: float, env: dict[str, str] | None = None, **options) -> Launch:
+    """Runs a command in its own session; an AssertionError with its last lines if it hangs.
+
+    `options`: of subprocess.Popen.
+    """
+    process = start(words, env, **options)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         kill_session(process.pid)
         output, _ = process.communicate()
-        said = f"{words} hung: killed after {timeout} s\n{last_lines(output)}"
-        raise AssertionError(said) from None
+        message = f"{words} hung: killed after {timeout} s\n{last_lines(output)}"
+        raise AssertionError(message) from None
     return Launch(process.returncode, output)
 
 
 class Host:
-    """One of them; `pid` is its sshd's on this machine."""
+    """One of the hosts; `pid` is its sshd's on this machine."""
 
     def __init__(self, number: int, hosts: "Hosts", count: int) -> None:
-        self.name, self.address = f"node{number}", f"10.77.0.{number}"
-        self._folder, self._switch = hosts.folder / self.name, hosts.switch
+        self.name = f"node{number}"
+        self.address = f"10.77.0.{number}"
+        self._folder = hosts.folder / self.name
+        self._switch = hosts.switch
         self.home = self._folder / "home"
         (self.home / ".ssh").mkdir(parents=True, mode=0o700)
         self._write_settings(hosts, count)
@@ -89,10 +110,13 @@ class Host:
             exec env --ignore-environment /usr/sbin/sshd -D -e -f {self._folder}/sshd_config
         """
         namespaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc"]
-        words = ["unshare", *namespaces, "--fork", "--kill-child=KILL", "sh", "-c", script]
-        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        how |= {"stdin": subprocess.PIPE, "start_new_session": True}
-        self._outer = subprocess.Popen(words, **how)
+        self._outer = subprocess.Popen(
+            ["unshare", *namespaces, "--fork", "--kill-child=KILL", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         children = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children")
         self.pid = int(wait_for(children.read_text, "unshare started nothing"))
         self._connect(f"port{number}")
@@ -122,7 +146,7 @@ class Host:
             "ip link set lo up",
             f"ip address add {self.address}/24 dev eth0",
             "ip link set eth0 up",
-            # As Docker leaves it: idle, and with the same address on every host.
+            # Docker leaves such a bridge: idle, and with the same address on every host.
             "ip link add docker0 type bridge",
             "ip address add 172.17.0.1/16 dev docker0",
             "ip link set docker0 up",
@@ -133,9 +157,21 @@ class Host:
 
     def words(self, *command: str) -> list[str]:
         """The command that runs `command` on this host."""
-        enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--ipc"]
-        home = ["--", "env", f"HOME={self.home}"]
-        return [*enter, "--pid", f"--wd={ROOT / 'template'}", *home, *map(str, command)]
+        return [
+            "nsenter",
+            "--target",
+            str(self.pid),
+            "--net",
+            "--mount",
+            "--uts",
+            "--ipc",
+            "--pid",
+            f"--wd={ROOT / 'template'}",
+            "--",
+            "env",
+            f"HOME={self.home}",
+            *(str(word) for word in command),
+        ]
 
     def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Launch:
         return run(self.words(*command), timeout, env)
@@ -148,8 +184,9 @@ class Host:
 
     @contextlib.contextmanager
     def login(self, shell: str, bashrc: str = "") -> Iterator[None]:
-        """Who logs in by ssh gets this shell; `bashrc` is what bash runs first."""
-        file, users = self._folder / "passwd", (self._folder / "passwd").read_text()
+        """A login by ssh gets this shell; bash runs `bashrc` first."""
+        file = self._folder / "passwd"
+        users = file.read_text()
         file.write_text(re.sub(r"^(root(?::[^:\n]*){5}):.*$", rf"\1:{shell}", users, flags=re.M))
         (self.home / ".bashrc").write_text(bashrc)
         try:
@@ -159,7 +196,7 @@ class Host:
             (self.home / ".bashrc").unlink()
 
     def end(self) -> None:
-        """As if its power were cut."""
+        """Ends all at once, as if its power were cut."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._outer.stdin.close()
@@ -172,13 +209,17 @@ class Hosts:
     def __init__(self, folder: Path, count: int, ssh_port: int = PORT) -> None:
         require("sshd", "ssh", "ip", "tc", "unshare", "nsenter")
         Path("/run/sshd").mkdir(exist_ok=True)
-        self.folder, self.ssh_port = folder, ssh_port
+        self.folder = folder
+        self.ssh_port = ssh_port
         self.key = folder / "key"
         make_key(self.key)
         self._bridge = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self.switch = self._bridge.pid
-        network, own = f"/proc/{self.switch}/ns/net", os.readlink("/proc/self/ns/net")
-        wait_for(lambda: os.readlink(network) != own, "no network namespace")
+        this_network = os.readlink("/proc/self/ns/net")
+        wait_for(
+            lambda: os.readlink(f"/proc/{self.switch}/ns/net") != this_network,
+            "no network namespace",
+        )
         _in_network(self.switch, "ip link add bridge0 type bridge")
         _in_network(self.switch, "ip link set bridge0 up")
         self._hosts: list[Host] = []
@@ -199,16 +240,20 @@ class Hosts:
         return iter(self._hosts)
 
     def left(self, *names: str, seconds: float = 0) -> list[str]:
-        """Those where after so long a command, but no launcher, still holds one of the names."""
-        end, shown = time.monotonic() + seconds, "ps ax | grep -v 'mpirun\\|hosts.sh'"
-        while left := [host.name for host in self if any(map(host.sh(shown).count, names))]:
-            if time.monotonic() > end:
-                break
+        """Hosts where after so many seconds a command, but no launcher, still holds a name."""
+        end = time.monotonic() + seconds
+        while True:
+            left = []
+            for host in self:
+                processes = host.sh("ps ax | grep -v 'mpirun\\|hosts.sh'")
+                if any(name in processes for name in names):
+                    left.append(host.name)
+            if not left or time.monotonic() > end:
+                return left
             time.sleep(0.5)
-        return left
 
     def cut(self, host: Host, back: bool = False) -> None:
-        """Off the network, as if its cable were pulled, or back on it; what runs there runs on."""
+        """Takes it off the network, or `back` on it, like a cable; its processes run on."""
         _in_network(self.switch, f"ip link set port{host.name[4:]} {'up' if back else 'down'}")
 
     def end(self) -> None:
@@ -218,9 +263,13 @@ class Hosts:
         self._bridge.wait(10)
 
     def _wait_for_ssh(self, host: Host) -> None:
-        words = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE, host.name, "hostname"]
-        there = lambda: self[1].run(*words, timeout=10).output.strip() == host.name  # noqa: E731
-        wait_for(there, f"no ssh from node1 to {host.name}", 10)
+        ssh = ["ssh", "-p", str(self.ssh_port), *LEAVES_NO_TRACE]
+
+        def answers() -> bool:
+            ended = self[1].run(*ssh, host.name, "hostname", timeout=10)
+            return ended.output.strip() == host.name
+
+        wait_for(answers, f"no ssh from node1 to {host.name}", 10)
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +297,11 @@ def _in_network(pid: int, command: str) -> None:
 
 
 def wait_for(there: Callable[[], _T], message: str, seconds: float = 4) -> _T:
+    """Waits until `there()` is true in a test, and returns that."""
     end = time.monotonic() + seconds
-    while not (found := there()):
+    while True:
+        value = there()
+        if value:
+            return value
         assert time.monotonic() < end, message
         time.sleep(0.02)
-    return found

@@ -22,7 +22,8 @@ from projects import make, repository
 
 DEVICE = os.environ.get("IMAGE_DEVICE", "cpu")
 RELEASE = {"cpu": "bookworm", "gpu": "trixie"}[DEVICE]  # trixie has nvcc of CUDA 12
-BASE, IMAGE = f"localhost/{RELEASE}:base", f"localhost/train:{DEVICE}"
+BASE = f"localhost/{RELEASE}:base"
+IMAGE = f"localhost/train:{DEVICE}"
 BUILD_BASE = {"cpu": BASE, "gpu": f"localhost/{RELEASE}:cuda"}[DEVICE]
 _CUDA = "apt-get update && apt-get install -y --no-install-recommends nvidia-cuda-toolkit g++-13"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")
@@ -32,8 +33,14 @@ _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _WHEELS = os.environ.get("IMAGE_WHEELS", "")  # a folder that keeps them between builds
 _TENSORFLOW = {"cpu": "tensorflow-cpu", "gpu": "nvidia-nccl-cu12"}[DEVICE]
 _TINY = (
-    *("--image_size=32", "--global_batch_size=4", "--num_steps=3", "--warmup_steps=0"),
-    *("--log_every=1", "--eval_every=0", "--checkpoint_every=0", "--run_dir=/runs/test"),
+    "--image_size=32",
+    "--global_batch_size=4",
+    "--num_steps=3",
+    "--warmup_steps=0",
+    "--log_every=1",
+    "--eval_every=0",
+    "--checkpoint_every=0",
+    "--run_dir=/runs/test",
 )
 
 pytestmark = pytest.mark.timeout(4000)
@@ -63,15 +70,14 @@ def make_base(folder: Path) -> None:
     buildah("commit", container, BASE)
     if DEVICE == "gpu":
         buildah("run", container, "--", "sh", "-c", _CUDA, timeout=900)
-        chosen = ("--env=CUDA_HOME=/usr", "--env=CC=gcc-13", "--env=CXX=g++-13")
-        buildah("config", *chosen, container)
+        buildah("config", "--env=CUDA_HOME=/usr", "--env=CC=gcc-13", "--env=CXX=g++-13", container)
         buildah("commit", container, BUILD_BASE, timeout=900)
     buildah("rm", container)
 
 
 @pytest.fixture(scope="module")
 def sbom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the image, which is built here."""
+    """Builds the image; returns the list of what is in it."""
     folder = tmp_path_factory.mktemp("base")
     make_base(folder)
     build(ROOT, IMAGE, SBOM=str(folder / "sbom.json"))
@@ -79,9 +85,16 @@ def sbom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(project: Path, image: str, *flags: str, **settings: str) -> None:
-    """By docker/build.sh. Layers are cached: a second project compiles nothing."""
-    env = {"DEVICE": DEVICE, "BASE_IMAGE": BUILD_BASE, "RUNTIME_IMAGE": BASE, "IMAGE": image}
-    env |= {"BUILDER": "buildah", "BUILDAH_ISOLATION": "chroot", "BUILDAH_LAYERS": "true"}
+    """Runs docker/build.sh. Layers are cached: a second project compiles nothing."""
+    env = {
+        "DEVICE": DEVICE,
+        "BASE_IMAGE": BUILD_BASE,
+        "RUNTIME_IMAGE": BASE,
+        "IMAGE": image,
+        "BUILDER": "buildah",
+        "BUILDAH_ISOLATION": "chroot",
+        "BUILDAH_LAYERS": "true",
+    }
     words = ["nice", "-n", "5", str(project / "docker/build.sh"), *flags]
     words += ["--secret", f"id=ca,src={_CERTIFICATES}"]  # PyPI's, or this network's own
     if _WHEELS:  # Horovod is compiled once
@@ -108,68 +121,91 @@ def roots(sbom: Path) -> Iterator[list[Path]]:
 def inside(root: Path, *command: str, image: str = IMAGE, user: str = "") -> list[str]:
     """A container's command, with the image's entrypoint and variables; `user`: another UID:GID."""
     about = config(image)
-    variables = " ".join(map(shlex.quote, [*about["Env"], "PROOF=seen"]))
+    variables = shlex.join([*about["Env"], "PROOF=seen"])
     script = (
         f"mount -t proc proc {root}/proc; mount --rbind /dev {root}/dev; "
         f"mount --bind /etc/hosts {root}/etc/hosts; mount -t tmpfs -o mode=1777 tmpfs {root}/tmp; "
         f"exec chroot --userspec={user or about['User']} {root} env -i {variables} "
         f'sh -c \'cd {about["WorkingDir"]} && exec "$@"\' sh "$@"'
     )
-    words = [*about["Entrypoint"], *map(str, command)]
-    return ["unshare", "--mount", "sh", "-c", script, "sh", *words]
+    words = [str(word) for word in command]
+    return ["unshare", "--mount", "sh", "-c", script, "sh", *about["Entrypoint"], *words]
 
 
 def test_what_is_in_it(roots: list[Path]):
     root = roots[0]
-    for found in ("etc/ssh/ssh_host_*", "home/trainer/.ssh/*", "var/lib/apt/lists/*_Packages*"):
-        assert not list(root.glob(found)), found
+    for pattern in ("etc/ssh/ssh_host_*", "home/trainer/.ssh/*", "var/lib/apt/lists/*_Packages*"):
+        assert not list(root.glob(pattern)), pattern
     for tool in ("gcc", "c++", "make", "nvcc"):
         assert run(inside(root, "sh", "-c", f"command -v {tool}"), 20).code == 127, tool
     assert run(inside(root, "id", "-u"), 20).output.splitlines()[-1] == "1000"
     settings = run(inside(root, "cat", "/etc/openmpi/openmpi-mca-params.conf"), 20).output
     assert "\npml = ob1\nbtl = ^openib\n" in settings  # also under srun without slurm.sbatch
-    assert run(inside(root, "ip", "-4", "route"), 20).code == 0  # by which hosts.sh finds networks
+    assert run(inside(root, "ip", "-4", "route"), 20).code == 0  # hosts.sh finds networks by it
     built = run(inside(root, "horovodrun", "--check-build"), 400).output
-    for part in ("MPI", "Gloo") + ("NCCL",) * (DEVICE == "gpu"):
-        assert f"[X] {part}" in built
+    assert "[X] MPI" in built
+    assert "[X] Gloo" in built
+    assert "[X] NCCL" in built or DEVICE != "gpu"
     about = buildah("inspect", "--type", "image", IMAGE)
     for part in ("Healthcheck", "/usr/bin/tini", "1000:1000"):
         assert part in about, part
-    labels = config(IMAGE)["Labels"]
-    own = {name.removeprefix("org.opencontainers.image."): text for name, text in labels.items()}
-    assert own.keys() >= {"title", "description", "licenses", "created", "revision", "version"}
-    assert own["base.name"] == BASE
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", own["created"])
+    prefix = "org.opencontainers.image."
+    labels = {}
+    for name, text in config(IMAGE)["Labels"].items():
+        labels[name.removeprefix(prefix)] = text
+    assert labels.keys() >= {"title", "description", "licenses", "created", "revision", "version"}
+    assert labels["base.name"] == BASE
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", labels["created"])
 
 
-_WRITABLE = ("/home/trainer", "/runs", "/app/runs", "/app/datasets")
-_WRITABLE += ("/tmp", "/var/tmp", "/run/lock")
+_OF_RUNS = ("/home/trainer", "/runs", "/app/runs", "/app/datasets")
+_OF_ALL = ("/tmp", "/var/tmp", "/run/lock")
+_OF_GROUP_0 = ("/var/log/", "/var/mail", "/var/local")
 
 
 @pytest.mark.parametrize("user", ["", "54321:0"])
 def test_only_what_a_run_writes_is_writable(roots: list[Path], user: str):
     """For its own user, and for one whom the image does not know (Debian's group 0 may log)."""
-    script = r"find / -xdev \( -path /proc -o -path /dev \) -prune -o ! -type l -writable -print"
-    listed = run(inside(roots[0], "sh", "-c", f"{script} 2>/dev/null; true", user=user), 100)
+    script = (
+        r"find / -xdev \( -path /proc -o -path /dev \) -prune -o ! -type l -writable -print "
+        "2>/dev/null; true"
+    )
+    listed = run(inside(roots[0], "sh", "-c", script, user=user), 100)
     paths = [line for line in listed.output.splitlines() if line.startswith("/")]
-    allowed = (*_WRITABLE, "/var/log/", "/var/mail", "/var/local") if user else _WRITABLE
+    allowed = (*_OF_RUNS, *_OF_ALL)
+    if user:
+        allowed += _OF_GROUP_0
     assert not [path for path in paths if not path.startswith(allowed)]
-    assert {*_WRITABLE[:4]} <= set(paths)
+    assert set(_OF_RUNS) <= set(paths)
 
 
 def test_the_list_of_what_is_in_it(sbom: Path, roots: list[Path]):
-    listed = {part["name"]: part["version"] for part in json.loads(sbom.read_text())["components"]}
+    components = json.loads(sbom.read_text())["components"]
+    listed = {component["name"]: component["version"] for component in components}
     [folder] = roots[0].glob("opt/venv/lib/python3*/site-packages")
-    there = importlib.metadata.distributions(path=[str(folder)])
-    own = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in there}
-    assert own == {name: listed.get(name) for name in own} and own.keys() >= {_TENSORFLOW}
+    installed = {}
+    for package in importlib.metadata.distributions(path=[str(folder)]):
+        name = package.metadata["Name"].lower().replace("_", "-")
+        installed[name] = package.version
+    assert installed == {name: listed.get(name) for name in installed}
+    assert _TENSORFLOW in installed
 
 
 @pytest.mark.parametrize("user", ["", "54321:0"])
 def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
-    command = ["horovodrun", "-np", "2", "python", "train.py", "--flagfile=configs/demo.cfg"]
     flags = [flag.replace("/runs/", f"/runs/as-{user[:5]}") for flag in _TINY]
-    ended = run(inside(roots[0], *command, *flags, user=user), 400)
+    command = inside(
+        roots[0],
+        "horovodrun",
+        "-np",
+        "2",
+        "python",
+        "train.py",
+        "--flagfile=configs/demo.cfg",
+        *flags,
+        user=user,
+    )
+    ended = run(command, 400)
     assert ended.code == 0, ended.output[-4000:]
     assert "2 ranks on 1 host(s)" in ended.output and "step 3/3" in ended.output
     if user:  # ssh needs a line in /etc/passwd
@@ -179,12 +215,19 @@ def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
 
 def test_exit_codes_arrive(roots: list[Path]):
     assert run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
-    flags = [*_TINY, "--num_steps=100000", "--run_dir=/runs/stopped"]
-    command = ["python", "train.py", "--flagfile=configs/demo.cfg", *flags]
-    with subprocess.Popen(inside(roots[0], *command), stdout=subprocess.PIPE, text=True) as running:
+    command = inside(
+        roots[0],
+        "python",
+        "train.py",
+        "--flagfile=configs/demo.cfg",
+        *_TINY,
+        "--num_steps=100000",
+        "--run_dir=/runs/stopped",
+    )
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert any(line.startswith("step 1/") for line in running.stdout)
-            running.terminate()  # as docker stop: to the first process
+            running.terminate()  # docker stop signals the first process too
             assert running.wait(60) == 75
         finally:
             running.kill()
@@ -192,26 +235,32 @@ def test_exit_codes_arrive(roots: list[Path]):
 
 def test_mirrors_and_certificates(sbom: Path, tmp_path: Path):
     """The Dockerfile's own lines, up to the first use of pip."""
-    text, layers = (ROOT / "Dockerfile").read_text(), {"BUILDAH_LAYERS": "true"}
+    text = (ROOT / "Dockerfile").read_text()
     start = text.index(" \\\n    && PYTHON=/opt/venv/bin/python DEVICE=")
     end = text.index("\n\n", start)
-    shown = ' && echo "certificates ${PIP_CERT:-the usual}" && python3 -m venv /tmp/pip'
-    shown += " && /tmp/pip/bin/pip config list"
+    before = text[:start]
+    after = text[end:]
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://secret.example.com/simple\n")
-    secrets = [f"--secret=id=pip.conf,src={tmp_path}/pip.conf"]
-    secrets += [f"--secret=id=ca,src={_CERTIFICATES}"]
+    secrets = [
+        f"--secret=id=pip.conf,src={tmp_path}/pip.conf",
+        f"--secret=id=ca,src={_CERTIFICATES}",
+    ]
     cases = [
         ([], "the usual", ""),
         (secrets, "/run/secrets/ca", "global.index-url='https://secret.example.com/simple'"),
         (["--build-arg=PIP_INDEX_URL=https://open.example.com"], "the usual", "https://open."),
     ]
     for number, (flags, certificates, index) in enumerate(cases):
-        # Other words each time: a cached layer prints nothing.
-        changed = f"{text[:start]}{shown} && : {number}{text[end:]}"
-        (tmp_path / "Dockerfile").write_text(changed)
+        # Each case has other words, since a cached layer prints nothing.
+        command = (
+            ' && echo "certificates ${PIP_CERT:-the usual}" && python3 -m venv /tmp/pip'
+            f" && /tmp/pip/bin/pip config list && : {number}"
+        )
+        (tmp_path / "Dockerfile").write_text(before + command + after)
         words = ["buildah", "build", "-f", tmp_path / "Dockerfile", "--target=build", *flags]
         words += [f"--build-arg=BASE_IMAGE={BASE}", "--build-arg=DEVICE=cpu", ROOT]
-        ended = run(words, 300, env=layers | {"BUILDAH_ISOLATION": "chroot"})
+        env = {"BUILDAH_LAYERS": "true", "BUILDAH_ISOLATION": "chroot"}
+        ended = run(words, 300, env=env)
         assert ended.code == 0, ended.output[-3000:]
         said = ended.output.split("\ncertificates ")[1]
         assert said.startswith(f"{certificates}\n")
@@ -224,8 +273,10 @@ def test_system_packages_come_from_a_mirror(sbom: Path):
     try:
         buildah("copy", container, str(ROOT / "docker/apt-install.sh"), "/tmp/apt-install")
         server, path = re.fullmatch(r"(https?://[^/]+.*)(/debian)/?", MIRROR).groups()
-        lost = f"echo 'deb http://archive.ubuntu.com{path} {RELEASE} main' >/etc/apt/sources.list"
-        script = f"{lost}; APT_MIRROR={server} /tmp/apt-install file && file --version"
+        script = (
+            f"echo 'deb http://archive.ubuntu.com{path} {RELEASE} main' >/etc/apt/sources.list; "
+            f"APT_MIRROR={server} /tmp/apt-install file && file --version"
+        )
         assert "file-5" in buildah("run", container, "--", "sh", "-ec", script)
         sources = buildah("run", container, "--", "cat", "/etc/apt/sources.list")
         assert "archive.ubuntu.com" in sources
@@ -235,22 +286,28 @@ def test_system_packages_come_from_a_mirror(sbom: Path):
 
 def test_a_fork_builds_its_own_image(sbom: Path, tmp_path: Path):
     project = make(repository(tmp_path / "repository"), tmp_path / "my-model", "blank")
-    own = f"my-model:{DEVICE}"
+    image = f"my-model:{DEVICE}"
     for path in project.rglob("*.py"):
-        path.chmod(0o600)  # another umask
-    arguments = {"UID": "1234", "GID": "4321", "EXTRA_PACKAGES": "file less"}
-    build(project, own, *(f"--build-arg={name}={text}" for name, text in arguments.items()))
-    assert config(own)["Labels"]["org.opencontainers.image.title"] == "my-model"
-    container = buildah("from", own)
+        path.chmod(0o600)  # as another umask leaves them
+    build(
+        project,
+        image,
+        "--build-arg=UID=1234",
+        "--build-arg=GID=4321",
+        "--build-arg=EXTRA_PACKAGES=file less",
+    )
+    assert config(image)["Labels"]["org.opencontainers.image.title"] == "my-model"
+    container = buildah("from", image)
     try:
         root = Path(buildah("mount", container))
-        command = ["horovodrun", "-np", "2", "python", "train.py", "--num_steps=20"]
-        ended = run(inside(root, *command, image=own), 400)
+        horovodrun = ["horovodrun", "-np", "2"]
+        command = inside(root, *horovodrun, "python", "train.py", "--num_steps=20", image=image)
+        ended = run(command, 400)
         assert ended.code == 0, ended.output[-4000:]
         assert "2 ranks on 1 host(s)" in ended.output and "step 20/20" in ended.output
         [left] = (root / "app/runs").iterdir()
         assert (left.stat().st_uid, left.stat().st_gid) == (1234, 4321)
-        assert run(inside(root, "file", "--version", image=own), 20).code == 0
+        assert run(inside(root, "file", "--version", image=image), 20).code == 0
     finally:
         buildah("rm", container)
 
@@ -259,12 +316,13 @@ def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
     """As docker/compose.yaml starts them: node2 serves ssh, node1 launches."""
     hosts = Hosts(tmp_path, 2, ssh_port=2200)  # the image's own server has 2222
     try:
-        make_key(key := tmp_path / "id_ed25519")
+        key = tmp_path / "id_ed25519"
+        make_key(key)
         for root in roots:
-            own = root / "home/trainer/.ssh"
+            folder = root / "home/trainer/.ssh"
             for name, source in (("id_ed25519", key), ("authorized_keys", f"{key}.pub")):
-                shutil.copy(source, own / name)
-                os.chown(own / name, 1000, 1000)
+                shutil.copy(source, folder / name)
+                os.chown(folder / name, 1000, 1000)
         server = subprocess.Popen(hosts[2].words(*inside(roots[1], "sshd")))
         ended = run(hosts[1].words(*inside(roots[0], "sh", "-c", _LAUNCH)), 400)
         assert ended.code == 0, ended.output[-4000:]
@@ -289,15 +347,31 @@ def compose(sbom: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], list[s
         services = {"keys": locked, "node2": locked, "node1": {"command": command, **locked}}
         changed = tmp_path / "changed.yaml"
         changed.write_text(json.dumps({"services": services}))  # JSON is YAML
-        files = ["-f", ROOT / "docker/compose.yaml", "-f", changed]
-        return ["env", f"IMAGE={IMAGE}", "docker-compose", "-p", "imagetest", *map(str, files)]
+        return [
+            "env",
+            f"IMAGE={IMAGE}",
+            "docker-compose",
+            "-p",
+            "imagetest",
+            "-f",
+            str(ROOT / "docker/compose.yaml"),
+            "-f",
+            str(changed),
+        ]
 
     yield words
     run([*words([]), "down", "--volumes"], 100)
 
 
-_TRAIN = ["launch/hosts.sh", "-H", "node1:1,node2:1", "python", "train.py"]
-_TRAIN += ["--flagfile=configs/demo.cfg", *_TINY]
+_TRAIN = [
+    "launch/hosts.sh",
+    "-H",
+    "node1:1,node2:1",
+    "python",
+    "train.py",
+    "--flagfile=configs/demo.cfg",
+    *_TINY,
+]
 
 
 @pytest.mark.parametrize(

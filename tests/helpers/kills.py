@@ -13,8 +13,12 @@ _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trunca
 def killed_at_each(
     root: Path, start: Callable[[Path], None], work: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """What `start` made, as `work` leaves it, killed before its 1st, 2nd, ... disk call, or never."""
-    code, moment = _KILLED, 0
+    """The folder that `start` makes, as `work` leaves it, killed before its n-th disk call, or never.
+
+    Yields one folder for n = 1, 2, ..., and last the one where the work was not killed.
+    """
+    code = _KILLED
+    moment = 0
     while code == _KILLED:
         folder = root / str(moment)
         start(folder)
@@ -26,7 +30,8 @@ def killed_at_each(
                 os._exit(0)
             finally:
                 os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        _, status = os.waitpid(process, 0)
+        code = os.waitstatus_to_exitcode(status)
         if code not in (0, _KILLED):
             raise RuntimeError(f"at moment {moment} the work itself failed")
         yield folder

@@ -1,4 +1,4 @@
-"""The kinds of models that Keras lets people write, and what a run must make of each."""
+"""The kinds of models that Keras lets people write, and how a run of each must end."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ NOT_ON_TWO = "trained on 1 rank, refused on 2"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A model and what comes of it."""
+    """A model and how its runs end."""
 
     make: Callable[[], Any]
     shape: tuple[int, ...] = (6,)  # of one sample x, normal numbers
     inputs: Callable[[tf.Tensor, tf.Tensor], Any] = lambda x, key: x  # of x and the sample's key
     end: str = EQUAL
     words: tuple[str, ...] = ()  # of the refusal
-    still: tuple[str, ...] = ()  # in names of variables that stay as made, but for rounding
+    still: tuple[str, ...] = ()  # parts of names of variables that change by rounding only
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     near: float = 1e-9  # largest difference between 1 and 2 ranks, relative to the variable
 
@@ -96,7 +96,8 @@ KINDS = {
     "batch norm, masked": Kind(models.masked, (6, 4), lambda x, key: (x[..., :3], x[..., 3])),
     "batch norm, masked, one channel": Kind(
         lambda: Net(layers.Masking(0.0), dense(1), bn()),
-        *((6, 1), lambda x, key: x * tf.cast(x < 1, x.dtype)),
+        shape=(6, 1),
+        inputs=lambda x, key: x * tf.cast(x < 1, x.dtype),
     ),
     "batch norm over time": Kind(
         lambda: between(layers.TimeDistributed(bn()), dense(), shape=(5, 3)), (5, 3)

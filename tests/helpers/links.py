@@ -18,26 +18,30 @@ _CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 
 
 def anchors(page: str) -> set[str]:
-    """Those of a page's headings; the second of one name gets -1."""
-    found: set[str] = set()
+    """The anchors of a page's headings; the second of one name gets -1."""
+    names: set[str] = set()
     for title in re.findall(r"^#+ (.*)$", _CODE.sub("", page), re.M):
         text = re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
-        found.add(f"{text}-1" if text in found else text)
-    return found
+        names.add(f"{text}-1" if text in names else text)
+    return names
+
+
+def is_there(path: Path) -> bool:
+    """Also as a file that copier fills in."""
+    return path.exists() or path.with_name(f"{path.name}.jinja").exists()
 
 
 def broken(file: Path) -> Iterator[str]:
     page = _CODE.sub("", file.read_text())
     for name in _NAMED.findall(page):
-        places = [ROOT / root / name for root in _ROOTS]
-        if not any(p.exists() or p.with_name(f"{p.name}.jinja").exists() for p in places):
+        if not any(is_there(ROOT / root / name) for root in _ROOTS):
             yield f"{file}: {name}: there is no such file"
     for link in _LINK.findall(page):
         if re.match(r"[a-z]+:", link):  # https: and the like
             continue
         name, _, anchor = link.partition("#")
         target = file.parent / name if name else file
-        if not (target.exists() or target.with_name(f"{target.name}.jinja").exists()):
+        if not is_there(target):
             yield f"{file}: {link}: there is no {target}"
         elif anchor and anchor not in anchors(target.read_text()):
             yield f"{file}: {link}: {target} has no such heading"
@@ -50,9 +54,12 @@ def pages() -> list[Path]:
 
 
 def main() -> int:
-    found = [fault for page in pages() for fault in broken(page)]
-    print("".join(f"{fault}\n" for fault in found), end="", file=sys.stderr)
-    return int(bool(found))
+    code = 0
+    for page in pages():
+        for fault in broken(page):
+            print(fault, file=sys.stderr)
+            code = 1
+    return code
 
 
 if __name__ == "__main__":

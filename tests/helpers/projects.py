@@ -9,23 +9,28 @@ import copier
 from hosts import ROOT, run
 
 GIT = {
-    f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    "GIT_AUTHOR_NAME": "a@b.c",
+    "GIT_AUTHOR_EMAIL": "a@b.c",
+    "GIT_COMMITTER_NAME": "a@b.c",
+    "GIT_COMMITTER_EMAIL": "a@b.c",
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
 }
-GIT |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
 
 
 def shell(command: str, folder: Path, timeout: float = 300) -> str:
-    """What a command prints; it must end well, and in time."""
-    # What a make that runs the tests was given is not meant for the projects' own.
-    words = ["env", *(f"--unset={name}" for name in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES"))]
-    ended = run([*words, "bash", "-euo", "pipefail", "-c", command], timeout, GIT, cwd=folder)
+    """Runs a command, which must end well and in time; returns its output."""
+    # Flags of a make that runs the tests are not meant for the projects' own.
+    without_flags = ["env", "--unset=ARGS", "--unset=MAKEFLAGS", "--unset=MAKEOVERRIDES"]
+    bash = ["bash", "-euo", "pipefail", "-c", command]
+    ended = run([*without_flags, *bash], timeout, GIT, cwd=folder)
     assert ended.code == 0, f"{command}: exit code {ended.code}\n{ended.output[-6000:]}"
     return ended.output
 
 
 def tracked() -> list[str]:
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-    return [f for f in listed.split("\0") if f and os.path.lexists(ROOT / f)]
+    return [name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)]
 
 
 def repository(folder: Path) -> Path:

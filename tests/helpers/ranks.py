@@ -47,22 +47,36 @@ def json_lines(file: Path) -> list[dict]:
 
 def names_of_checks(*files: Path) -> list[str]:
     """Names of all functions check_* and slow_check_* (not in make test) that the files have."""
-    return [
-        node.name
-        for file in files
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(_CHECK)
-    ]
+    names = []
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith(_CHECK):
+                names.append(node.name)
+    return names
 
 
 def run_checks(
-    files: Sequence[Path], ranks: int, backend: str = "", *, names: Sequence[str] = (), **how
+    files: Sequence[Path],
+    ranks: int,
+    backend: str = "",
+    *,
+    names: Sequence[str] = (),
+    timeout: float = 400,
+    env: dict[str, str] | None = None,
 ) -> dict[str, str | None]:
-    """By name None, or the first failing rank's traceback, of the files' checks (or of `names`)."""
-    how["env"] = {**how.get("env", {}), "CHECKS": " ".join(names)}
+    """Runs the checks of the files, or those of `names`, in one launch.
+
+    Returns, by the check's name, None or the first failing rank's traceback.
+    """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        ended = launch(ranks, [Path(__file__), results, *files], backend, **how)
+        ended = launch(
+            ranks,
+            [Path(__file__), results, *files],
+            backend,
+            timeout=timeout,
+            env=(env or {}) | {"CHECKS": " ".join(names)},
+        )
         if not results.exists():
             raise AssertionError(f"exit code {ended.code}\n{last_lines(ended.output)}")
         return json.loads(results.read_text())
@@ -86,24 +100,28 @@ def _main(results: str, *files: str) -> None:
     world = world_lib.connect()
     checks = {}
     for file in files:
-        found = vars(importlib.import_module(Path(file).stem))
-        checks |= {name: check for name, check in found.items() if name.startswith(_CHECK)}
-    outcomes, cores = {}, os.sched_getaffinity(0)
-    names, begun = os.environ["CHECKS"].split() or [*checks], time.monotonic()
-    for name in sorted(names, key=[*checks].index):
-        check = checks[name]
-        # A check that plays two hosts bound both ranks to the first core.
-        for thread in map(int, os.listdir("/proc/self/task")):
-            with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(thread, cores)
+        for name, member in vars(importlib.import_module(Path(file).stem)).items():
+            if name.startswith(_CHECK):
+                checks[name] = member
+    chosen = os.environ["CHECKS"].split() or list(checks)
+    cores = os.sched_getaffinity(0)
+    start = time.monotonic()
+    outcomes = {}
+    for name, check in checks.items():
+        if name not in chosen:
+            continue
+        # A check that plays two hosts may have bound both ranks to the first core.
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(int(thread), cores)
         try:
             check(world)
             failure = None
         except Exception:
             failure = f"rank {world.rank}:\n{traceback.format_exc()}"
         everyone = world.gather_objects(failure, f"outcome.{name}")
-        outcomes[name] = next((f for f in everyone if f), None)
-        print(f"{name}: {time.monotonic() - begun:.0f} s since the start", flush=True)
+        outcomes[name] = next((failure for failure in everyone if failure), None)
+        print(f"{name}: {time.monotonic() - start:.0f} s since the start", flush=True)
     if world.is_chief:
         Path(results).write_text(json.dumps(outcomes))
     world_lib.finish(world)

@@ -1,4 +1,4 @@
-"""Files of data sets in their own formats, and what tests of readers ask of an error."""
+"""Files of data sets in their own formats, and checks of readers' errors."""
 
 import contextlib
 import gzip
@@ -30,8 +30,9 @@ def noise(seed: int, height: int = 12, width: int = 16) -> np.ndarray:
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:
-    Image.fromarray(pixels).save(out := io.BytesIO(), kind)
-    return out.getvalue()
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
 
 
 def write_pairs(root: Path, pairs: dict[str, tuple], *splits: str) -> None:
@@ -72,8 +73,12 @@ def read_all(source: Source) -> list[dict[str, np.ndarray]]:
 
 def same(one: Source, other: Source) -> bool:
     """Both hold the same samples under the same ids, to the last pixel."""
-    pairs, names = list(zip(read_all(one), read_all(other), strict=True)), ("image", "label")
-    return bool(pairs) and all(np.array_equal(a[n], b[n]) for a, b in pairs for n in names)
+    samples = read_all(one)
+    for sample, its_pair in zip(samples, read_all(other), strict=True):
+        for name in ("image", "label"):
+            if not np.array_equal(sample[name], its_pair[name]):
+                return False
+    return bool(samples)
 
 
 def write_voc(root: Path) -> None:
@@ -81,7 +86,8 @@ def write_voc(root: Path) -> None:
     for number in range(4):
         name = f"2007_00{number:04d}"
         label = np.full((12, 16), number, np.uint8)
-        label[0], label[1, :3] = 255, 20
+        label[0] = 255
+        label[1, :3] = 20
         save(root / "JPEGImages" / f"{name}.jpg", noise(number))
         palette = np.random.default_rng(9).integers(0, 256, 768, dtype=np.uint8).tobytes()
         save(root / "SegmentationClass" / f"{name}.png", label, palette)
@@ -119,7 +125,9 @@ def write_classes(root: Path) -> None:
         ("train/n02/a.png", noise(2, 9, 30)),
         ("train/n01/z.jpg", noise(3)),
         ("train/n10/c.jpeg", noise(4)),
-        *((f"val/{name}/v.png", noise(5)) for name in ("n10", "n01", "n02")),
+        ("val/n10/v.png", noise(5)),
+        ("val/n01/v.png", noise(5)),
+        ("val/n02/v.png", noise(5)),
     ):
         save(root / path, pixels)
 

@@ -1,4 +1,4 @@
-"""What every test asks of an error that a user sees: one line that says what is wrong."""
+"""Checks of an error that a user sees: it is one line that says what is wrong."""
 
 from collections.abc import Callable
 
@@ -6,15 +6,17 @@ from hvdkit.stop import Stop
 
 
 def refused(call: Callable, *words: object, kind: type[Exception] = ValueError) -> Exception:
-    """`call` must raise such an error, of one line with these words in it; returned."""
+    """`call` must raise such an error, of one line with these words in it; returns the error."""
     try:
         call()
     except kind as error:
-        assert "\n" not in str(error) and all(str(w) in str(error) for w in words), str(error)
+        message = str(error)
+        assert "\n" not in message, message
+        assert all(str(word) in message for word in words), message
         return error
     raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def differ(call: Callable, *words: object) -> Exception:
-    """As `refused`, by a Stop: what ranks find out together."""
+    """As `refused`, by the Stop that ranks raise together."""
     return refused(call, *words, kind=Stop)

@@ -43,7 +43,8 @@ PartitionName=high Nodes=node[1-2] PriorityTier=10 MaxTime=60
 class Slurm:
     def __init__(self, folder: Path, hosts: Hosts) -> None:
         require("munged", "slurmctld", "slurmd", "sbatch")
-        self._folder, self._node = folder, hosts[1]
+        self._folder = folder
+        self._node = hosts[1]
         (folder / "state").mkdir()
         self.kill_on_bad_exit(0)
         (folder / "gres.conf").write_text("Name=gpu File=/dev/zero\n")
@@ -52,20 +53,32 @@ class Slurm:
         key = folder / "munge.key"
         key.write_bytes(bytes(range(128)))
         key.chmod(0o600)
-        munged = ["munged", "--foreground", "--force", f"--key-file={key}"]
-        munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
         socket = folder / "munge.socket"
-        self._processes = [self._start(hosts[1], *munged, f"--socket={socket}")]
+        munged = self._start(
+            hosts[1],
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--pid-file={folder}/munge.pid",
+            f"--log-file={folder}/munge.log",
+            f"--seed-file={folder}/munge.seed",
+            f"--socket={socket}",
+        )
+        self._processes = [munged]
         wait_for(socket.exists, "no munged", 40)
         self._processes.append(self._start(hosts[1], "slurmctld", "-D"))
         for node in (hosts[1], hosts[2]):
             self.start_node(node)
-        idle = ("sinfo", "-h", "-N", "-p", "low", "-t", "idle")
-        wait_for(lambda: self(*idle).count("\n") == 2, "no two nodes", 40)
+        wait_for(lambda: self._idle_nodes() == 2, "no two nodes", 40)
 
     def __call__(self, *words: str, cwd: Path | None = None) -> str:
-        place = ["env", f"--chdir={cwd}"] if cwd else ["env"]
-        return self._node.run(*place, *words, timeout=30, env=self._env).output
+        env = ["env", f"--chdir={cwd}"] if cwd else ["env"]
+        return self._node.run(*env, *words, timeout=30, env=self._env).output
+
+    def _idle_nodes(self) -> int:
+        listed = self("sinfo", "-h", "-N", "-p", "low", "-t", "idle")
+        return listed.count("\n")
 
     def start_node(self, node: Host) -> None:
         # With a killed daemon's files, a step with the same number would not start.
@@ -75,13 +88,13 @@ class Slurm:
         self._processes.append(self._start(node, "slurmd", "-D", "-N", node.name))
 
     def kill_node(self, node: Host, daemon_alone: bool = False) -> None:
-        """As when its power is cut: Slurm's daemon, and what it has started there."""
+        """Kills Slurm's daemon and its processes there, as when the node's power is cut."""
         node.sh("pkill -KILL slurmd")
         if not daemon_alone:
             node.sh("pkill -KILL slurmstepd; pkill -KILL -f [r]un_dir= || true")
 
     def kill_on_bad_exit(self, value: int) -> None:
-        """What srun does from now on without a flag."""
+        """Sets what srun does from now on without a flag."""
         conf = _CONF.format(folder=self._folder, kill_on_bad_exit=value)
         (self._folder / "slurm.conf").write_text(conf)
 
@@ -100,10 +113,10 @@ class Slurm:
 
     def log(self) -> str:
         files = sorted(self._folder.glob("slurm*.log"))
-        return "\n".join(f"--- {f.name}\n{f.read_text()[-3000:]}" for f in files)
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
 
     def _start(self, host: Host, *words: str) -> subprocess.Popen:
-        # As a machine starts them: nothing of the user's reaches a job but what the job brings.
+        # A machine starts them so: of the user's environment a job has only what it brings.
         env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"} | self._env
         with open(self._folder / f"{words[0]}-{host.name}.out", "w") as log:
             return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)

@@ -39,17 +39,20 @@ def names(kept):
 
 
 def _weights(model):
-    """All but what kind of pictures it takes."""
-    return [v for v in model.weights if v.name != "mode"]
+    """All weights but the one for the kind of pictures."""
+    return [weight for weight in model.weights if weight.name != "mode"]
 
 
 def counted(model, start=0.0):
-    """The model, each of whose weights is one more than the one before it."""
+    """The model, whose weights now count up from `start`, one number for each weight."""
     for number, variable in enumerate(_weights(model)):
         variable.assign(tf.fill(variable.shape, tf.cast(start + number, variable.dtype)))
     return model
 
 
 def first_weights(model):
-    """Of a `counted` model where each weight began to count."""
-    return [float(v.numpy().flat[0]) - number for number, v in enumerate(_weights(model))]
+    """The `start` of a `counted` model, as each of its weights has it."""
+    starts = []
+    for number, weight in enumerate(_weights(model)):
+        starts.append(float(weight.numpy().flat[0]) - number)
+    return starts

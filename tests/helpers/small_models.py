@@ -11,7 +11,8 @@ IDS = 12  # those of an embedding are below
 
 class Block(layers.Layer):
     def build(self, shape):
-        self.dense, self.bn = layers.Dense(4, name="dense"), layers.BatchNormalization(name="bn")
+        self.dense = layers.Dense(4, name="dense")
+        self.bn = layers.BatchNormalization(name="bn")
         self.dense.build(shape)
         self.bn.build((*shape[:-1], 4))
 
@@ -55,7 +56,8 @@ class InFunctions(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.first, self.bn = layers.Dense(4), bn()
+        self.first = layers.Dense(4)
+        self.bn = bn()
 
     def build(self, shape):
         self.part = tf.function(lambda y: tf.tanh(self.bn(y, training=True)), autograph=False)
@@ -68,7 +70,8 @@ class InFunctions(keras.Model):
 
 
 def masked():
-    x, valid = keras.Input((6, 3)), keras.Input((6,))
+    x = keras.Input((6, 3))
+    valid = keras.Input((6,))
     y = bn()(dense()(x), mask=keras.ops.greater(valid, 0))
     return keras.Model([x, valid], y)
 
@@ -89,7 +92,7 @@ def bn(**named):
 
 
 class Called(keras.Model):
-    """Subclassed: `call` is the given function of (model, inputs, training)."""
+    """A subclassed model: `call` is the given function of (model, inputs, training)."""
 
     def __init__(self, called, **parts):
         super().__init__()
@@ -106,7 +109,8 @@ class Step(layers.Layer):
 
     def __init__(self, called, make=lambda layer: None, **named):
         super().__init__(**named)
-        self.called, self.make = called, make
+        self.called = called
+        self.make = make
 
     def build(self, shape):
         self.make(self)
@@ -120,7 +124,8 @@ def weight(name, shape=(), **named):
 
 
 def shared():
-    left, right = keras.Input((3,)), keras.Input((3,))
+    left = keras.Input((3,))
+    right = keras.Input((3,))
     twice = keras.Sequential([dense(), bn()])
     return keras.Model([left, right], layers.Concatenate()([twice(left), twice(right)]))
 
@@ -169,7 +174,7 @@ def frozen_inside():
 def regularized():
     l2 = keras.regularizers.L2(0.05)
     wide = dense(kernel_regularizer=l2, bias_regularizer=l2, activity_regularizer=l2)
-    # Moved by its regularizer alone.
+    # Its regularizer alone moves this weight.
     own = Step(lambda s, x, t: x, weight("own", (3,), initializer="ones", regularizer=l2))
     return functional(wide, bn(gamma_regularizer=l2), own, layers.Dense(2), shape=(6,))
 
@@ -188,7 +193,8 @@ def transformer():
 
 
 def sample_dropout():
-    x, key = keras.Input((6,), name="x"), keras.Input((2,), dtype="int32", name="key")
+    x = keras.Input((6,), name="x")
+    key = keras.Input((2,), dtype="int32", name="key")
     y = SampleDropout(0.4, name="drop")([dense(8)(x), key])
     return keras.Model({"x": x, "key": key}, layers.Dense(2)(y))
 
@@ -215,7 +221,11 @@ def raw_variable():
 
 def hidden_layer():
     hidden = {frozenset(): dense(name="hidden")}
-    called = lambda model, x, training: model.head(next(iter(hidden.values()))(x))  # noqa: E731
+
+    def called(model, x, training):
+        (layer,) = hidden.values()
+        return model.head(layer(x))
+
     return Called(called, head=layers.Dense(2))
 
 

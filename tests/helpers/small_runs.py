@@ -32,7 +32,8 @@ from ranks import json_lines
 # Small graphs run a few times: to optimize them takes longer than to run them as they are.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
-FEATURES, CLASSES = 6, 3
+FEATURES = 6
+CLASSES = 3
 
 USUAL = {
     "task": "small",
@@ -91,17 +92,19 @@ def classifier(*parts, units: int = CLASSES, **head) -> keras.Model:
 
 
 def task_with(make: Callable | None = None, **methods) -> type:
-    """A task with the model that `make` makes, or other functions of its own."""
-    own = {"build_model": lambda task: make()} if make else {}
-    return type("Task", (Small,), methods | own)
+    """A task with the model that `make` makes, or with other methods."""
+    if make:
+        methods["build_model"] = lambda task: make()
+    return type("Task", (Small,), methods)
 
 
 def acting(act: Callable, *steps: int, settles: bool = True) -> type:
-    """A task with one action, `act(run, step, result)`, at these steps; at every one without."""
+    """A task with one action, `act(run, step, result)`, at these steps; without steps, at all."""
 
     class Acts:
         def __init__(self, run):
-            self.run, self.settles = run, settles
+            self.run = run
+            self.settles = settles
 
         def due(self, step):
             return not steps or step in steps
@@ -109,16 +112,20 @@ def acting(act: Callable, *steps: int, settles: bool = True) -> type:
         def __call__(self, step, result):
             return act(self.run, step, result)
 
-    return type("Acting", (Small,), {"actions": lambda task, run: [Acts(run)]})
+    class Acting(Small):
+        def actions(self, run):
+            return [Acts(run)]
+
+    return Acting
 
 
 @dataclasses.dataclass
 class Outcome:
     code: int
     message: str  # of the Stop; empty when it ended well
-    printed: str  # by this rank
+    printed: str  # the output of this rank
     folder: Path
-    model: keras.Model | None  # None where the run was refused before there was one
+    model: keras.Model | None  # None where the run was refused before it had a model
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -134,14 +141,14 @@ class Outcome:
 
     @property
     def checkpoints(self) -> list[str]:
-        return sorted(p.name for p in (self.folder / "checkpoints").glob("step-*"))
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
 
     @property
     def evaluated(self) -> list[int]:
         return [record["step"] for record in self.records if "eval_loss" in record]
 
     def weights(self) -> list[np.ndarray]:
-        return [v.numpy() for v in self.model.variables]
+        return [variable.numpy() for variable in self.model.variables]
 
     def state(self, step: int) -> dict[str, np.ndarray]:
         with np.load(self.folder / "checkpoints" / f"step-{step:08d}" / "state.npz") as file:
@@ -149,7 +156,7 @@ class Outcome:
 
 
 def same(ours: Iterable, theirs: Iterable, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Weights, or figures, that must be equal, but for this much."""
+    """Weights, or figures, must be equal within these tolerances."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol, atol)
 
@@ -158,8 +165,8 @@ def folder(world: World) -> Path:
     """A new folder, the same one on every rank; it is left for the system to clear."""
     # Threads are chosen before TensorFlow's first operation, which the exchange below may be.
     world_lib.set_up(world, Settings())
-    made = tempfile.mkdtemp(prefix="small-run-") if world.is_chief else None
-    return Path(world.broadcast_object(made, "small_runs.folder"))
+    path = tempfile.mkdtemp(prefix="small-run-") if world.is_chief else None
+    return Path(world.broadcast_object(path, "small_runs.folder"))
 
 
 def on_chief(world: World, act: Callable[[], object]) -> None:
@@ -170,14 +177,27 @@ def on_chief(world: World, act: Callable[[], object]) -> None:
 
 
 def fit(
-    world: World, task: type = Small, *words: str, stop_signal: Any = None, **settings
+    world: World,
+    task: type = Small,
+    *words: str,
+    code: int | None = DONE,
+    stop_signal: Any = None,
+    own_train: Any = None,
+    run_dir: Path | str = "",
+    **settings,
 ) -> Outcome:
     """Trains `task` with USUAL and `settings`, as `fit_config` does."""
-    how = {name: settings.pop(name) for name in ("code", "own_train") if name in settings}
-    settings = {"run_dir": ""} | USUAL | settings
-    settings["run_dir"] = str(settings["run_dir"] or folder(world) / "run")
-    config = dataclasses.replace(Settings(), **settings)
-    return fit_config(config, world, task, *words, stop_signal=stop_signal, **how)
+    run_dir = str(run_dir or folder(world) / "run")
+    config = dataclasses.replace(Settings(), **USUAL | settings, run_dir=run_dir)
+    return fit_config(
+        config,
+        world,
+        task,
+        *words,
+        code=code,
+        stop_signal=stop_signal,
+        own_train=own_train,
+    )
 
 
 def fit_config(
@@ -193,12 +213,18 @@ def fit_config(
     built: list[keras.Model] = []
 
     def watched(config: Settings) -> task:
-        made = task(config)
-        build = made.build_model
-        made.build_model = lambda: built.append(build()) or built[-1]
-        return made
+        watched_task = task(config)
+        build = watched_task.build_model
 
-    found, message = DONE, ""
+        def build_model() -> keras.Model:
+            built.append(build())
+            return built[-1]
+
+        watched_task.build_model = build_model
+        return watched_task
+
+    its_code = DONE
+    message = ""
     stop_signal = stop_signal or SimpleNamespace(asked=False)
     no_report = mock.patch.object(loop, "_report")  # half a second each; test_report.py reads some
     no_sync = mock.patch.object(os, "fsync", lambda file: None)  # eight a run, a tenth of its time
@@ -210,9 +236,18 @@ def fit_config(
                 reduction.check_backend(config)
             run_on(world, config, own_train or train.train, stop_signal=stop_signal)
         except Stop as stop:
-            found, message = stop.code, str(stop)
+            its_code = stop.code
+            message = str(stop)
+    output = printed.getvalue()
     if code is not None:
-        good = found == code and all(word in message for word in words) and "\n" not in message
-        assert good, f"exit code {found}: {message!r}, not {code} {words}\n{printed.getvalue()}"
-    model = built[-1] if built else None
-    return Outcome(found, message, printed.getvalue(), Path(config.run_dir), model)
+        is_one_line = "\n" not in message
+        has_words = all(word in message for word in words)
+        is_as_expected = its_code == code and has_words and is_one_line
+        assert is_as_expected, f"exit code {its_code}: {message!r}, not {code} {words}\n{output}"
+    return Outcome(
+        code=its_code,
+        message=message,
+        printed=output,
+        folder=Path(config.run_dir),
+        model=built[-1] if built else None,
+    )

@@ -1,4 +1,4 @@
-"""Somebody who keeps a port's places taken, and opens each connection again as it ends."""
+"""A stranger who takes all places of a port, and opens each connection again as it ends."""
 
 import contextlib
 import socket
@@ -19,7 +19,7 @@ def _hold(port: tuple[str, int], end: float) -> None:
 
 
 def hold(ports: Iterable[tuple[str, int]], seconds: float) -> None:
-    """Starts threads that do it for so many seconds."""
+    """Starts threads that take the ports' places for so many seconds."""
     end = time.monotonic() + seconds
     for port in ports:
         for _ in range(_LINKS):
@@ -29,6 +29,6 @@ def hold(ports: Iterable[tuple[str, int]], seconds: float) -> None:
 def guard(folder: Path) -> Path:
     """Builds the guard, as set-up does, where nobody can read it."""
     source = Path(__file__).resolve().parents[2] / "docker/setup/guard.c"
-    built = folder / "guard.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", built, source, "-ldl"], check=True)
-    return built
+    library = folder / "guard.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library

@@ -17,23 +17,22 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """Runs `words` as a terminal's foreground job. For `with`: at its end nothing is left.
+    """Runs `words` as a terminal's foreground job. At the end of `with` all its processes end.
 
-    env: more variables than there are; with None, one that is not to be there.
+    env: variables that are added; with None, one that is taken away.
     """
 
     def __init__(
         self, words: Sequence[str], cwd: Path, env: Mapping[str, str | None] | None = None
     ) -> None:
         self.shown = ""  # all that was printed so far
-        changed = os.environ | (env or {})
         self._mark = f"in-terminal-{os.urandom(8).hex()}"
+        variables = os.environ | (env or {}) | {"TEST_TERMINAL": self._mark}
         self._keyboard, screen = os.openpty()
         self._process = subprocess.Popen(
             words,
             cwd=cwd,
-            env={name: value for name, value in changed.items() if value is not None}
-            | {"TEST_TERMINAL": self._mark},
+            env={name: value for name, value in variables.items() if value is not None},
             stdin=screen,
             stdout=screen,
             stderr=screen,
@@ -56,10 +55,12 @@ class Terminal:
     def wait_for(self, pattern: str, timeout: float) -> re.Match[str]:
         """The first match in all that was printed; AssertionError where it comes late or never."""
         end = time.monotonic() + timeout
-        while not (found := re.search(pattern, self.shown)):
+        while True:
+            match = re.search(pattern, self.shown)
+            if match:
+                return match
             assert time.monotonic() < end, f"no {pattern!r} in {timeout} s:\n{self.shown}"
             assert self._read() or self._process.poll() is None, f"no {pattern!r}:\n{self.shown}"
-        return found
 
     def hang_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -69,7 +70,7 @@ class Terminal:
         os.write(self._keyboard, key)
 
     def wait(self, timeout: float) -> int:
-        """The exit code, as a shell tells it: 128 + the signal where one ended it."""
+        """The exit code, as a shell gives it: 128 + the signal where one ended it."""
         end = time.monotonic() + timeout
         while self._read() or self._process.poll() is None:
             assert time.monotonic() < end, f"still runs after {timeout} s:\n{self.shown}"
@@ -77,20 +78,27 @@ class Terminal:
         return code if code >= 0 else 128 - code
 
     def processes(self) -> list[psutil.Process]:
-        """What still runs of all that the command started, whatever session it moved to."""
-        every = psutil.process_iter(["environ"])
-        return [p for p in every if (p.info["environ"] or {}).get("TEST_TERMINAL") == self._mark]
+        """The command's processes that still run, whatever session they moved to."""
+        running = []
+        for process in psutil.process_iter(["environ"]):
+            variables = process.info["environ"] or {}
+            if variables.get("TEST_TERMINAL") == self._mark:
+                running.append(process)
+        return running
 
     def left_after(self, seconds: float) -> list[str]:
-        """Names of what still runs when so many seconds have passed; soon if nothing."""
+        """Names of its processes that still run after so many seconds; returns early if none."""
         end = time.monotonic() + seconds
-        while (left := self.processes()) and time.monotonic() < end:
+        left = self.processes()
+        while left and time.monotonic() < end:
             time.sleep(0.05)
+            left = self.processes()
         return [str(process) for process in left]
 
     def _read(self) -> bool:
-        """Takes what was printed in the next tenth of a second; whether there was any."""
-        if not select.select([self._keyboard], [], [], 0.1)[0]:
+        """Takes the output of the next tenth of a second; whether there was any."""
+        ready, _, _ = select.select([self._keyboard], [], [], 0.1)
+        if not ready:
             return False
         try:
             data = os.read(self._keyboard, 65536)

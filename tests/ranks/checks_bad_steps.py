@@ -1,4 +1,7 @@
-"""Steps whose loss is no number: skipped, then once gone back before; on real ranks."""
+"""Holds hvdkit.run.health and hvdkit.train.step.updating: bad steps are skipped, then left out.
+
+A step is bad whose loss is no number. On real ranks.
+"""
 
 import json
 from functools import partial
@@ -43,15 +46,22 @@ def trained(world, task, *words, **settings):
 
 def named(world, step: int, rank: int) -> str:
     """A rank and its samples of a step, as a note names them."""
-    share = Sampler(SAMPLES, BATCH, 1, 1, rank, world.size)
-    found = share.local_samples(tf.constant(step, tf.int64))[0].numpy().tolist()
-    return f"rank {rank} with samples {', '.join(map(str, found))})"
+    share = Sampler(SAMPLES, BATCH, micro_batches=1, seed=1, rank=rank, size=world.size)
+    numbers_of_samples = share.local_samples(tf.constant(step, tf.int64))[0].numpy()
+    shown = ", ".join(str(number) for number in numbers_of_samples)
+    return f"rank {rank} with samples {shown})"
+
+
+def model_arrays(state: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Those of the model in a checkpoint's state."""
+    return [value for name, value in state.items() if name.startswith("model/")]
 
 
 def as_plain(ended, begin: int, steps) -> None:
     """From the checkpoint of a step on the run is that of these batches, in one process."""
-    start = [value for name, value in ended.state(begin).items() if name.startswith("model/")]
-    same(ended.weights(), plain_sgd(start, steps, size=SAMPLES)[0], 1e-12)
+    start = model_arrays(ended.state(begin))
+    weights, _ = plain_sgd(start, steps, size=SAMPLES)
+    same(ended.weights(), weights, 1e-12)
 
 
 def check_a_bad_step_is_skipped_and_named(world):
@@ -63,31 +73,42 @@ def check_a_bad_step_is_skipped_and_named(world):
         assert len(notes) == 1 and "step 4 is skipped, its loss nan" in notes[0], notes
         assert f"(no number: loss of {named(world, 3, world.size - 1)}" in notes[0]
         assert ended.summary["skipped_steps"] == 1 and ended.summary["samples_passed_over"] == 0
-        one, two = ended.state(3), ended.state(4)
-        same(*([s[n] for n in s if n.startswith("model/")] for s in (one, two)))
+        same(model_arrays(ended.state(3)), model_arrays(ended.state(4)))
         as_plain(ended, 4, [4, 5])
 
 
 def check_a_step_ends_on_a_gpu_as_on_a_cpu(world):
     """By XLA, here on CPUs too; a bad step gives back moving statistics and seeds."""
-    parts = keras.layers.Dense, keras.layers.BatchNormalization, keras.layers.Dropout
-    model = lambda task: classifier(*(kind(n) for kind, n in zip(parts, (5, -1, 0.3))))  # noqa: E731
-    task, ended = type("Normed", (bad(of_batch(2)),), {"build_model": model}), []
-    for device, branch in ("", updating.by_branch), ("/CPU:0", None):  # which must not be called
-        with (
-            mock.patch.object(world_lib, "gpu", lambda device=device: device),
-            mock.patch.object(updating, "by_branch", branch),
-        ):
-            ended.append(trained(world, task, num_steps=5, ema_decay=0.5))
-    same(*(one.weights() for one in ended), 1e-12, 1e-15)
-    assert all(np.isfinite(w).all() for w in ended[0].weights())
+
+    class Normed(bad(of_batch(2))):
+        def build_model(self):
+            return classifier(
+                keras.layers.Dense(5),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+            )
+
+    with mock.patch.object(world_lib, "gpu", lambda: ""):
+        on_cpu = trained(world, Normed, num_steps=5, ema_decay=0.5)
+    with (
+        mock.patch.object(world_lib, "gpu", lambda: "/CPU:0"),
+        mock.patch.object(updating, "by_branch", None),  # a GPU must not call it
+    ):
+        on_gpu = trained(world, Normed, num_steps=5, ema_decay=0.5)
+    same(on_cpu.weights(), on_gpu.weights(), 1e-12, 1e-15)
+    assert all(np.isfinite(array).all() for array in on_cpu.weights())
     if world.is_chief:
-        same(*([x or 0 for x in one.losses] for one in ended), 1e-12)  # None: no number
-        assert [one.summary["skipped_steps"] for one in ended] == [1, 1]
-        kept = [one.state(5) for one in ended]
-        averages = [name for name in kept[0] if name.startswith("ema")]
-        same(*([state[name] for name in averages] for state in kept), 1e-12, 1e-15)
-        assert [int(state["ema_updates/0"]) for state in kept] == [4, 4]
+        states = []
+        losses = []
+        for ended in (on_cpu, on_gpu):
+            assert ended.summary["skipped_steps"] == 1
+            losses.append([loss or 0 for loss in ended.losses])  # None: no number
+            states.append(ended.state(5))
+            assert int(states[-1]["ema_updates/0"]) == 4
+        same(losses[0], losses[1], 1e-12)
+        for name, average in states[0].items():
+            if name.startswith("ema"):
+                same([average], [states[1][name]], 1e-12, 1e-15)
 
 
 def check_a_loss_of_nan_is_named_with_float16_too(world):
@@ -119,8 +140,10 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
     # Nor is anything read twice, or left out, where the next steps are of another size.
     other = trained(world, task, num_steps=14, run_dir=ended.folder, global_batch_size=6)
     if world.is_chief:
-        about = json.loads((other.folder / "checkpoints/step-00000014/manifest.json").read_text())
-        assert (about["samples"], about["passed_over"]) == (12 * 12 + 2 * 6, 4 * 12)
+        file = other.folder / "checkpoints/step-00000014/manifest.json"
+        manifest = json.loads(file.read_text())
+        assert manifest["samples"] == 12 * 12 + 2 * 6
+        assert manifest["passed_over"] == 4 * 12
 
 
 def slow_check_layers_have_their_names_again_once_it_has_gone_back(world):
@@ -130,18 +153,23 @@ def slow_check_layers_have_their_names_again_once_it_has_gone_back(world):
 
     class Named(bad(of_batch(4, 5))):
         def build_model(self):
-            made = super().build_model()
-            built.append([layer.name for layer in made.layers])
-            return made
+            model = super().build_model()
+            built.append([layer.name for layer in model.layers])
+            return model
 
     trained(world, Named, num_steps=7, max_bad_steps=2)
     assert len(built) == 2 and built[0] == built[1], built
 
 
 def check_a_second_time_ends_the_run(world):
-    settings = {"code": DIVERGED, "num_steps": 12, "max_bad_steps": 2}
-    words = "It went back once, and left out 24 samples"
-    ended = trained(world, bad(of_batch(4, 5, 9, 10)), words, **settings)
+    ended = trained(
+        world,
+        bad(of_batch(4, 5, 9, 10)),
+        "It went back once, and left out 24 samples",
+        code=DIVERGED,
+        num_steps=12,
+        max_bad_steps=2,
+    )
     if world.is_chief:
         assert ended.printed.count("Going back") == 1 and ended.summary["exit_reason"] == "diverged"
         assert {"step-00000004", "step-00000006"} <= {*ended.checkpoints}
@@ -177,9 +205,11 @@ def weighted(
             return {"inputs": sample["x"], "targets": (sample["y"], sample["weight"])}
 
         def loss(self, outputs, targets):
-            losses, ones = super().loss(outputs, targets[0])
-            term = losses, targets[1]
-            return {"other": (losses, ones), named: term} if named else term
+            labels, weights_of_samples = targets
+            losses, ones = super().loss(outputs, labels)
+            if named:
+                return {"other": (losses, ones), named: (losses, weights_of_samples)}
+            return losses, weights_of_samples
 
         def sums(self, outputs, targets):
             return super().sums(outputs, targets[0])
@@ -190,21 +220,21 @@ def weighted(
 def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
     """The weights' sum divides the loss: where it is negative, plain Keras goes the other way."""
     world_lib.set_up(world, Settings())
-    one, other = of_batch(3, place=-1), of_batch(3, place=0)
-    both = {one[0]: -1.0, other[0]: 1.0}
+    (one,) = of_batch(3, place=-1)
+    (other,) = of_batch(3, place=0)
     cases = [
-        ({one[0]: -1.0}, {}, "step 4 a weight of the task's loss is -1 (1 of the global batch)"),
-        ({one[0]: float("nan")}, {}, "a weight of the task's loss is nan (1 of"),
-        ({one[0]: float("inf")}, {"precision": "float16"}, "is inf (1 of"),
-        (both, {"accumulation_steps": 2}, "is -1 (1 of"),
-        ({one[0]: -1.0, other[0]: -0.5}, {"jit": True}, "is -0.75 on average (2 of"),
-        ({one[0]: -1.0}, {"virtual_ranks": 4, "precision": "float32"}, "is -1 (1 of"),
+        ({one: -1.0}, {}, "step 4 a weight of the task's loss is -1 (1 of the global batch)"),
+        ({one: float("nan")}, {}, "a weight of the task's loss is nan (1 of"),
+        ({one: float("inf")}, {"precision": "float16"}, "is inf (1 of"),
+        ({one: -1.0, other: 1.0}, {"accumulation_steps": 2}, "is -1 (1 of"),
+        ({one: -1.0, other: -0.5}, {"jit": True}, "is -0.75 on average (2 of"),
+        ({one: -1.0}, {"virtual_ranks": 4, "precision": "float32"}, "is -1 (1 of"),
     ]
     for weights, settings, words in cases:
         ended = trained(world, weighted(weights), words, code=WRONG_USE, num_steps=6, **settings)
         assert ended.checkpoints == ["step-00000002"], ended.checkpoints
         assert "is skipped" not in ended.printed
-    task = weighted({one[0]: -1.0}, named="box")
+    task = weighted({one: -1.0}, named="box")
     trained(world, task, "a weight of the task's loss 'box' is -1", code=WRONG_USE, num_steps=6)
     scored = weighted({}, evaluated=-2.0)
     words = "a weight of the task's loss is -2 but weights are finite numbers from 0 up"
@@ -214,12 +244,12 @@ def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
 
 
 def check_virtual_ranks_are_named(world):
-    settings = {"virtual_ranks": 4, "num_steps": 5, "precision": "float32"}
-    wrong = of_batch(3, place=3)  # of shares of 3 samples the second
-    printed = trained(world, bad(wrong), **settings).printed
+    wrong = of_batch(3, place=3)  # it is in the second share of 3 samples
+    ended = trained(world, bad(wrong), virtual_ranks=4, num_steps=5, precision="float32")
     if world.is_chief:
-        samples = ", ".join(map(str, batch_ids(3, SAMPLES)[3:6]))
-        assert f"loss of virtual rank 1 with samples {samples})" in printed, printed
+        samples = ", ".join(str(sample) for sample in batch_ids(3, SAMPLES)[3:6])
+        expected = f"loss of virtual rank 1 with samples {samples})"
+        assert expected in ended.printed, ended.printed
 
 
 def check_own_losses_of_each_output_and_every_other_are_refused(world):

@@ -1,4 +1,4 @@
-"""Batch norm on real ranks against plain references; run by test_small_runs.py.
+"""Holds hvdkit.train.layers.batch_norm on real ranks, against plain references.
 
 That --bn_sync=full gives the gradients of one process: kinds_of_models.py.
 """
@@ -61,36 +61,45 @@ def check_sync_batch_norm_keeps_float32_digits(world):
 def check_a_batch_norm_fused_for_a_gpu_is_keras_s(world):
     """Values, gradients, moving statistics; also of one sample of one pixel."""
     pictures = (4, 5, 5, 3)
-    fused = [({}, pictures, "float32"), ({}, pictures, "mixed_bfloat16")]
-    fused += [({"scale": False}, (1, 1, 1, 3), "float32"), ({"center": False}, pictures, "float32")]
-    others = [({}, (2, 3), "float32"), ({"axis": 1}, (4, 3, 5, 5), "float32")]
-    others += [({}, pictures, "float64"), ({"trainable": False}, pictures, "float32")]
-    for flags, shape, policy in [*fused, *others]:
-        found = []
+    cases = [
+        # Settings of the layer, shape, policy, whether it can be fused.
+        ({}, pictures, "float32", True),
+        ({}, pictures, "mixed_bfloat16", True),
+        ({"scale": False}, (1, 1, 1, 3), "float32", True),
+        ({"center": False}, pictures, "float32", True),
+        ({}, (2, 3), "float32", False),
+        ({"axis": 1}, (4, 3, 5, 5), "float32", False),
+        ({}, pictures, "float64", False),
+        ({"trainable": False}, pictures, "float32", False),
+    ]
+    for settings, shape, policy, can_be_fused in cases:
+        results = []
         for fuse in (False, True):
-            layer = layers.BatchNormalization(dtype=policy, name="b", momentum=0.7, **flags)
+            layer = layers.BatchNormalization(dtype=policy, name="b", momentum=0.7, **settings)
             model = keras.Sequential([keras.Input(shape[1:]), layer])
             if fuse:
                 batch_norm.fuse(model)
             x = tf.cast(np.random.default_rng(1).normal(3, 2, shape), layer.compute_dtype)
             called = tf.function(model).get_concrete_function(x, training=True)
-            used = any(op.type == "FusedBatchNormV3" for op in called.graph.get_operations())
-            assert used == (fuse and (flags, shape, policy) in fused)
+            is_fused = any(op.type == "FusedBatchNormV3" for op in called.graph.get_operations())
+            assert is_fused == (fuse and can_be_fused), (settings, shape, policy)
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = model(x, training=True)
                 value = tf.reduce_sum(tf.sin(tf.cast(y, tf.float64)))
             grads = tape.gradient(value, [x, *(raw(v) for v in model.trainable_variables)])
-            found.append([y, *grads, *model.get_weights()])
+            results.append([y, *grads, *model.get_weights()])
         near = 2e-2 if "bfloat16" in policy else 1e-4
-        for pair in zip(*found):
-            np.testing.assert_allclose(*(tf.cast(t, tf.float64) for t in pair), near, near)
+        for plain, fused in zip(*results):
+            plain = tf.cast(plain, tf.float64)
+            fused = tf.cast(fused, tf.float64)
+            np.testing.assert_allclose(plain, fused, near, near)
     of_bytes = keras.Sequential([keras.Input((5, 5, 3), dtype="uint8"), bn()])
     batch_norm.fuse(of_bytes)  # cuDNN has no kernel for them
     assert not of_bytes(tf.ones([2, 5, 5, 3], tf.uint8), training=True).numpy().any()
 
 
-def moving(world, mode, every_step, steps=6, weight=None):
+def moving(world, mode, *, every_step=False, steps=6, weight=None):
     """Moving mean and variance after `steps` local batches, synced each step or at the end."""
     layer = keras.layers.BatchNormalization(momentum=0.7)
     model = keras.Sequential([keras.Input((4, 4, 3)), layer])
@@ -104,7 +113,9 @@ def moving(world, mode, every_step, steps=6, weight=None):
 
 
 def check_mean_sync_when_read_gives_what_every_step_gives(world):
-    late, always, never = (moving(world, m, e) for m, e in (("mean", 0), ("mean", 1), ("full", 0)))
+    late = moving(world, "mean")
+    always = moving(world, "mean", every_step=True)
+    never = moving(world, "full")
     for place in (0, 1):
         np.testing.assert_allclose(late[place], always[place], rtol=1e-6)
         everyone = world.gather_objects(never[place], f"never{place}")
@@ -118,13 +129,13 @@ def check_moments_sync_is_the_law_of_total_variance(world):
     """Also of means around 1000 with variances of 0.01: float32's squares would leave no digit."""
     whole, rows = uneven(world)
     weight = (rows.stop - rows.start) / len(whole)
-    mean, variance = moving(world, "full", False, steps=4)  # as they are
+    mean, variance = moving(world, "full", steps=4)  # each rank's own
     means = np.array(world.gather_objects(mean, "m"), np.float64)
     variances = np.array(world.gather_objects(variance, "v"), np.float64)
     weights = np.array(world.gather_objects(weight, "w"))[:, None]
     expected = (weights * means).sum(0)
     total = (weights * (variances + means**2)).sum(0) - expected**2
-    mean, variance = moving(world, "moments", False, steps=4, weight=weight)
+    mean, variance = moving(world, "moments", steps=4, weight=weight)
     np.testing.assert_allclose(mean, expected, rtol=1e-6)
     np.testing.assert_allclose(variance, total, rtol=1e-6)
     model = functional(bn(), shape=(2,))
@@ -161,16 +172,18 @@ def check_what_cannot_be_synchronized_is_refused_by_name(world):
 
 
 def check_a_synchronized_model_is_what_it_was_and_saves_loads_and_clones(world):
-    how = {"weights": None, "input_shape": (32, 32, 3), "classes": 4, "alpha": 0.25}
-    model = keras.applications.MobileNet(**how)
+    model = keras.applications.MobileNet(
+        weights=None, input_shape=(32, 32, 3), classes=4, alpha=0.25
+    )
     x = np.random.default_rng(5).normal(size=(2, 32, 32, 3)).astype(np.float32)
-    before, names = model(x), [v.path for v in model.variables]
+    before = model(x)
+    names = [variable.path for variable in model.variables]
     batch_norm.synchronize(batch_norm.synchronize(model))
     kinds = [type(layer) for layer in model.layers]
     assert layers.BatchNormalization not in kinds
     assert kinds.count(batch_norm.SyncBatchNormalization) == 27
     np.testing.assert_array_equal(model(x), before)
-    assert [v.path for v in model.variables] == names
+    assert [variable.path for variable in model.variables] == names
     clone = keras.models.clone_model(model)
     clone.set_weights(model.get_weights())
     with tempfile.TemporaryDirectory() as folder:
@@ -207,8 +220,8 @@ def check_moving_statistics_are_found_by_layer_at_any_depth(world):
     assert len(means) == len(variances) == len(norms) == 3
     for mode, expected in (("full", world.rank), ("mean", (world.size - 1) / 2), ("none", 0)):
         for variable in [*means, *variances]:
-            own = np.nan if mode == "none" and world.rank else float(world.rank)
-            variable.assign(tf.fill(variable.shape, own))
+            value = np.nan if mode == "none" and world.rank else float(world.rank)
+            variable.assign(tf.fill(variable.shape, value))
         batch_norm.make_sync(model, mode, weight=1.0 / world.size)()
         for variable in [*means, *variances]:
             np.testing.assert_allclose(variable, expected, rtol=1e-6)

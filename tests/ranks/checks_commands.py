@@ -1,4 +1,7 @@
-"""Run on 2 real ranks by test_commands.py: commands on runs that they trained, in $COMMANDS."""
+"""Holds hvdkit.commands (evaluate, predict, export) on 2 real ranks, on runs that they trained.
+
+Runs lie in $COMMANDS; test_commands.py starts the ranks.
+"""
 
 import contextlib
 import csv
@@ -27,14 +30,21 @@ from ranks import TINY_FLAGS, json_lines
 from tasks import blank, classification, segmentation
 
 FOLDER = Path(os.environ.get("COMMANDS", "."))
-DIGITS, SCENES, NUMBERS = FOLDER / "digits", FOLDER / "scenes", FOLDER / "numbers"
+DIGITS = FOLDER / "digits"
+SCENES = FOLDER / "scenes"
+NUMBERS = FOLDER / "numbers"
 STEPS = ["--num_steps=40", "--eval_every=20", "--log_every=20", "--checkpoint_every=20"]
 WORDS = {
-    DIGITS: ["--flagfile=configs/digits.cfg", *STEPS, "--global_batch_size=32"],
+    DIGITS: [
+        "--flagfile=configs/digits.cfg",
+        *STEPS,
+        "--global_batch_size=32",
+        "--ema_decay=0.9",
+        "--warmup_steps=0",
+    ],
     SCENES: ["--flagfile=configs/demo.cfg", *TINY_FLAGS, f"--data_dir={os.environ.get('TINY')}"],
+    NUMBERS: ["--flagfile=configs/blank.cfg", *STEPS],
 }
-WORDS[NUMBERS] = ["--flagfile=configs/blank.cfg", *STEPS]
-WORDS[DIGITS] += ["--ema_decay=0.9", "--warmup_steps=0"]
 TASKS = {DIGITS: classification.Task, SCENES: segmentation.Task, NUMBERS: blank.Task}
 
 
@@ -45,7 +55,8 @@ def train(world, run: Path) -> None:
     names = [f"digit {number}" for number in range(10)]  # kept by the checkpoint's data card
     with mock.patch.object(Digits, "class_names", names, create=True):
         fit_config(config, world, TASKS[run])
-    on_chief(world, scans if run is DIGITS else lambda: None)
+    if run is DIGITS:
+        on_chief(world, scans)
 
 
 def scans() -> None:
@@ -57,26 +68,34 @@ def scans() -> None:
             Image.fromarray(image).save(FOLDER / f"in-{count}" / f"{number:03d}.png")
 
 
-def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **own) -> str:
-    """What rank 0 printed, and the Stop's message; it must end so."""
+def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **arguments) -> str:
+    """What rank 0 printed, and the Stop's message; the command must end with `code`."""
     train(world, run)
     words = ["", f"--flagfile={run / 'config.cfg'}", f"--run_dir={run}", "--resume=auto", *flags]
     config = settings_lib.parse(words).for_ranks(world.size)
-    own = {"checkpoint": "best", "ema": True, "out": None, "worst": 0} | own
-    found, message = DONE, ""
+    namespace = SimpleNamespace(checkpoint="best", ema=True, out=None, worst=0)
+    for name, value in arguments.items():
+        setattr(namespace, name, value)
+    its_code = DONE
+    message = ""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            command(config, world, SimpleNamespace(asked=stop), arguments=SimpleNamespace(**own))
+            command(config, world, SimpleNamespace(asked=stop), arguments=namespace)
         except Stop as ended:
-            found, message = ended.code, str(ended)
-    assert found == code and "\n" not in message, (found, message, printed.getvalue())
+            its_code = ended.code
+            message = str(ended)
+    assert its_code == code and "\n" not in message, (its_code, message, printed.getvalue())
     return message + world.broadcast_object(printed.getvalue(), "commands.printed")
 
 
 def logged(step):
     lines = json_lines(DIGITS / "metrics.jsonl")
     (record,) = [line for line in lines if line["step"] == step and "eval_loss" in line]
-    return {n.removeprefix("eval_"): v for n, v in record.items() if n.startswith("eval_")}
+    figures = {}
+    for name, value in record.items():
+        if name.startswith("eval_"):
+            figures[name.removeprefix("eval_")] = value
+    return figures
 
 
 def table(file):
@@ -88,18 +107,21 @@ def table(file):
 def check_each_class_and_the_worst_samples(world):
     out = FOLDER / "evaluated"
     said = call(evaluate, world, checkpoint="last", out=out, worst=3)
-    figures, found = logged(40), json.loads((out / "evaluation.json").read_text())
-    assert found["figures"] == figures and found["step"] == 40 and found["samples"] == 359
-    assert found["measure"]["--eval_flip"] is False
+    figures = logged(40)
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["figures"] == figures
+    assert evaluation["step"] == 40 and evaluation["samples"] == 359
+    assert evaluation["measure"]["--eval_flip"] is False
     head, rows = table(out / "confusion.csv")
     confusion = np.array([row[1:] for row in rows], int)
     assert head[1:] == [str(n) for n in range(10)] == [row[0] for row in rows]
     assert np.trace(confusion) / 359 == figures["accuracy"] and confusion.sum() == 359
     assert f"{'0':>16}  {confusion[0].sum():9d}  " in said
-    recall = [float(row[2]) for row in table(out / "classes.csv")[1]]
+    _, rows_of_classes = table(out / "classes.csv")
+    recall = [float(row[2]) for row in rows_of_classes]
     np.testing.assert_allclose(recall, np.diag(confusion) / confusion.sum(1))
-    worst = found["worst"]
-    assert len({one["sample"] for one in worst}) == 3
+    worst = evaluation["worst"]
+    assert len({sample["sample"] for sample in worst}) == 3
     assert worst[0]["loss"] >= worst[1]["loss"] >= worst[2]["loss"] > 0.5
     sheets = sorted((out / "worst").iterdir())
     assert len(sheets) == 3 and f"sample-{worst[0]['sample']}-" in sheets[0].name
@@ -107,10 +129,10 @@ def check_each_class_and_the_worst_samples(world):
 
     # Another evaluation replaces these files; weights as trained are not the averaged ones.
     said = call(evaluate, world, "--val_split=train", out=out, ema=False)
-    found = json.loads((out / "evaluation.json").read_text())
-    assert not found["chose_checkpoint"] and "chose this checkpoint" not in said
-    assert not found["averaged"] and found["samples"] == 1438
-    assert found["figures"]["loss"] != figures["loss"]
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert not evaluation["chose_checkpoint"] and "chose this checkpoint" not in said
+    assert not evaluation["averaged"] and evaluation["samples"] == 1438
+    assert evaluation["figures"]["loss"] != figures["loss"]
     assert not (out / "worst").exists()
 
 
@@ -126,17 +148,19 @@ def check_what_cannot_be_evaluated_is_refused_in_one_sentence(world):
     assert "has 10 classes" in said
     said = call(evaluate, world, out=Path("/dev/null/x"), code=WRONG_USE)
     assert "writing /dev/null" in said
-    on_chief(world, lambda: persons_files(FOLDER / "persons"))
-    pictures, persons = [FOLDER / "in-3"], FOLDER / "persons"
+    persons = FOLDER / "persons"
+    on_chief(world, lambda: persons_files(persons))
     for command, name in ((evaluate, "worst/a.txt"), (predict, "labels/a.txt")):
-        said = call(command, world, out=persons, pictures=pictures, code=WRONG_USE)
+        said = call(command, world, out=persons, pictures=[FOLDER / "in-3"], code=WRONG_USE)
         assert f"{name} was put there or changed by somebody else" in said
     assert sorted(path.name for path in persons.rglob("*.txt")) == ["a.txt", "a.txt"]
     call(evaluate, world, out=FOLDER / "none", stop=True, code=PREEMPTED)
     assert not (FOLDER / "none").exists()
-    (DIGITS / "evaluation").symlink_to(FOLDER) if world.is_chief else None
+    if world.is_chief:
+        (DIGITS / "evaluation").symlink_to(FOLDER)
     said = call(evaluate, world, out=None, code=WRONG_USE)
-    (DIGITS / "evaluation").unlink() if world.is_chief else None
+    if world.is_chief:
+        (DIGITS / "evaluation").unlink()
     assert "evaluation is a link, which is not followed" in said
 
 
@@ -150,8 +174,9 @@ def check_a_table_of_named_classes_agrees_with_the_runs_score(world):
     hits = np.mean([row[1] == f"digit {label}" for row, label in zip(rows, labels)])
     best = max(logged(step)["accuracy"] for step in (20, 40))
     assert abs(hits - best) < 1e-12
-    chances = np.array([row[2::2] for row in rows], float)
-    assert (np.diff(chances, axis=1) <= 0).all() and (chances.sum(1) <= 1 + 1e-9).all()
+    probabilities = np.array([row[2::2] for row in rows], float)
+    assert (np.diff(probabilities, axis=1) <= 0).all()
+    assert (probabilities.sum(1) <= 1 + 1e-9).all()
     assert f"000.png: {rows[0][1]} " in said
 
 
@@ -182,30 +207,33 @@ def check_bad_files_are_named_and_the_others_predicted(world):
         (line,) = [line for line in said.splitlines() if name in line]
         assert "skipped: " in line
     assert "8 of 12 files were skipped" in said
-    names = [row[0] for row in table(folder / "out" / "predictions.csv")[1]]
+    _, rows = table(folder / "out" / "predictions.csv")
+    names = [row[0] for row in rows]
     assert names == ["000.png", "001.png", "002.png", os.fsdecode(b"odd\xff.png")]
 
 
 def check_examples_are_shared_and_stay_in_order(world):
-    out, file = FOLDER / "of-numbers", FOLDER / "x.npz"
+    out = FOLDER / "of-numbers"
+    file = FOLDER / "x.npz"
     train(world, NUMBERS)
     source = blank.numbers("val", 400, 3)
     samples = [source.read(number) for number in range(45)]
+    labels = np.array([sample["label"] for sample in samples])
     x = np.stack([sample["numbers"] for sample in samples])
     on_chief(world, lambda: np.savez(file, numbers=x, label=np.zeros(3)))
     said = call(predict, world, run=NUMBERS, out=out, pictures=[file])
     assert "has label, no input of the model: not read" in said
-    with np.load(out / "predictions.npz") as found:
-        hits = found["classes"] == [sample["label"] for sample in samples]
-        assert found["probabilities"].shape == (45, 3) and np.mean(hits) > 0.6
+    with np.load(out / "predictions.npz") as predictions:
+        hits = predictions["classes"] == labels
+        assert predictions["probabilities"].shape == (45, 3) and np.mean(hits) > 0.6
     on_chief(world, lambda: lines(FOLDER / "x.jsonl", x))
     call(predict, world, run=NUMBERS, out=out, pictures=[FOLDER / "x.jsonl"])
     assert [path.name for path in out.glob("[!.]*")] == ["predictions.jsonl"]
-    own = [out / "predictions.jsonl"]
-    said = call(predict, world, run=NUMBERS, out=out, pictures=own, code=WRONG_USE)
+    its_output = [out / "predictions.jsonl"]
+    said = call(predict, world, run=NUMBERS, out=out, pictures=its_output, code=WRONG_USE)
     assert "predictions.jsonl is read, and " in said
-    same = [line["classes"] for line in json_lines(out / "predictions.jsonl")]
-    assert np.mean(same == np.array([sample["label"] for sample in samples])) == np.mean(hits)
+    classes = [line["classes"] for line in json_lines(out / "predictions.jsonl")]
+    assert np.mean(classes == labels) == np.mean(hits)
 
 
 def lines(file: Path, x: np.ndarray) -> None:
@@ -221,7 +249,8 @@ def check_ranks_with_different_pictures_are_refused(world):
 
 
 def check_labels_and_overlays_at_the_pictures_own_size(world):
-    folder, rng = FOLDER / "shapes", np.random.default_rng(1)
+    folder = FOLDER / "shapes"
+    rng = np.random.default_rng(1)
     shapes = {"a.png": (50, 71), "b.webp": (33, 20), "deep/c.bmp": (64, 64), "d.gif": (40, 90)}
     train(world, SCENES)
     if world.is_chief:

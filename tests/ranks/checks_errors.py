@@ -1,4 +1,4 @@
-"""Run on real ranks by test_small_runs.py: data and folders that cannot be used: one message."""
+"""Holds World.fail_together and hvdkit.run.context on real ranks: one message for bad folders."""
 
 import os
 import shutil
@@ -16,8 +16,8 @@ from ranks import TINY_FLAGS
 from tasks.segmentation import Task
 
 
-def made(world) -> Path:
-    """A folder with scenes in its folder data, which rank 0 has made."""
+def folder_with_scenes(world) -> Path:
+    """A folder whose folder data holds scenes; rank 0 has made it."""
     root = folder(world)
     settings = scenes.Settings(train=26, val=10, size=32, box=(12, 16), digits=(1, 3))
     on_chief(world, lambda: scenes.ensure_demo(root / "data", settings))
@@ -25,15 +25,23 @@ def made(world) -> Path:
 
 
 def config(root: Path, *flags: str) -> Settings:
-    places = (f"--data_dir={root / 'data'}", f"--run_dir={root / 'run'}")
-    words = ["train.py", "--flagfile=configs/demo.cfg", *TINY_FLAGS, *places]
-    return settings_lib.parse([*words, *flags])
+    return settings_lib.parse(
+        [
+            "train.py",
+            "--flagfile=configs/demo.cfg",
+            *TINY_FLAGS,
+            f"--data_dir={root / 'data'}",
+            f"--run_dir={root / 'run'}",
+            *flags,
+        ]
+    )
 
 
 def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world):
-    root = made(world)
+    root = folder_with_scenes(world)
     splits = root / "data" / "splits"
-    first = {name: (splits / f"{name}.txt").read_text().split()[0] for name in ("train", "val")}
+    first_train = (splits / "train.txt").read_text().split()[0]
+    first_val = (splits / "val.txt").read_text().split()[0]
 
     def refused(word: str, *flags: str) -> None:
         ended = fit_config(config(root, *flags), world, Task, word, code=WRONG_USE)
@@ -41,49 +49,53 @@ def check_what_cannot_be_used_is_refused_with_the_same_words_on_all_ranks(world)
 
     on_chief(world, lambda: (root / "file").write_text("in the way"))
     refused("file", f"--run_dir={root}/file/run")
-    picture = root / "data" / "images" / f"{first['val']}.png"
+    picture = root / "data" / "images" / f"{first_val}.png"
     on_chief(world, lambda: picture.write_bytes(b"not a picture"))
     refused(picture.name, "--num_steps=1")
-    on_chief(world, lambda: (splits / "train.txt").write_text(first["train"]))
+    on_chief(world, lambda: (splits / "train.txt").write_text(first_train))
     refused(f"1 training samples are fewer than the {world.size} ranks")
 
 
 def check_data_that_are_away_are_waited_for(world):
-    root = made(world)
+    root = folder_with_scenes(world)
     fit_config(config(root, "--num_steps=1"), world, Task)
     on_chief(world, lambda: (root / "data").rename(root / "away"))
     fit_config(config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW)
 
 
 def check_synthetic_data_need_no_folder(world):
-    flags = ("--synthetic_data", "--data_dir=/nowhere", "--num_steps=1")
-    fit_config(config(folder(world), *flags), world, Task)
+    settings = config(folder(world), "--synthetic_data", "--data_dir=/nowhere", "--num_steps=1")
+    fit_config(settings, world, Task)
 
 
 def check_ranks_that_see_different_data_are_named(world):
-    root = made(world)
-    flags = []
+    root = folder_with_scenes(world)
+    settings = config(root)
     if world.rank == 1:
         other = shutil.copytree(root / "data", root / "other")
-        listed = other / "splits" / "train.txt"
-        listed.write_text("\n".join(listed.read_text().split()[1:]))
-        flags = [f"--data_dir={other}"]
-    fit_config(config(root, *flags), world, Task, "data files on rank 1", code=BUG)
+        names = other / "splits" / "train.txt"
+        names.write_text("\n".join(names.read_text().split()[1:]))
+        settings = config(root, f"--data_dir={other}")
+    fit_config(settings, world, Task, "data files on rank 1", code=BUG)
 
 
 def check_ranks_with_different_settings_are_named_and_leave_nothing(world):
     """As where hosts hold different versions of a flagfile; of a mode that has another folder."""
-    words = ("--dry_run (True; False)", "give every rank the same flags")
-    ended = fit(world, Small, *words, code=WRONG_USE, dry_run=world.is_chief)
+    ended = fit(
+        world,
+        Small,
+        "--dry_run (True; False)",
+        "give every rank the same flags",
+        code=WRONG_USE,
+        dry_run=world.is_chief,
+    )
     assert not ended.folder.exists()
 
 
 def check_rank_0_alone_lists(world):
-    root = made(world) / "data"
-    task = Task(config(root.parent))
-    listed, scandir = [], os.scandir
-    with mock.patch.object(os, "scandir", lambda path: listed.append(path) or scandir(path)):
+    task = Task(config(folder_with_scenes(world)))
+    with mock.patch.object(os, "scandir", wraps=os.scandir) as scandir:
         train, val = run_lib.open_sources(world, task)
-    assert bool(listed) == world.is_chief, listed
+    assert scandir.called == world.is_chief, scandir.call_args_list
     assert (len(train), len(val)) == (26, 10)
     assert train.explain(25) is None and train.picture_file(25).is_file()

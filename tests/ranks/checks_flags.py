@@ -1,4 +1,7 @@
-"""Run on real ranks by test_fields.py: rows of flags, what each flag changes, what is refused."""
+"""Holds hvdkit.settings on real ranks: rows of flags, what each flag changes, what is refused.
+
+test_fields.py starts the ranks; $FLAGS_ROWS is the number of rows.
+"""
 
 import functools
 import importlib
@@ -50,9 +53,12 @@ class Varied(Small):
         return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(y), name="varied")
 
     def loss(self, outputs, targets):
-        config = self.config
-        how = {"smoothing": config.label_smoothing, "class_weights": config.class_weight_list}
-        return losses.cross_entropy(outputs, targets, **how)
+        return losses.cross_entropy(
+            outputs,
+            targets,
+            smoothing=self.config.label_smoothing,
+            class_weights=self.config.class_weight_list,
+        )
 
 
 class Sweep:
@@ -60,17 +66,23 @@ class Sweep:
 
     def __init__(self, world: World) -> None:
         world_lib.set_up(world, Settings())  # before anything is exchanged, as in a run
-        self.world, self.folder, self.runs = world, folder(world), 0
+        self.world = world
+        self.folder = folder(world)
+        self.runs = 0
         self._weights: dict[str, str] = {}
-        carriers = ("mpi", "gloo") if hvd.mpi_enabled() else ("gloo", "mpi")
-        self.names = dict(zip(("carrier", "other_carrier"), carriers))
-        self.names["threads"] = str(tf_config.get_intra_op_parallelism_threads())
-        self.names |= {n: str(self.folder / n) for n in ("run", "plain", "keras", "first")}
-        self.names["keras"] += ".keras"
+        self.names = {
+            "carrier": "mpi" if hvd.mpi_enabled() else "gloo",
+            "other_carrier": "gloo" if hvd.mpi_enabled() else "mpi",
+            "threads": str(tf_config.get_intra_op_parallelism_threads()),
+            "run": str(self.folder / "run"),
+            "plain": str(self.folder / "plain"),
+            "keras": str(self.folder / "keras.keras"),
+            "first": str(self.folder / "first"),
+        }
         on_chief(world, lambda: (self.folder / "usual.cfg").write_text(flag_values.USUAL))
         self.run([f"--run_dir={self.names['plain']} --num_steps=1"])
-        made = self.run([f"--run_dir={self.names['run']} --ema_decay=0.5 --seed=3"])
-        on_chief(world, lambda: made.model.save(self.names["keras"]))
+        ended = self.run([f"--run_dir={self.names['run']} --ema_decay=0.5 --seed=3"])
+        on_chief(world, lambda: ended.model.save(self.names["keras"]))
 
     def parse(self, values: Iterable[str]) -> Settings:
         flags = [word.format(**self.names) for word in words(values)]
@@ -85,12 +97,14 @@ class Sweep:
 
     def run(self, values: Iterable[str], stop_signal: object = None) -> Outcome:
         config = self.start(values)
-        own = config.task == "varied"
-        task = Varied if own else importlib.import_module(f"tasks.{config.task}").Task
+        if config.task == "varied":
+            task = Varied
+        else:
+            task = importlib.import_module(f"tasks.{config.task}").Task
         return fit_config(config, self.world, task, code=None, stop_signal=stop_signal)
 
     def start(self, values: Iterable[str]) -> Settings:
-        """As a new process would: settings, Horovod."""
+        """Starts as a new process would: settings, then Horovod."""
         self.runs += 1
         config = self.parse([f"--run_dir={self.folder}/{self.runs}", *values])
         hvd.shutdown()
@@ -99,7 +113,7 @@ class Sweep:
         return config
 
     def weights(self, *values: str) -> str:
-        """Fingerprint of a run's weights on this rank; what has no number is a fault."""
+        """Fingerprint of a run's weights on this rank; a weight that is no number is a fault."""
         line = " ".join(words(values))
         if line not in self._weights:
             ended = self.run(["--eval_every=0", *values])
@@ -123,7 +137,7 @@ def all_pass(world: World, attempt: Callable[..., None], cases: Iterable[tuple])
             failures.append(f"{case}\n{traceback.format_exc(limit=-3, chain=False)}")
             print(f"FAILED {failures[-1]}", flush=True)  # at once: what comes next may hang
     # Only rank 0 judges records: the others must not go on without it.
-    failures = [f for theirs in world.gather_objects(failures, "flags.failures") for f in theirs]
+    failures = list(itertools.chain(*world.gather_objects(failures, "flags.failures")))
     assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures)
 
 
@@ -134,108 +148,147 @@ def judge_weights(ended: Outcome) -> None:
 
 
 def check_rows_of_flags(world):
-    made = sweep(world)
-    rows = flag_values.rows(flag_values.VALUES, made.accepts, ROWS)
-    all_pass(world, functools.partial(try_row, made), [(row,) for row in rows])
+    runs = sweep(world)
+    rows = flag_values.rows(flag_values.VALUES, runs.accepts, ROWS)
+    all_pass(world, functools.partial(try_row, runs), [(row,) for row in rows])
 
 
-def try_row(made: Sweep, row: Row) -> None:
+def try_row(runs: Sweep, row: Row) -> None:
     """Where the row resumes, a stop signal ends a first run before its last step."""
-    values, begun = list(row.values()), 0
-    # Where the only step is one that float16 skips.
-    skips = {"--precision=float16", "--num_steps=1"} <= {*values}
+    values = list(row.values())
+    first_step = 0
+    # float16 may skip the only step.
+    may_diverge = {"--precision=float16", "--num_steps=1"} <= set(values)
     if row.get("resume", "--resume=never") != "--resume=never":
-        made.names["first"] = f"{made.folder}/first-{made.runs}"
-        place = f"--run_dir={made.names['first']}"
-        first = made.run(
-            [*values, place, "--resume=never --nobenchmark"], SimpleNamespace(asked=True)
+        runs.names["first"] = f"{runs.folder}/first-{runs.runs}"
+        run_dir = f"--run_dir={runs.names['first']}"
+        first = runs.run(
+            [*values, run_dir, "--resume=never --nobenchmark"], SimpleNamespace(asked=True)
         )
-        if first.code == DIVERGED and skips:
+        if first.code == DIVERGED and may_diverge:
             return
         assert first.code == PREEMPTED, first.message
-        found = made.world.broadcast_object(first.checkpoints, "flags.first")
-        begun = int(found[-1].removeprefix("step-"))
-        if row["resume"] == "--resume=auto" and not row.get("benchmark"):
-            values += [place]
-        elif row["resume"] == "--resume=auto":
-            begun = 0  # a folder with checkpoints is not for --benchmark
-    ended = made.run(values)
-    if ended.code == DIVERGED and skips:
+        checkpoints = runs.world.broadcast_object(first.checkpoints, "flags.first")
+        first_step = int(checkpoints[-1].removeprefix("step-"))
+        if row["resume"] == "--resume=auto":
+            if row.get("benchmark"):
+                first_step = 0  # a folder with checkpoints is not for --benchmark
+            else:
+                values.append(run_dir)
+    ended = runs.run(values)
+    if ended.code == DIVERGED and may_diverge:
         return
     judge_weights(ended)
-    if made.world.is_chief:
-        judge_records(ended, made.parse([*values, f"--run_dir={ended.folder}"]), begun, made.world)
+    if runs.world.is_chief:
+        config = runs.parse([*values, f"--run_dir={ended.folder}"])
+        judge_records(ended, config, first_step)
+        judge_folder(ended, config, first_step)
+        again = settings_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
+        # A run with checkpoints goes on from its own.
+        resume = "auto" if ended.checkpoints else config.resume
+        assert again == config.for_ranks(runs.world.size).changed(resume=resume)
 
 
-def judge_records(ended: Outcome, config: Settings, begun: int, world: World) -> None:
-    """summary.json, metrics.jsonl, gradients.jsonl, checkpoints, config.cfg: as flags say."""
-    summary, last = ended.summary, ended.summary["step"]
+def judge_records(ended: Outcome, config: Settings, first_step: int) -> None:
+    """summary.json, metrics.jsonl and gradients.jsonl are as the flags say.
+
+    `first_step`: of the checkpoint that the run began with, or 0.
+    """
+    summary = ended.summary
+    last = summary["step"]
     assert summary["weights_sha256"] == world_lib.weights_sha256(ended.model.variables)
-    reason = (
-        "benchmark" if config.benchmark else "done" if last == config.num_steps else "early stop"
-    )
+    if config.benchmark:
+        reason = "benchmark"
+    elif last == config.num_steps:
+        reason = "done"
+    else:
+        reason = "early stop"
+        assert config.early_stop_evals and ended.evaluated
     assert summary["exit_reason"] == reason
-    steps = range(begun + 1, last + 1)
-    goes_on = ended.folder.name.startswith("first")  # in the folder that holds its first part
-    logged = [s for s in range(1 if goes_on else begun + 1, last + 1) if s % config.log_every == 0]
-    assert [r["step"] for r in ended.records if "loss" in r] == logged
-    skipped = [r["step"] for r in ended.records if "loss" in r and r["grad_norm"] is None]
+
+    first_logged = 1 if has_first_part(ended) else first_step + 1
+    logged = [step for step in range(first_logged, last + 1) if step % config.log_every == 0]
+    records = [record for record in ended.records if "loss" in record]
+    assert [record["step"] for record in records] == logged
+    skipped = [record["step"] for record in records if record["grad_norm"] is None]
     assert len(skipped) <= (summary["skipped_steps"] if config.precision == "float16" else 0)
     gradients = ended.folder / "gradients.jsonl"
     assert bool(logged and config.log_gradients) == gradients.exists()
-    if not goes_on:
-        profiled = config.profile == "2:3:all" and begun == 0 and last == 3
-        assert (ended.folder / "profile" / "operations.json").exists() == profiled
-    often = config.eval_every or config.num_steps
-    due = {s for s in (begun, *steps) if s and (s % often == 0 or s == config.num_steps)}
-    evaluated = [] if config.benchmark else sorted(due)
-    assert reason != "early stop" or (config.early_stop_evals and evaluated)
+    if not has_first_part(ended):
+        is_profiled = config.profile == "2:3:all" and first_step == 0 and last == 3
+        assert (ended.folder / "profile" / "operations.json").exists() == is_profiled
+
+    evaluated = [] if config.benchmark else due_evaluations(config, first_step, last)
     assert ended.evaluated == evaluated
-    assert all(np.isfinite(r["eval_loss"]) for r in ended.records if "eval_loss" in r)
-    every = config.checkpoint_every
-    saved = [s for s in steps if s in due or (every and s % every == 0)]
-    saved = [] if config.benchmark else saved
+    for record in ended.records:
+        assert np.isfinite(record.get("eval_loss", 0.0))
+
+
+def has_first_part(ended: Outcome) -> bool:
+    """Whether its folder holds the first part of the run too."""
+    return ended.folder.name.startswith("first")
+
+
+def due_evaluations(config: Settings, first_step: int, last: int) -> list[int]:
+    every = config.eval_every or config.num_steps
+    steps = range(max(first_step, 1), last + 1)
+    return [step for step in steps if step % every == 0 or step == config.num_steps]
+
+
+def judge_folder(ended: Outcome, config: Settings, first_step: int) -> None:
+    """The checkpoints that the flags say are there."""
+    last = ended.summary["step"]
+    due = due_evaluations(config, first_step, last)
+    saved = []
     # What it resumed from is in its folder already, or is saved there to be evaluated.
-    saved = ([begun] if goes_on or begun in evaluated else []) + saved
-    there = [int(name.removeprefix("step-")) for name in ended.checkpoints]
+    if has_first_part(ended) or first_step in ended.evaluated:
+        saved.append(first_step)
+    if not config.benchmark:
+        every = config.checkpoint_every
+        for step in range(first_step + 1, last + 1):
+            if step in due or (every and step % every == 0):
+                saved.append(step)
+    present = [int(name.removeprefix("step-")) for name in ended.checkpoints]
     newest = saved[-config.keep :]
-    assert set(newest) <= set(there) <= set(saved) and len(there) <= config.keep + 1, there
-    again = settings_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
-    resume = "auto" if there else config.resume  # it goes on from its own
-    assert again == config.for_ranks(world.size).changed(resume=resume)
+    assert set(newest) <= set(present) <= set(saved), present
+    assert len(present) <= config.keep + 1, present
 
 
 def check_flags_that_must_change_the_weights(world):
-    made = sweep(world)
+    runs = sweep(world)
     facts = flag_values.CHANGES if world.size == 1 else flag_values.CHANGES_ON_RANKS
 
     def attempt(base: str, flags: list[str]) -> None:
         # All runs first: a rank that fails must not leave the others alone in the next.
-        prints = {flag: made.weights(base, flag) for flag in ["", *flags]}
-        pairs = itertools.combinations(prints, 2)
-        alike = [(one, other) for one, other in pairs if prints[one] == prints[other]]
+        weights = {flag: runs.weights(base, flag) for flag in ["", *flags]}
+        pairs = itertools.combinations(weights, 2)
+        alike = [(one, other) for one, other in pairs if weights[one] == weights[other]]
         assert not alike, f"the same weights: {alike}"
 
     all_pass(world, attempt, facts)
 
 
 def check_flags_that_must_not_change_the_weights(world):
-    made = sweep(world)
-    facts = flag_values.KEEPS + (flag_values.KEEPS_ON_ONE_RANK if world.size == 1 else [])
+    runs = sweep(world)
+    facts = list(flag_values.KEEPS)
+    if world.size == 1:
+        facts += flag_values.KEEPS_ON_ONE_RANK
 
     def attempt(base: str, flags: str) -> None:
-        both = [made.weights(base), made.weights(base, flags)]
-        assert both[0] == both[1], "other weights"
+        # Both runs first: a rank that fails must not leave the others alone in the next.
+        plain = runs.weights(base)
+        flagged = runs.weights(base, flags)
+        assert plain == flagged, "other weights"
 
     all_pass(world, attempt, facts)
 
 
 def check_what_a_run_refuses(world):
-    made = sweep(world)
+    runs = sweep(world)
 
     def attempt(flags: str, part: str) -> None:
-        part = part.format(**made.names)
-        ended = made.run([flags])
+        part = part.format(**runs.names)
+        ended = runs.run([flags])
         assert ended.code == WRONG_USE and part in ended.message, f"{ended.code}: {ended.message}"
         assert "\n" not in ended.message, ended.message
 

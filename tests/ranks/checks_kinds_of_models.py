@@ -1,9 +1,13 @@
-"""Trains each of $KINDS on 1 and on 2 ranks; what came of it is kept in $KINDS_OF_MODELS/NAME.npz."""
+"""Holds hvdkit.train.step.step: trains each of $KINDS on 1 and on 2 ranks.
+
+The outcome is written to $KINDS_OF_MODELS/NAME.npz, which test_kinds_of_models.py compares.
+"""
 
 import dataclasses
 import gc
 import json
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -21,15 +25,16 @@ from hvdkit.settings import Settings
 from hvdkit.stop import DONE
 from hvdkit.train.task import checks as task_checks
 
-gc.freeze()  # what was imported is not looked through again and again
+gc.freeze()  # the collector does not look through imported objects again and again
 
-SETTINGS = {n: v for n, v in USUAL.items() if n != "task"} | {
+SETTINGS = USUAL | {
     "precision": "float64",
     "bn_sync": "full",
     "global_batch_size": 7,  # shares of 4 and 3
     "weight_decay": 1e-3,
     "clip_norm": 0.5,
 }
+del SETTINGS["task"]  # a model that is made anew has a task that is given to it
 
 
 def task_of(kind: Kind, first: dict[str, np.ndarray]) -> type:
@@ -39,7 +44,7 @@ def task_of(kind: Kind, first: dict[str, np.ndarray]) -> type:
         main_metric = "mean"
 
         def sources(self):
-            return tuple(samples(kind.shape, seed, size) for seed, size in ((1, 60), (2, 20)))
+            return samples(kind.shape, 1, 60), samples(kind.shape, 2, 20)
 
         def training_example(self, sample, key):
             return {"inputs": kind.inputs(sample["x"], key), "targets": sample["y"]}
@@ -62,14 +67,16 @@ def task_of(kind: Kind, first: dict[str, np.ndarray]) -> type:
             return losses, 1.0 + 0.5 * tf.square(targets)
 
         def sums(self, outputs, targets):
-            flat = [tf.cast(t, tf.float64) for t in tf.nest.flatten(outputs)]
-            return {"sum": tf.add_n([tf.reduce_sum(tf.sin(t)) for t in flat])}
+            sums = []
+            for output in tf.nest.flatten(outputs):
+                sums.append(tf.reduce_sum(tf.sin(tf.cast(output, tf.float64))))
+            return {"sum": tf.add_n(sums)}
 
         def metrics(self, sums):
             return {"mean": float(sums["sum"] / 20)}
 
         def actions(self, run):
-            first.update({n: v.numpy().copy() for n, v in of_model(run)})
+            first.update(model_arrays(run))
             return []
 
     return Task
@@ -80,8 +87,13 @@ def samples(shape: tuple[int, ...], seed: int, size: int) -> Arrays:
     return Arrays(x=draws.normal(size=(size, *shape)), y=draws.normal(size=size))
 
 
-def of_model(run):
-    return [(n, v) for n, v in run.state.variables.items() if n.startswith("model/")]
+def model_arrays(run) -> dict[str, np.ndarray]:
+    """Copies of the model's variables, by name."""
+    arrays = {}
+    for name, variable in run.state.variables.items():
+        if name.startswith("model/"):
+            arrays[name] = variable.numpy().copy()
+    return arrays
 
 
 def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
@@ -89,12 +101,12 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     config = dataclasses.replace(Settings(), **settings)
     with mock.patch.object(load_run.tasks, "load_task", task):
         run, _ = load_run.restored(config, world, "last")
-    reader, size = task_checks.reader(run.task, run.val_source, False), config.eval_batch_size
-    feed = EvaluationFeed(reader, size, rank=world.rank, size=world.size)
+    reader = task_checks.reader(run.task, run.val_source, False)
+    feed = EvaluationFeed(reader, config.eval_batch_size, rank=world.rank, size=world.size)
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
     figures = Evaluator(run, feed).run(lambda: False).figures
     tf.config.run_functions_eagerly(False)
-    return figures, {n: v.numpy() for n, v in of_model(run)}
+    return figures, model_arrays(run)
 
 
 def train(world, name: str, kind: Kind) -> None:
@@ -103,25 +115,26 @@ def train(world, name: str, kind: Kind) -> None:
     settings = SETTINGS | kind.settings | {"run_dir": str(folder(world) / "run")}
     task = task_of(kind, first)
     ended = fit(world, task, code=None, **settings)
-    kept = {"message": ended.message, "code": ended.code, "printed": ended.printed}
-    kept |= {f"first/{n}": value for n, value in first.items()}
+    outcome = {"message": ended.message, "code": ended.code, "printed": ended.printed}
+    for variable, value in first.items():
+        outcome[f"first/{variable}"] = value
     if ended.code == DONE and world.size == 1:
         figures, variables = evaluated_anew(world, task, settings)
-        kept |= {f"anew/{n}": value for n, value in figures.items()}
+        for figure, value in figures.items():
+            outcome[f"anew/{figure}"] = value
         same(ended.weights(), variables.values())
     if world.is_chief:
         if ended.code == DONE:
-            kept |= {f"figure/{n}": ended.summary[f"eval_{n}"] for n in ("loss", "mean")}
-            kept |= {f"last/{n}": v for n, v in zip(first, ended.weights(), strict=True)}
-        np.savez(Path(os.environ["KINDS_OF_MODELS"]) / f"{name}.npz", **kept)
+            outcome["figure/loss"] = ended.summary["eval_loss"]
+            outcome["figure/mean"] = ended.summary["eval_mean"]
+            for variable, value in zip(first, ended.weights(), strict=True):
+                outcome[f"last/{variable}"] = value
+        np.savez(Path(os.environ["KINDS_OF_MODELS"]) / f"{name}.npz", **outcome)
 
 
-def _check(name):
-    return lambda world: train(world, name, KINDS[name])
-
-
-# ranks.run_checks runs what is named check_*: one for each kind.
-globals().update({f"check_{name}": _check(name) for name in json.loads(os.environ["KINDS"])})
+# ranks.run_checks runs functions named check_*: here is one for each kind.
+for _name in json.loads(os.environ["KINDS"]):
+    globals()[f"check_{_name}"] = partial(train, name=_name, kind=KINDS[_name])
 
 
 def check_ranks_draw_differently(world):

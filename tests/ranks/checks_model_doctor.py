@@ -1,33 +1,16 @@
-"""Run on real ranks by test_small_runs.py: what the model doctor says, and when it says nothing."""
+"""Holds hvdkit.run.model_doctor on real ranks: what it notes, and when it notes nothing."""
 
-from types import MappingProxyType
+from collections.abc import Callable
+from functools import partial
 
 import keras
 import numpy as np
-from small_runs import Small, classifier, fit, numbers
+from small_runs import Small, classifier, fit
 
 from hvdkit.data.source import Arrays
 
 
-class Changed(Small):
-    """The usual task with other arrays or layers."""
-
-    change = head = MappingProxyType({})  # of the training arrays, of the last layer
-    layers = (keras.layers.Dense, MappingProxyType({"units": 5, "activation": "tanh"}))
-    names = ()  # of classes
-
-    def sources(self):
-        train, val = super().sources()
-        train = Arrays(**train._arrays | self.change)
-        train.class_names = list(self.names)
-        return train, val
-
-    def build_model(self):
-        kind, how = self.layers
-        return classifier(kind(**how), **self.head)
-
-
-def notes(world, task=Small, **settings) -> str:
+def printed_by(world, task=Small, **settings) -> str:
     return fit(world, task, **settings).printed
 
 
@@ -35,82 +18,111 @@ def notes(world, task=Small, **settings) -> str:
 OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ", "weights depend on the number of")
 
 
-def judge(world, found: dict[str, str], good: str) -> None:
-    """Each run said its note, the good one none; after all runs, as ranks make them together."""
-    if world.is_chief:
-        lacking = {said: printed for said, printed in found.items() if said not in printed}
-        said = [line for line in good.splitlines() if line.startswith("note: ")]
-        assert not lacking and not [x for x in said if not any(map(x.count, OTHERS))], (
-            lacking,
-            said,
-        )
+def doctor_notes(printed: str) -> list[str]:
+    """The lines of notes that are the model doctor's."""
+    lines = []
+    for line in printed.splitlines():
+        if line.startswith("note: ") and not any(other in line for other in OTHERS):
+            lines.append(line)
+    return lines
 
 
 def check_what_is_seen_before_the_first_step_is_said(world):
-    said = (
-        "inputs are ",
-        "samples from all over the data have the same targets",
-        "3 classes apart, and the highest label of 60 samples from all over the data is 1: give --num",
-        "the last layer has 3 units and the data have 2 classes",
-        "classes Cat, cat differ by case",
-        "the last layer gives bfloat16",
-    )
-    x = numbers(1, 60)._arrays["x"]
-    all_wrong = {
-        "change": {"x": x * 200, "y": np.ones(60, np.int32)},
-        "names": ("Cat", "cat"),
-    }
-    found = dict.fromkeys(
-        said, notes(world, type("Bad", (Changed,), all_wrong), precision="bfloat16")
-    )
-    good = notes(world, type("Good", (Changed,), {"names": ("a", "b", "c")}))
-    judge(world, found, good)
+    class Bad(Small):
+        def sources(self):
+            train, val = super().sources()
+            x = train._arrays["x"] * 200
+            train = Arrays(x=x, y=np.ones(60, np.int32), id=train._arrays["id"])
+            train.class_names = ["Cat", "cat"]
+            return train, val
+
+    class Good(Small):
+        def sources(self):
+            train, val = super().sources()
+            train.class_names = ["a", "b", "c"]
+            return train, val
+
+    bad = printed_by(world, Bad, precision="bfloat16")
+    good = printed_by(world, Good)
+    # After all runs, as ranks make them together.
+    if world.is_chief:
+        for note in (
+            "inputs are ",
+            "samples from all over the data have the same targets",
+            "3 classes apart, and the highest label of 60 samples from all over the data is 1: give --num",
+            "the last layer has 3 units and the data have 2 classes",
+            "classes Cat, cat differ by case",
+            "the last layer gives bfloat16",
+        ):
+            assert note in bad, bad
+        assert not doctor_notes(good), good
 
 
 def check_what_the_first_steps_show_is_said(world):
-    wide = keras.initializers.RandomNormal(stddev=300.0, seed=1)
-    dead = {"units": 5, "activation": "relu", "bias_initializer": keras.initializers.Constant(-99)}
-    usual = {"global_batch_size": 60, "lr_policy": "constant"}
-    large = type("Large", (Changed,), {"head": {"kernel_initializer": wide}})
-    still = type("Still", (Changed,), {"layers": (keras.layers.Dense, dead)})
-    slow = notes(world, still, **usual, num_steps=100, base_lr=1e-6)
-    found = {
-        "the loss begins at ": notes(world, large, **usual, num_steps=1),
-        "did not change in 20 steps: the gradient is 0": slow,
-        "the loss did not fall in 100 steps": slow,
-    }
-    judge(world, found, notes(world, num_steps=120))
+    class Large(Small):
+        def build_model(self):
+            wide = keras.initializers.RandomNormal(stddev=300.0, seed=1)
+            body = keras.layers.Dense(5, activation="tanh")
+            return classifier(body, kernel_initializer=wide)
+
+    class Still(Small):
+        """Its ReLUs are dead."""
+
+        def build_model(self):
+            low = keras.initializers.Constant(-99)
+            return classifier(keras.layers.Dense(5, activation="relu", bias_initializer=low))
+
+    train = partial(printed_by, world, global_batch_size=60, lr_policy="constant")
+    large = train(Large, num_steps=1)
+    still = train(Still, num_steps=100, base_lr=1e-6)
+    good = printed_by(world, num_steps=120)
+    if world.is_chief:
+        assert "the loss begins at " in large, large
+        assert "did not change in 20 steps: the gradient is 0" in still, still
+        assert "the loss did not fall in 100 steps" in still, still
+        assert not doctor_notes(good), good
 
 
 def check_a_dry_run_learns_one_batch_by_heart(world):
-    said = "note: one batch was not learned by heart"
-    good = notes(world, dry_run=True, num_steps=60, base_lr=0.5)
-    slow = notes(world, dry_run=True, num_steps=60, base_lr=1e-6, virtual_ranks=4)
+    note = "note: one batch was not learned by heart"
+    good = printed_by(world, dry_run=True, num_steps=60, base_lr=0.5)
+    slow = printed_by(world, dry_run=True, num_steps=60, base_lr=1e-6, virtual_ranks=4)
     if world.is_chief:
         assert "learning by heart: in 50 steps the loss of one batch went from " in good
-        assert said not in good and said in slow and "the median layer" not in good
+        assert note not in good and note in slow and "the median layer" not in good
 
 
 def slow_check_a_dry_run_names_layers_whose_gradient_is_far_from_the_others(world):
     class Weak(Small):
-        """Layers that hardly count: one of three, or three of four."""
+        """One of three layers hardly counts."""
+
+        factors = (1.0, 1e-9)
 
         def build_model(self):
-            x = y = keras.Input((6,))
+            x = keras.Input((6,))
+            y = x
             for number, factor in enumerate(self.factors):
                 more = keras.layers.Dense(6, "tanh", name=f"layer{number}")(y)
                 y = y + keras.layers.Rescaling(factor)(more)
             return keras.Model(x, keras.layers.Dense(3, name="last")(y))
 
-    how, found = {"dry_run": True, "num_steps": 60, "weight_decay": 1e-3}, []
-    for factors in ((1.0, 1e-9), (1e-9, 1e-9, 1e-9)):
-        found.append(notes(world, type("Weak", (Weak,), {"factors": factors}), **how))
+    class MostlyWeak(Weak):
+        """Three of four layers hardly count."""
+
+        factors = (1e-9, 1e-9, 1e-9)
+
+    train = partial(printed_by, world, dry_run=True, num_steps=60, weight_decay=1e-3)
+    one_weak = train(Weak)
+    one_strong = train(MostlyWeak)
     if world.is_chief:
-        assert "gradient of layer1/kernel is over 1e+05 times as small as" in found[0], found[0]
-        assert "gradient of last/kernel is over 1e+05 times as large as" in found[1], found[1]
+        note = "gradient of layer1/kernel is over 1e+05 times as small as"
+        assert note in one_weak, one_weak
+        note = "gradient of last/kernel is over 1e+05 times as large as"
+        assert note in one_strong, one_strong
 
 
-L, SCALE = keras.layers, keras.initializers.Constant(1e-6)
+L = keras.layers
+SCALE = keras.initializers.Constant(1e-6)
 
 
 def _convolutional(x):
@@ -194,35 +206,49 @@ def _both_ways(x):
     return L.Bidirectional(L.GRU(16))(L.Dropout(0.1)(L.Reshape((48, 16))(x)))
 
 
-SOUND = (_convolutional, _grouped, _convnext, _squeezed, _vit, _mixer, _vgg, _selu)
-SOUND += (_recurrent, _both_ways)
+SOUND = (
+    _convolutional,
+    _grouped,
+    _convnext,
+    _squeezed,
+    _vit,
+    _mixer,
+    _vgg,
+    _selu,
+    _recurrent,
+    _both_ways,
+)
 
 
-class Pictures(Small):
-    """16 x 16 pixels around 0: one colour is brighter."""
+def of_pictures(body: Callable) -> type:
+    """A task of 16 x 16 pixels around 0, of which one colour is brighter."""
 
-    def sources(self):
-        rng, found = np.random.default_rng(3), []
-        for size in (120, 24):
-            y = rng.integers(0, 3, size).astype(np.int32)
-            x = rng.normal(size=(size, 16, 16, 3)) + 0.7 * np.eye(3)[y][:, None, None]
-            found.append(Arrays(x=x.astype(np.float32), y=y, id=np.arange(size)))
-        return found
+    class Pictures(Small):
+        def sources(self):
+            rng = np.random.default_rng(3)
+            splits = []
+            for size in (120, 24):
+                y = rng.integers(0, 3, size).astype(np.int32)
+                x = rng.normal(size=(size, 16, 16, 3)) + 0.7 * np.eye(3)[y][:, None, None]
+                splits.append(Arrays(x=x.astype(np.float32), y=y, id=np.arange(size)))
+            return splits
 
-    def build_model(self):
-        image = keras.Input((16, 16, 3))
-        return keras.Model(image, L.Dense(3)(self.body(image)))
+        def build_model(self):
+            image = keras.Input((16, 16, 3))
+            return keras.Model(image, L.Dense(3)(body(image)))
+
+    return Pictures
 
 
 def slow_check_sound_models_have_no_note(world):
     """The ten of SOUND: in a dry run, which learns a batch by heart, and in 120 steps."""
-    noted = {}
+    train = partial(
+        printed_by, world, num_steps=120, optimizer="adam", base_lr=3e-3, warmup_steps=10
+    )
+    notes = {}
     for body in SOUND:
-        task = type("Sound", (Pictures,), {"body": staticmethod(body)})
-        usual = {"num_steps": 120, "optimizer": "adam", "base_lr": 3e-3, "warmup_steps": 10}
-        for how in ({"dry_run": True}, {"log_every": 20}):
-            printed = notes(world, task, **usual | how)
-            said = [line for line in printed.splitlines() if line.startswith("note: ")]
-            noted[body.__name__, *how] = [x for x in said if not any(map(x.count, OTHERS))]
+        task = of_pictures(body)
+        notes[body.__name__, "dry run"] = doctor_notes(train(task, dry_run=True))
+        notes[body.__name__, "run"] = doctor_notes(train(task, log_every=20))
     if world.is_chief:
-        assert not any(noted.values()), {name: said for name, said in noted.items() if said}
+        assert not any(notes.values()), notes

@@ -1,4 +1,7 @@
-"""Objectives and optimizers against plain Keras; a step's batch is the whole training set."""
+"""Holds hvdkit.train.step.objective and hvdkit.train.optim on real ranks, by plain Keras.
+
+A step's batch is the whole training set.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -15,9 +18,19 @@ from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
 from hvdkit.train.optim.groups import Group
 from hvdkit.train.step import across
 
-SAMPLES, STEPS = 25, 3  # uneven shares on 2 and 3 ranks, also of 5 micro-batches
-EXACT = {"precision": "float64", "lr_policy": "constant", "momentum": 0.9, "warmup_steps": 0}
-EXACT |= {"global_batch_size": SAMPLES, "num_steps": STEPS, "eval_every": STEPS}
+SAMPLES = 25  # uneven shares on 2 and 3 ranks, also of 5 micro-batches
+STEPS = 3
+EXACT = {
+    "precision": "float64",
+    "lr_policy": "constant",
+    "momentum": 0.9,
+    "warmup_steps": 0,
+    "global_batch_size": SAMPLES,
+    "num_steps": STEPS,
+    "eval_every": STEPS,
+}
+# For tasks with optimizers of their own.
+WITHOUT_MOMENTUM = {name: value for name, value in EXACT.items() if name != "momentum"}
 
 
 def samples(seed: int) -> Arrays:
@@ -49,7 +62,8 @@ class Terms(Small):
 
     def loss(self, outputs, targets):
         labels, weights = targets
-        scores, box = outputs[:, :CLASSES], outputs[:, CLASSES:]
+        scores = outputs[:, :CLASSES]
+        box = outputs[:, CLASSES:]
         entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, scores)
         return {
             "label": (entropy, tf.ones_like(entropy)),
@@ -62,8 +76,13 @@ class Terms(Small):
 
 
 def means_of(task, outputs, targets) -> dict[str, tf.Tensor]:
-    found = {name: (*term, 1.0)[:3] for name, term in task.loss(outputs, targets).items()}
-    return {n: f * tf.reduce_sum(e * w) / tf.reduce_sum(w) for n, (e, w, f) in found.items()}
+    means = {}
+    for name, (losses, weights, *factor) in task.loss(outputs, targets).items():
+        total = tf.reduce_sum(losses * weights)
+        if factor:
+            total *= factor[0]
+        means[name] = total / tf.reduce_sum(weights)
+    return means
 
 
 def targets_of(data: Arrays):
@@ -75,19 +94,21 @@ def reference(world, task, make) -> tuple[keras.Model, list, dict]:
     """One process, one batch a step: the model, each step's terms, those of the second data."""
     folder(world)  # chooses the threads first
     set_precision("float64")
-    (x, more), model, steps = task.sources(), task.build_model(), []
+    train, val = task.sources()
+    model = task.build_model()
     rule = make()
+    steps = []
     for _ in range(STEPS):
         with tf.GradientTape() as tape:
-            means = means_of(task, model(x._arrays["x"], training=True), targets_of(x))
+            means = means_of(task, model(train._arrays["x"], training=True), targets_of(train))
             loss = tf.add_n(list(means.values()))
         rule.apply(
             tape.gradient(loss, [v.value for v in model.trainable_variables]),
             model.trainable_variables,
         )
-        steps.append({n: float(v) for n, v in means.items()})
-    last = means_of(task, model(more._arrays["x"]), targets_of(more))
-    return model, steps, {n: float(v) for n, v in last.items()}
+        steps.append({name: float(mean) for name, mean in means.items()})
+    last = means_of(task, model(val._arrays["x"]), targets_of(val))
+    return model, steps, {name: float(mean) for name, mean in last.items()}
 
 
 def sgd():
@@ -105,12 +126,12 @@ def slow_check_terms_are_divided_by_their_own_global_counts(world):
         ended = fit(world, Terms, **EXACT | {"eval_batch_size": 5} | settings)
         same(ended.weights(), [v.numpy() for v in model.variables], near)
         if world.is_chief:
-            records = [r for r in ended.records if "loss" in r]
+            records = [record for record in ended.records if "loss" in record]
             for record, means in zip(records, steps, strict=True):
-                same([record[f"loss/{n}"] for n in means], means.values(), near)
+                same([record[f"loss/{name}"] for name in means], means.values(), near)
                 same([record["loss"]], [sum(means.values())], near)
             scored = ended.records[-1]
-            same([scored[f"eval_loss/{n}"] for n in last], last.values(), near)
+            same([scored[f"eval_loss/{name}"] for name in last], last.values(), near)
             same([scored["eval_loss"]], [sum(last.values())], near)
 
 
@@ -121,31 +142,36 @@ def shrunk(x):
 
 
 def slow_check_terms_that_mix_samples_or_differ_between_ranks_are_refused(world):
-    if world.size != 2:  # alike on any number of ranks
+    if world.size != 2:  # the checks are the same on any number of ranks
         return
-    for change, words in (
-        (
-            lambda terms: {
-                "box": (terms["box"][0] * tf.reduce_mean(terms["box"][0]), *terms["box"][1:])
-            },
-            ("loss/box of", "one by one", "across.gather"),
-        ),
-        (
-            lambda terms: {"box": (shrunk(terms["box"][0]), *terms["box"][1:])},
-            ("gradient by the outputs", "one by one"),
-        ),
-        (lambda terms: {f"box{world.rank}": terms["box"]}, ("step.totals.box0",)),
-    ):
 
-        def loss(task, outputs, targets, change=change):
-            return change(Terms.loss(task, outputs, targets))
+    class Boxes(Terms):
+        """One term, whose losses `change` changes."""
 
-        task = type("Wrong", (Terms,), {"loss": loss})
-        fit(world, task, *words, code=BUG if "totals" in words[0] else WRONG_USE, **EXACT)
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)["box"]
+            return {"box": (self.change(losses), weights)}
+
+    class Mixed(Boxes):
+        def change(self, losses):
+            return losses * tf.reduce_mean(losses)
+
+    class Shrunk(Boxes):
+        def change(self, losses):
+            return shrunk(losses)
+
+    class NamedByRank(Terms):
+        def loss(self, outputs, targets):
+            return {f"box{world.rank}": super().loss(outputs, targets)["box"]}
+
+    mixed = ("loss/box of", "one by one", "across.gather")
+    fit(world, Mixed, *mixed, code=WRONG_USE, **EXACT)
+    fit(world, Shrunk, "gradient by the outputs", "one by one", code=WRONG_USE, **EXACT)
+    fit(world, NamedByRank, "step.totals.box0", code=BUG, **EXACT)
 
 
 def own_train(run, change):
-    """The task's own loss mixes no samples; run.loss is given another."""
+    """Trains with run.loss of other losses than the task's, which mix no samples."""
 
     def losses(micro):
         outputs = run.context.model(micro["inputs"], training=True)[:, 0]
@@ -169,10 +195,11 @@ def slow_check_own_losses_that_mix_samples_are_refused(world):
         (shrunk, "gradient"),
         (tf.identity, ""),
     ):
-        refused = name and world.size > 1
-        words = (f"run.loss(batch, losses): {name} of", "parts") if refused else ()
-        own = partial(own_train, change=change)
-        fit(world, Terms, *words, own_train=own, code=WRONG_USE if refused else DONE, **EXACT)
+        train = partial(fit, world, Terms, own_train=partial(own_train, change=change), **EXACT)
+        if name and world.size > 1:
+            train(f"run.loss(batch, losses): {name} of", "parts", code=WRONG_USE)
+        else:
+            train(code=DONE)
 
 
 def contrast(outputs, gather, places):
@@ -181,7 +208,7 @@ def contrast(outputs, gather, places):
     logits = first @ tf.transpose(gather(second)) * 3.0
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places(first), logits)
     everyone = gather(second)
-    # Its gradient comes as rows.
+    # tf.gather makes the gradient come as rows.
     hardest = tf.reduce_max(tf.gather(everyone, tf.range(tf.shape(everyone)[0])))
     return {
         "contrast": (losses, 1 + tf.square(tf.stop_gradient(first[:, 0]))),
@@ -195,9 +222,11 @@ class Contrastive(Terms):
 
 
 def slow_check_gathered_rows_give_the_gradient_of_the_global_loss(world):
-    alone = Terms(None)
-    alone.loss = lambda outputs, targets: contrast(outputs, tf.identity, lambda x: tf.range(len(x)))
-    model, steps, last = reference(world, alone, sgd)
+    class Alone(Terms):
+        def loss(self, outputs, targets):
+            return contrast(outputs, tf.identity, lambda x: tf.range(len(x)))
+
+    model, steps, last = reference(world, Alone(None), sgd)
     ended = fit(world, Contrastive, eval_batch_size=SAMPLES, **EXACT)
     same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
     if world.is_chief:
@@ -212,10 +241,15 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     if world.size != 2:
         return
 
-    def calls(change):
-        return lambda task, outputs, targets: (
-            {"a": change(outputs)} and Terms.loss(task, outputs, targets)
-        )
+    def calls(function):
+        """A task whose loss calls function(outputs) too."""
+
+        class Calls(Terms):
+            def loss(self, outputs, targets):
+                function(outputs)
+                return super().loss(outputs, targets)
+
+        return Calls
 
     def twice(x):
         return across.gather(across.gather(x)[: x.shape[0]])
@@ -223,12 +257,12 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     def in_a_tape(x):
         with tf.GradientTape() as tape:
             tape.watch(x)
-            found = tf.reduce_sum(x @ tf.transpose(across.gather(x)))
-        return tape.gradient(found, x)
+            products = tf.reduce_sum(x @ tf.transpose(across.gather(x)))
+        return tape.gradient(products, x)
 
-    counted = calls(lambda x: across.gather(tf.argmax(x, -1)))  # whole numbers alone
-    fit(world, type("Counts", (Terms,), {"loss": counted}), virtual_ranks=5, **EXACT)
-    for loss, settings, words in (
+    whole_numbers = calls(lambda x: across.gather(tf.argmax(x, -1)))
+    fit(world, whole_numbers, virtual_ranks=5, **EXACT)
+    for task, settings, words in (
         (calls(in_a_tape), {"virtual_ranks": 5}, ("no gradient of its own", "leave out")),
         (calls(across.gather), {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
         (
@@ -242,10 +276,13 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
         (calls(hvd.allgather), {}, ("HorovodAllgather", "across.gather")),
         (calls(lambda x: tf.map_fn(hvd.allreduce, x)), {}, ("HorovodAllreduce", "mean over ranks")),
     ):
-        task = type("Wrong", (Terms,), {"loss": loss})
         fit(world, task, *words, code=WRONG_USE, **EXACT | settings)
-    sums = {"sums": lambda task, outputs, targets: {"x": tf.reduce_sum(hvd.allreduce(outputs))}}
-    fit(world, type("Wrong", (Terms,), sums), "in evaluation, calls", code=WRONG_USE, **EXACT)
+
+    class Sums(Terms):
+        def sums(self, outputs, targets):
+            return {"x": tf.reduce_sum(hvd.allreduce(outputs))}
+
+    fit(world, Sums, "in evaluation, calls", code=WRONG_USE, **EXACT)
 
 
 class Signs(keras.optimizers.Optimizer):
@@ -279,48 +316,60 @@ class InTurns:
 
 
 class Grouped(Terms):
-    beta, rate = 0.5, 0.1  # of the third
+    beta = 0.5  # beta_1 of the third group
+    rate = 0.1  # of the third group
 
     def optimizer(self, model):
         first, second, third, _ = model.trainable_variables
-        takes = [[first], lambda v: v is second, [third], lambda v: True]
-        made = zip(takes, rules(self.beta), (1, 1, self.rate, 1.0))
-        return [Group(*parts) for parts in made]
+        muon, lion, adam, signs = rules(self.beta)
+        return [
+            Group([first], muon, 1),
+            Group(lambda variable: variable is second, lion, 1),
+            Group([third], adam, self.rate),
+            Group(lambda variable: True, signs, 1.0),
+        ]
 
 
 def slow_check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
-    settings = {n: v for n, v in EXACT.items() if n != "momentum"} | {"base_lr": 0.05}
-    own = type("Own", (Terms,), {"optimizer": lambda task, model: nesterov()})
-    for task, rule in ((Grouped, InTurns), (own, nesterov)):
+    class Nesterov(Terms):
+        def optimizer(self, model):
+            return nesterov()
+
+    train = partial(fit, world, base_lr=0.05, **WITHOUT_MOMENTUM)
+    for task, rule in ((Grouped, InTurns), (Nesterov, nesterov)):
         model, _, _ = reference(world, Terms(None), rule)
-        first = fit(world, task, **settings | {"num_steps": 1})
-        ended = fit(world, task, run_dir=first.folder, **settings)  # resumes
+        first = train(task, num_steps=1)
+        ended = train(task, run_dir=first.folder)  # resumes
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
 
 
 @kept_numbers()
 def check_averages_of_groups_are_kerass_and_resume_and_a_changed_rule_is_named(world):
-    settings = {n: v for n, v in EXACT.items() if n != "momentum"}
-    settings |= {"base_lr": 0.05, "ema_decay": 0.5, "eval_every": 1}
+    settings = WITHOUT_MOMENTUM | {"base_lr": 0.05, "ema_decay": 0.5, "eval_every": 1}
+    train = partial(fit, world, **settings)
     folder(world)  # chooses the threads first
     set_precision("float64")
     turns = InTurns(use_ema=True, ema_momentum=0.5)
     model, _, _ = reference(world, Terms(None), lambda: turns)
-    first = fit(world, Grouped, **settings | {"num_steps": 1})
-    ended = fit(world, Grouped, run_dir=first.folder, **settings)
+    first = train(Grouped, num_steps=1)
+    ended = train(Grouped, run_dir=first.folder)
     same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
     averages = [rule._model_variables_moving_average[0].numpy() for rule in turns.rules]
     assert not np.allclose(averages[0], model.variables[0], rtol=1e-6)
     model.set_weights(averages)
-    _, more = Terms(None).sources()
-    scored = sum(means_of(Terms(None), model(more._arrays["x"]), targets_of(more)).values())
+    _, val = Terms(None).sources()
+    scored = sum(means_of(Terms(None), model(val._arrays["x"]), targets_of(val)).values())
     if world.is_chief:
-        kept = ended.state(STEPS)
-        found = [kept[name] for name in sorted(kept) if name.startswith("ema/")]
-        same(found, averages, 1e-12)
+        state = ended.state(STEPS)
+        saved = [state[name] for name in sorted(state) if name.startswith("ema/")]
+        same(saved, averages, 1e-12)
         same([ended.records[-1]["eval_loss"]], [scored.numpy()], 1e-12)
-    other = type("Other", (Grouped,), {"beta": 0.6, "rate": 0.2})
-    again = fit(world, other, run_dir=first.folder, **settings | {"num_steps": STEPS + 1})
+
+    class Other(Grouped):
+        beta = 0.6
+        rate = 0.2
+
+    again = train(Other, run_dir=first.folder, num_steps=STEPS + 1)
     note = "the task's optimizer: group 2's beta_1 was 0.5, is 0.6, group 2's rate was 0.1, is 0.2"
     assert (note in again.printed) == world.is_chief, again.printed
     assert "the task's optimizer:" not in ended.printed
@@ -328,7 +377,11 @@ def check_averages_of_groups_are_kerass_and_resume_and_a_changed_rule_is_named(w
 
 def check_a_tasks_schedule_that_changed_is_named(world):
     def steady(rate):
-        return type("Steady", (Small,), {"schedule": lambda task, config: lambda step: rate})
+        class Steady(Small):
+            def schedule(self, config):
+                return lambda step: rate
+
+        return Steady
 
     first = fit(world, steady(0.1), num_steps=1)
     again = fit(world, steady(0.1), run_dir=first.folder, num_steps=2)
@@ -338,17 +391,24 @@ def check_a_tasks_schedule_that_changed_is_named(world):
     assert (words in ended.printed) == world.is_chief, ended.printed
 
 
-PLATEAU = {n: v for n, v in EXACT.items() if n != "lr_policy"}
-PLATEAU |= {"lr_policy": "plateau", "base_lr": 2.0, "num_steps": 7, "eval_every": 1}
-PLATEAU |= {"plateau_patience": 1, "plateau_factor": 0.5, "plateau_min_delta": 0.01}
-PLATEAU |= {"plateau_cooldown": 2, "warmup_steps": 2}
+PLATEAU = EXACT | {
+    "lr_policy": "plateau",
+    "base_lr": 2.0,
+    "num_steps": 7,
+    "eval_every": 1,
+    "plateau_patience": 1,
+    "plateau_factor": 0.5,
+    "plateau_min_delta": 0.01,
+    "plateau_cooldown": 2,
+    "warmup_steps": 2,
+}
 
 
 PARTS = [f"plateau/{name}" for name in ("factor", "best", "waited", "resting", "judged")]
 
 
 class Follows:
-    """What Keras's callback sees of a model: an optimizer's rate."""
+    """The part of a model that Keras's callback uses: an optimizer's rate."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -359,24 +419,27 @@ class ByPlateau:
 
     def __init__(self):
         self.rule = keras.optimizers.SGD(2.0, momentum=np.float64(0.9))
-        named = {"patience": 1, "factor": 0.5, "min_delta": 0.01, "cooldown": 2, "mode": "max"}
-        self.callback = keras.callbacks.ReduceLROnPlateau("score", **named)
+        self.callback = keras.callbacks.ReduceLROnPlateau(
+            "score", patience=1, factor=0.5, min_delta=0.01, cooldown=2, mode="max"
+        )
         self.callback.set_model(Follows(keras.optimizers.SGD(2.0)))
         self.callback.on_train_begin()
         self.rates = []
 
     def run(self, task):
-        model, steps = task.build_model(), PLATEAU["num_steps"]
-        (x, more) = task.sources()
-        for step in range(1, steps + 1):
-            self.rates.append(float(self.callback.model.optimizer.learning_rate) * min(step / 2, 1))
-            self.rule.learning_rate.assign(self.rates[-1])
+        model = task.build_model()
+        weights = model.trainable_variables
+        train, val = task.sources()
+        for step in range(1, PLATEAU["num_steps"] + 1):
+            rate = float(self.callback.model.optimizer.learning_rate) * min(step / 2, 1)
+            self.rates.append(rate)
+            self.rule.learning_rate.assign(rate)
             with tf.GradientTape() as tape:
-                means = means_of(task, model(x._arrays["x"], training=True), targets_of(x))
+                outputs = model(train._arrays["x"], training=True)
+                means = means_of(task, outputs, targets_of(train))
                 loss = tf.add_n(list(means.values()))
-            weights = model.trainable_variables
             self.rule.apply(tape.gradient(loss, [v.value for v in weights]), weights)
-            sums = task.sums(model(more._arrays["x"]), targets_of(more))
+            sums = task.sums(model(val._arrays["x"]), targets_of(val))
             score = task.metrics({name: float(value) for name, value in sums.items()})
             self.callback.on_epoch_end(step, {"score": score["accuracy"]})
         return model
@@ -394,20 +457,22 @@ def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
     whole = fit(world, Terms, **PLATEAU)
     same(whole.weights(), weights, 1e-9)
     assert ("the learning rate is lowered from 2 to 1:" in whole.printed) == world.is_chief
-    rare = PLATEAU | {"eval_every": 2}
-    rarely = fit(world, Terms, **rare)
-    for ends, settings, stopped in (
-        (whole, PLATEAU | {"num_steps": 4}, False),  # evaluated, its score in the checkpoint
-        (whole, PLATEAU, True),  # at an evaluation step, which the rerun evaluates
-        (rarely, rare, True),  # between two evaluations
-        (rarely, rare | {"num_steps": 4}, False),
+    rarely = fit(world, Terms, **PLATEAU | {"eval_every": 2})
+    for uninterrupted, changes, is_stopped in (
+        (whole, {"num_steps": 4}, False),  # evaluated, its score in the checkpoint
+        (whole, {}, True),  # at an evaluation step, which the rerun evaluates
+        (rarely, {"eval_every": 2}, True),  # between two evaluations
+        (rarely, {"eval_every": 2, "num_steps": 4}, False),
     ):
-        asked = SimpleNamespace(asked=stopped)
-        code = PREEMPTED if stopped else DONE
-        first = fit(world, Terms, code=code, stop_signal=asked, **settings)
-        ended = fit(world, Terms, run_dir=first.folder, **settings | {"num_steps": 7})
-        # At a rate of 2; and sums of three ranks have no fixed order.
-        same(ended.weights(), ends.weights(), 1e-9)
+        train = partial(fit, world, Terms, **PLATEAU | changes)
+        first = train(
+            code=PREEMPTED if is_stopped else DONE,
+            stop_signal=SimpleNamespace(asked=is_stopped),
+        )
+        ended = train(run_dir=first.folder, num_steps=7)
+        # The rate is 2, and sums of three ranks have no fixed order.
+        same(ended.weights(), uninterrupted.weights(), 1e-9)
         if world.is_chief:
-            kept, expected = ended.state(7), ends.state(7)
-            same([kept[n] for n in PARTS], [expected[n] for n in PARTS])
+            state = ended.state(7)
+            expected_state = uninterrupted.state(7)
+            same([state[name] for name in PARTS], [expected_state[name] for name in PARTS])

@@ -1,4 +1,7 @@
-"""Steps of one's own on real ranks, against one process that computes the same by itself."""
+"""Holds hvdkit.train.step.step: a step of one's own on real ranks computes what one process does.
+
+The references are written anew here, in plain Keras.
+"""
 
 from functools import partial
 from typing import ClassVar
@@ -16,10 +19,20 @@ from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, WRONG_USE
 from hvdkit.train.step import across
 
-SIZE, KEPT, WIDTH = 13, 20, 4  # shares of 7 and 6; rows of the queue; units of a key
+SIZE = 13  # samples: shares of 7 and 6
+KEPT = 20  # rows of the queue
+WIDTH = 4  # units of a key
 STEPS = 3
-EXACT = {"precision": "float64", "lr_policy": "constant", "momentum": 0.0, "base_lr": 0.1}
-EXACT |= {"warmup_steps": 0, "global_batch_size": SIZE, "num_steps": STEPS, "seed": 1}
+EXACT = {
+    "precision": "float64",
+    "lr_policy": "constant",
+    "momentum": 0.0,
+    "base_lr": 0.1,
+    "warmup_steps": 0,
+    "global_batch_size": SIZE,
+    "num_steps": STEPS,
+    "seed": 1,
+}
 
 
 def network(seed: int) -> keras.Model:
@@ -80,10 +93,11 @@ def trained(world, make, *words, task=Own, code=None, **settings):
 
 
 class Alone:
-    """What a step calls of a run, by plain Keras on one process and the whole batch."""
+    """The part of a run that a step calls, by plain Keras on one process and the whole batch."""
 
     def __init__(self, task=Own):
-        self.task, self.model = task(None), network(3)
+        self.task = task(None)
+        self.model = network(3)
         self.weights = [v.value for v in self.model.trainable_variables]
 
     def mean(self, pair):
@@ -101,12 +115,13 @@ def reference(world, step) -> Alone:
     folder(world)  # chooses the threads first
     set_precision("float64")
     alone = Alone()
-    held = numbers(1, SIZE)._arrays
-    sampler = Sampler(SIZE, SIZE, 1, 1, 0, 1)
+    samples = numbers(1, SIZE)._arrays
+    sampler = Sampler(SIZE, SIZE, micro_batches=1, seed=1, rank=0, size=1)
     for number in range(STEPS):
         ids = sampler.local_samples(tf.constant(number, tf.int64))[0].numpy().ravel()
-        x, y = np.float64(held["x"][ids]), held["y"][ids]
-        step(alone, {"inputs": tf.constant(x), "targets": tf.constant(y)}, number)
+        inputs = tf.constant(np.float64(samples["x"][ids]))
+        targets = tf.constant(samples["y"][ids])
+        step(alone, {"inputs": inputs, "targets": targets}, number)
     return alone
 
 
@@ -122,14 +137,14 @@ def require_equal(ended, task, alone, near=1e-12) -> None:
 
 def kept() -> tuple[type, list]:
     """A task's class, and the list that its newest object will be in."""
-    made = []
+    newest = []
 
     class Kept(Own):
         def __init__(self, config):
             super().__init__(config)
-            made[:] = [self]
+            newest[:] = [self]
 
-    return Kept, made
+    return Kept, newest
 
 
 def moco(task, model, micro, gather):
@@ -178,18 +193,21 @@ def check_state_of_gathered_rows_is_that_of_one_process(world):
 
     alone = reference(world, alone_step)
     for rules in ({}, {"task/queue/*": "same"}):
-        task, made = kept()
+        task, newest = kept()
         task.combines = rules
         ended = trained(world, make_moco, task=task)
-        require_equal(ended, made[0], alone)
+        require_equal(ended, newest[0], alone)
 
 
 def check_rules_for_gathered_rows_are_refused(world):
     if world.size == 1:
         return
     for name, rule in (("queue", "concatenate"), ("count", "sum")):
-        task = type("Wrong", (Own,), {"combines": {f"task/{name}/*": rule}})
-        trained(world, make_moco, name, "gathered already", "leave the rule out", task=task)
+
+        class Wrong(Own):
+            combines: ClassVar = {f"task/{name}/*": rule}
+
+        trained(world, make_moco, name, "gathered already", "leave the rule out", task=Wrong)
 
 
 def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world):
@@ -207,12 +225,12 @@ def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world)
 
         return step
 
-    task, made = kept()
+    task, newest = kept()
     x = np.float64(numbers(1, SIZE)._arrays["x"])[:, :WIDTH]
     for when in ("before", "after"):
         task.combines = {"task/centre/*": "mean"}
         trained(world, partial(make, when=when), task=task)
-        same(made[0].centre.numpy(), STEPS * np.mean(x, 0), 1e-12, 1e-12)
+        same(newest[0].centre.numpy(), STEPS * np.mean(x, 0), 1e-12, 1e-12)
     if world.size > 1:
         task.combines = {"task/centre/*": "sum"}
         trained(world, partial(make, when="after"), "task/centre", "another rule", task=task)
@@ -244,10 +262,13 @@ def check_a_step_that_is_not_finite_leaves_no_trace_of_what_the_step_itself_does
             run.weights[0].assign(tf.clip_by_value(0.99 * run.weights[0], -1.0, 1.0))
             return result
 
+        def arrays():
+            return [*held(task), *(np.asarray(weight) for weight in run.weights)]
+
         for batch in run.batches():
-            before = [*held(task), *map(np.asarray, run.weights)]
+            before = arrays()
             run.after_step(step(batch))
-            seen.append((before, [*held(task), *map(np.asarray, run.weights)]))
+            seen.append((before, arrays()))
 
     fit(world, Own, own_train=train, **EXACT | {"num_steps": 3}, code=None)
     (start, first), (also_first, second), *_ = seen  # the last step is tried before the first
@@ -300,19 +321,21 @@ def check_what_compares_samples_later_or_under_a_zero_head_is_refused(world):
 
         return step
 
-    def loss(task, outputs, targets):
-        each, weights = Small.loss(task, outputs, targets)
-        return each + tf.cast(spread(outputs), each.dtype), weights
+    class Hidden(Small):
+        """A head of zeros hides that the loss compares samples."""
 
-    def zero_head(task):
-        return classifier(kernel_initializer="zeros")
+        def build_model(self):
+            return classifier(kernel_initializer="zeros")
+
+        def loss(self, outputs, targets):
+            each, weights = super().loss(outputs, targets)
+            return each + tf.cast(spread(outputs), each.dtype), weights
 
     if world.size == 1:  # any loss is right there
         trained(world, grows)
     else:
         trained(world, grows, "samples together", "in two parts")
-        wrong = type("Wrong", (Small,), {"build_model": zero_head, "loss": loss})
-        fit(world, wrong, "samples together", "one by one", code=WRONG_USE)
+        fit(world, Hidden, "samples together", "one by one", code=WRONG_USE)
 
 
 def check_a_step_cannot_use_the_python_number_of_the_step(world):
@@ -335,28 +358,29 @@ def check_an_operation_that_fails_in_a_step_is_told_in_one_sentence(world):
     if world.size > 1:  # the others would wait: the rank's process ends
         return
 
-    def loss(task, outputs, targets):
-        each, weights = Small.loss(task, outputs, targets)
-        row = tf.gather(tf.zeros([3]), tf.cast(task.count, tf.int32))
-        task.count.assign_add(1)
-        return each + tf.cast(row, each.dtype), weights
+    class Fails(Small):
+        """At the fourth step it reads a row that is not there."""
 
-    def build(task):
-        task.count = tf.Variable(0, trainable=False)
-        return classifier()
+        def build_model(self):
+            self.count = tf.Variable(0, trainable=False)
+            return classifier()
 
-    wrong = type("Wrong", (Small,), {"build_model": build, "loss": loss})
-    ended = None
-    with mock.patch.object(logs, "complain") as said:
+        def loss(self, outputs, targets):
+            each, weights = super().loss(outputs, targets)
+            row = tf.gather(tf.zeros([3]), tf.cast(self.count, tf.int32))
+            self.count.assign_add(1)
+            return each + tf.cast(row, each.dtype), weights
+
+    code = None
+    with mock.patch.object(logs, "complain") as complain:
         try:
-            fit(world, wrong, code=None, num_steps=20)
+            fit(world, Fails, code=None, num_steps=20)
         except SystemExit as error:
-            ended = error.code
-    (message,) = said.call_args[0]
-    assert ended == BUG and "\n" not in message
-    assert message.startswith("the step failed on rank 0, at step ") and "[0, 3)" in message, (
-        message
-    )
+            code = error.code
+    (message,) = complain.call_args[0]
+    assert code == BUG and "\n" not in message
+    assert message.startswith("the step failed on rank 0, at step "), message
+    assert "[0, 3)" in message, message
 
 
 def slow_check_losses_may_use_a_tensor_of_the_step(world):
@@ -369,11 +393,11 @@ def slow_check_losses_may_use_a_tensor_of_the_step(world):
     alone = reference(world, alone_step)
     ended = trained(world, annealed)
     same(ended.weights(), [v.numpy() for v in alone.model.variables], 1e-12, 1e-12)
-    even = {"global_batch_size": 12}
-    plain = trained(world, annealed, **even)
-    for more in ({"accumulation_steps": 2}, {"jit": True}):
-        ended = trained(world, annealed, **even | more)
-        same(ended.weights(), plain.weights(), 1e-12, 1e-12)
+    plain = trained(world, annealed, global_batch_size=12)
+    in_two = trained(world, annealed, global_batch_size=12, accumulation_steps=2)
+    by_xla = trained(world, annealed, global_batch_size=12, jit=True)
+    same(in_two.weights(), plain.weights(), 1e-12, 1e-12)
+    same(by_xla.weights(), plain.weights(), 1e-12, 1e-12)
 
 
 def sharp(run):
@@ -417,10 +441,9 @@ def check_sharpness_aware_minimization_is_that_of_one_process(world):
     alone = reference(world, alone_step)
     ended = trained(world, sharp)
     same(ended.weights(), [v.numpy() for v in alone.model.variables], 1e-12, 1e-12)
-    even = {"global_batch_size": 12}
-    plain = trained(world, sharp, **even)
-    more = trained(world, sharp, accumulation_steps=2, **even)
-    same(more.weights(), plain.weights(), 1e-12, 1e-12)
+    plain = trained(world, sharp, global_batch_size=12)
+    in_two = trained(world, sharp, global_batch_size=12, accumulation_steps=2)
+    same(in_two.weights(), plain.weights(), 1e-12, 1e-12)
 
 
 def two_losses(outputs, targets):
@@ -436,9 +459,10 @@ def two_losses(outputs, targets):
 def surgery(first, second):
     """PCGrad (Yu et al. 2020), of two gradients: each without its part against the other."""
     dot = tf.add_n([tf.reduce_sum(a * b) for a, b in zip(first, second)])
-    norms = [tf.square(tf.linalg.global_norm(x)) for x in (first, second)]
     against = tf.minimum(dot, 0.0)
-    return [a - against / norms[1] * b + b - against / norms[0] * a for a, b in zip(first, second)]
+    first_share = against / tf.square(tf.linalg.global_norm(first))
+    second_share = against / tf.square(tf.linalg.global_norm(second))
+    return [a - second_share * b + b - first_share * a for a, b in zip(first, second)]
 
 
 def projected(run, **names):
@@ -449,8 +473,9 @@ def projected(run, **names):
     def step(batch):
         with tf.GradientTape(persistent=True) as tape:
             means = run.losses(batch, losses)
-        slopes = [summed(run, tape, means[name], **names) for name in ("first", "second")]
-        return run.update(surgery(*slopes))
+        first = summed(run, tape, means["first"], **names)
+        second = summed(run, tape, means["second"], **names)
+        return run.update(surgery(first, second))
 
     return step
 
@@ -460,8 +485,9 @@ def slow_check_gradients_of_each_loss_are_those_of_one_process(world):
         with tf.GradientTape(persistent=True) as tape:
             terms = two_losses(alone.model(micro["inputs"], training=True), micro["targets"])
             means = {name: alone.mean(pair) for name, pair in terms.items()}
-        slopes = [tape.gradient(means[name], alone.weights) for name in ("first", "second")]
-        alone.descend(surgery(*slopes))
+        first = tape.gradient(means["first"], alone.weights)
+        second = tape.gradient(means["second"], alone.weights)
+        alone.descend(surgery(first, second))
 
     alone = reference(world, alone_step)
     ended = trained(world, projected)
@@ -481,9 +507,10 @@ def check_what_makes_weights_depend_on_the_ranks_is_refused(world):
             with tf.GradientTape() as tape:
                 loss = run.loss(batch)
             slopes, _ = tf.clip_by_global_norm(tape.gradient(loss, run.weights), 1e-3)
-            return run.update(
-                [hvd.allreduce(s, op=hvd.Sum, name=f"s{i}") for i, s in enumerate(slopes)]
-            )
+            sums = []
+            for number, slope in enumerate(slopes):
+                sums.append(hvd.allreduce(slope, op=hvd.Sum, name=f"slope{number}"))
+            return run.update(sums)
 
         return step
 
@@ -517,20 +544,23 @@ class Adds(keras.layers.Layer):
 
 
 def balance(x, gather):
-    """As of a mixture of experts: shares of the samples times mean probabilities."""
+    """The loss of a mixture of experts: shares of the samples times mean probabilities."""
     gates = tf.nn.softmax(gather(x))
     chosen = tf.one_hot(tf.argmax(gates, -1), gates.shape[-1], dtype=gates.dtype)
     return 0.5 * tf.reduce_sum(tf.reduce_mean(chosen, 0) * tf.reduce_mean(gates, 0))
 
 
-def adding(make):
-    def build_model(task):
-        model = network(3)
-        draws = keras.layers.Dropout(0.5)(model.output, training=True)
-        added = Adds(make)(model.output)
-        return keras.Model(model.input, added + 0.0 * draws)
+def adding(make) -> type:
+    """A task whose model adds the loss `make(x, gather)` of its outputs."""
 
-    return type("Adding", (Own,), {"build_model": build_model})
+    class Adding(Own):
+        def build_model(self):
+            model = network(3)
+            draws = keras.layers.Dropout(0.5)(model.output, training=True)
+            added = Adds(make)(model.output)
+            return keras.Model(model.input, added + 0.0 * draws)
+
+    return Adding
 
 
 def check_losses_that_a_model_adds_are_means_over_samples_or_refused(world):
@@ -571,17 +601,28 @@ class Queued(Own):
 
 
 def slow_check_state_of_rows_that_virtual_ranks_gather_is_that_of_one_process(world):
-    even = {"global_batch_size": 12}
-    found = []
-    for more in ({}, {"virtual_ranks": 2}):
-        task, made = kept()
+    def arrays(**settings):
+        task, newest = kept()
         task.loss = Queued.loss
-        ended = fit(world, task, **EXACT | even | more)
-        found.append([*ended.weights(), *held(made[0])])
-    same(*found, 1e-6, 1e-6)
-    ruled = type("Ruled", (Queued,), {"combines": {"task/queue/*": "concatenate"}})
-    words = ("queue", "gathered already", "leave the rule out")
-    fit(world, ruled, *words, virtual_ranks=2, code=WRONG_USE, **EXACT | even)
+        ended = fit(world, task, **EXACT | settings)
+        return [*ended.weights(), *held(newest[0])]
+
+    plain = arrays(global_batch_size=12)
+    virtual = arrays(global_batch_size=12, virtual_ranks=2)
+    same(plain, virtual, 1e-6, 1e-6)
+
+    class Ruled(Queued):
+        combines: ClassVar = {"task/queue/*": "concatenate"}
+
+    fit(
+        world,
+        Ruled,
+        "queue",
+        "gathered already",
+        "leave the rule out",
+        code=WRONG_USE,
+        **EXACT | {"global_batch_size": 12, "virtual_ranks": 2},
+    )
 
 
 def slow_check_losses_that_use_samples_of_the_whole_batch_are_refused_in_micro_batches(world):
@@ -604,6 +645,11 @@ def slow_check_losses_that_use_samples_of_the_whole_batch_are_refused_in_micro_b
         return step
 
     trained(world, make)
-    more = {"global_batch_size": 12, "accumulation_steps": 2}
-    words = ("run.loss(batch, losses): ", "in two parts")
-    trained(world, make, *words, **more)
+    trained(
+        world,
+        make,
+        "run.loss(batch, losses): ",
+        "in two parts",
+        global_batch_size=12,
+        accumulation_steps=2,
+    )

@@ -1,4 +1,4 @@
-"""Reduced gradients on real ranks against plain references; run by test_small_runs.py."""
+"""Holds hvdkit.train.step.reduction: gradients reduced on real ranks, against plain references."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ PLAIN = Settings(global_batch_size=12, num_steps=100, base_lr=0.1, momentum=0.0)
 
 
 def summing(config, loss, variables):
-    """A function whose result a run's step has with these settings: the gradients of all ranks."""
+    """A function that returns what a run's step gets with these settings: all ranks' gradients."""
 
     @tf.function
     def step():
@@ -38,12 +38,12 @@ def summing(config, loss, variables):
 
 def towers(world, loss, variables):
     """The gradients of each rank's loss."""
-    found = []
+    gradients_of_ranks = []
     for rank in range(world.size):
         with tf.GradientTape() as tape:
             value = loss(rank)
-        found.append(tape.gradient(value, [raw(v) for v in variables]))
-    return found
+        gradients_of_ranks.append(tape.gradient(value, [raw(v) for v in variables]))
+    return gradients_of_ranks
 
 
 def equal_shares(world):
@@ -83,8 +83,12 @@ def repeated(world):
     keras.utils.set_random_seed(7)
     kinds = ("float32", "float64", "float32")
     blocks = [keras.Sequential([keras.layers.Dense(4, name="sub", dtype=t)]) for t in kinds]
-    unused, table = keras.layers.Dense(4, name="sub"), keras.layers.Embedding(9, 4, name="sub")
-    model = Called(through_all, blocks=blocks, unused=unused, table=table)
+    model = Called(
+        through_all,
+        blocks=blocks,
+        unused=keras.layers.Dense(4, name="sub"),
+        table=keras.layers.Embedding(9, 4, name="sub"),
+    )
     model(tf.zeros([1, 2], tf.int32))
     names = [raw(v).name for v in model.trainable_variables]
     assert len(names) == 9 and len(set(names)) < 7, names
@@ -92,8 +96,13 @@ def repeated(world):
     def loss(rank=world.rank):
         return tf.reduce_sum(tf.square(model(tf.constant([[1, 1, 2 + rank]])) - 1))
 
-    of_ranks = zip(*towers(world, loss, model.trainable_variables))
-    sums = [g[0] if g[0] is None else tf.add_n([*map(tf.convert_to_tensor, g)]) for g in of_ranks]
+    sums = []
+    for of_ranks in zip(*towers(world, loss, model.trainable_variables)):
+        if of_ranks[0] is None:
+            sums.append(None)
+        else:
+            dense = [tf.convert_to_tensor(gradient) for gradient in of_ranks]
+            sums.append(tf.add_n(dense))
     return model, loss, sums
 
 
@@ -135,7 +144,10 @@ def check_compression_halves_what_travels_and_stays_close(world):
     for compression, digits in (("fp16", 2e-3), ("bf16", 2e-2)):
         config = dataclasses.replace(PLAIN, compression=compression)
         grads = summing(config, loss, model.trainable_variables)()
-        worst = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in zip(grads, exact))
+        worst = 0.0
+        for ours, theirs in zip(grads, exact):
+            difference = np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs))
+            worst = max(worst, difference)
         assert 1e-6 < worst < digits, (compression, worst)
 
         wires = collectives(config, model, loss)
@@ -157,15 +169,15 @@ def check_small_gradients_travel_in_packs_and_all_in_groups(world):
         ({"gradient_groups": 2}, ["[5, 6] [6])", "[6, 3] [3])"]),
     ):
         config = dataclasses.replace(PLAIN, **flags)
-        shapes = [c.split("float32 ")[1] for c in collectives(config, model, loss)]
+        shapes = [wire.split("float32 ")[1] for wire in collectives(config, model, loss)]
         assert sorted(shapes) == expected, shapes
 
 
 def check_parts_of_16_bits_are_added_in_32(world):
     """256 and then 1 of each rank: bfloat16's next number after 256 is 258."""
-    own = 256.0 if world.is_chief else 1.0
+    factor = 256.0 if world.is_chief else 1.0
     variable = keras.Variable(np.ones(5, np.float32), name="kernel")
     config = dataclasses.replace(PLAIN, compression="bf16")
-    (grad,) = summing(config, lambda: own * tf.reduce_sum(raw(variable)), [variable])()
+    (grad,) = summing(config, lambda: factor * tf.reduce_sum(raw(variable)), [variable])()
     exact = tf.cast(tf.cast(256.0 + world.size - 1, tf.bfloat16), tf.float32)
     np.testing.assert_array_equal(grad, np.full(5, exact))

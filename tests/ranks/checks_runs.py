@@ -1,9 +1,10 @@
-"""Run on real ranks by test_small_runs.py: what a run promises when something is unusual."""
+"""Holds hvdkit.run.loop on real ranks: what a run promises when something is unusual."""
 
 import dataclasses
 import json
 import re
 import time
+from functools import partial
 from unittest import mock
 
 import horovod.tensorflow as hvd
@@ -43,28 +44,40 @@ class AddsLosses(Small):
             layer.add_loss(0.3 * tf.reduce_mean(tf.square(x)))
             return x
 
-        kinds = {"kernel": 0.1, "bias": 0.2, "activity": 0.05}
-        l2 = {f"{kind}_regularizer": keras.regularizers.L2(x) for kind, x in kinds.items()}
-        return classifier(keras.layers.Dense(5, activation="tanh", **l2), Step(centred))
+        body = keras.layers.Dense(
+            5,
+            activation="tanh",
+            kernel_regularizer=keras.regularizers.L2(0.1),
+            bias_regularizer=keras.regularizers.L2(0.2),
+            activity_regularizer=keras.regularizers.L2(0.05),
+        )
+        return classifier(body, Step(centred))
 
 
 def batch_ids(step: int, size: int = 60) -> list[int]:
     """The samples of the global batch of a step, which is counted from 0."""
-    order = Sampler(size, USUAL["global_batch_size"], 1, 1, 0, 1)
+    order = Sampler(size, USUAL["global_batch_size"], micro_batches=1, seed=1, rank=0, size=1)
     return order.local_samples(tf.constant(step, tf.int64))[0].numpy().tolist()
 
 
 def plain_sgd(weights, steps, *, size: int = 60, adds: bool = False) -> tuple[list, list[tuple]]:
-    """Steps in one process on Small, or AddsLosses (`adds`): the weights, and the figures of each step."""
-    source, figures, model = numbers(1, size), [], [tf.Variable(w) for w in weights]
+    """Steps in one process on Small, or AddsLosses (`adds`): the weights, and each step's figures.
+
+    Figures are the task's loss, the loss that the model adds, and the gradient's norm.
+    """
+    source = numbers(1, size)
+    model = [tf.Variable(weight) for weight in weights]
+    kernel, bias, head_kernel, head_bias = model
+    figures = []
     for step in steps:
-        batch = [source.read(tf.constant(i)) for i in batch_ids(step, size)]
-        x, y = (tf.stack([b[name] for b in batch]) for name in ("x", "y"))
+        batch = [source.read(tf.constant(number)) for number in batch_ids(step, size)]
+        x = tf.stack([sample["x"] for sample in batch])
+        y = tf.stack([sample["y"] for sample in batch])
         with tf.GradientTape() as tape:
-            hidden = tf.tanh(tf.cast(x, tf.float64) @ model[0] + model[1])
-            logits = hidden @ model[2] + model[3]
+            hidden = tf.tanh(tf.cast(x, tf.float64) @ kernel + bias)
+            logits = hidden @ head_kernel + head_bias
             task = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
-            added = 0.1 * tf.reduce_sum(model[0] ** 2) + 0.2 * tf.reduce_sum(model[1] ** 2)
+            added = 0.1 * tf.reduce_sum(kernel**2) + 0.2 * tf.reduce_sum(bias**2)
             added += 0.05 * tf.reduce_sum(hidden**2) / len(batch)
             added += 0.3 * tf.reduce_mean(hidden**2)
             loss = task + added if adds else task
@@ -85,8 +98,10 @@ def check_losses_that_the_model_adds_count_once(world):
         ended = fit(world, AddsLosses, **PLAIN_SGD, num_steps=4, accumulation_steps=micro_batches)
         same(ended.weights(), model, 1e-7, 1e-8)  # Keras makes the regularizers' numbers float32
         if world.is_chief:
-            names = ("loss", "keras_loss", "grad_norm")
-            logged = [[r[n] for n in names] for r in ended.records if "loss" in r]
+            logged = []
+            for record in ended.records:
+                if "loss" in record:
+                    logged.append([record["loss"], record["keras_loss"], record["grad_norm"]])
             np.testing.assert_allclose(logged, figures, rtol=1e-7)
 
 
@@ -94,9 +109,12 @@ class Normalized(Small):
     """Batch norm and Keras's dropout: a forward pass moves statistics and a seed."""
 
     def build_model(self):
-        body = keras.layers.Dense(5, activation="tanh")
-        norm, drop = keras.layers.BatchNormalization(), keras.layers.Dropout(0.3)
-        return classifier(body, norm, drop, dtype="float32")
+        return classifier(
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            dtype="float32",
+        )
 
 
 def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
@@ -109,39 +127,45 @@ def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
             with tf.control_dependencies([fine]):
                 return tf.nest.map_structure(tf.identity, example)
 
-    settings = {"num_steps": 5, "checkpoint_every": 3, "deterministic": False}
-    ended = fit(world, Unreadable, f"sample {bad} is torn", code=WRONG_USE, **settings)
-    good = fit(world, Normalized, **settings)
+    train_five = partial(fit, world, num_steps=5, checkpoint_every=3, deterministic=False)
+    ended = train_five(Unreadable, f"sample {bad} is torn", code=WRONG_USE)
+    good = train_five(Normalized)
     saved = ended.state(3)
     if world.is_chief:
         assert ended.checkpoints == ["step-00000003"]
         assert saved.keys() == good.state(3).keys()
         same(saved.values(), good.state(3).values())
-    # What the model holds is what was saved: nothing moved in the step that was not applied.
-    same([saved[n] for n in saved if n.startswith("model/")], ended.weights())
+    # The model holds what was saved: nothing moved in the step that was not applied.
+    model = [value for name, value in saved.items() if name.startswith("model/")]
+    same(model, ended.weights())
 
 
 def slow_check_float16_that_only_skips_ends_as_diverged(world):
-    build = {"build_model": lambda task: classifier(keras.layers.Dense(5), dtype="float32")}
-    half = type("Half", (Small,), build)
-    words = ("steps in a row skipped", "loss scale", "learning rate")
-    settings = {"precision": "float16", "num_steps": 10}
-    ended = fit(world, half, *words, code=DIVERGED, base_lr=1e30, **settings)
+    class Half(Small):
+        def build_model(self):
+            return classifier(keras.layers.Dense(5), dtype="float32")
+
+    train_half = partial(fit, world, Half, precision="float16", num_steps=10)
+    ended = train_half(
+        "steps in a row skipped", "loss scale", "learning rate", code=DIVERGED, base_lr=1e30
+    )
     assert not world.is_chief or ended.summary["exit_reason"] == "diverged"
-    fit(world, half, **settings)
+    train_half()
 
 
 def slow_check_a_loss_of_bfloat16_is_added_up_in_float32(world):
-    """Logits of bfloat16, as a model without a float32 head gives them."""
-    exact, ended = (fit(world, num_steps=2, precision=p) for p in ("float32", "bfloat16"))
+    """Logits are of bfloat16, as a model without a float32 head gives them."""
+    exact = fit(world, num_steps=2, precision="float32")
+    ended = fit(world, num_steps=2, precision="bfloat16")
     if world.is_chief:
         np.testing.assert_allclose(ended.losses, exact.losses, rtol=2e-2)
         # A sum in bfloat16 has two or three digits: float32's mean of 12 losses has more.
-        assert all(np.float32(x).view(np.uint32) & 0xFFFF for x in ended.losses), ended.losses
+        for loss in ended.losses:
+            assert np.float32(loss).view(np.uint32) & 0xFFFF, ended.losses
 
 
 def check_state_that_drifts_apart_is_named_at_the_first_save(world):
-    """What each rank saw of its own share, from the third step on: the trial does not see it."""
+    """A statistic of each rank's own share, from the third step on: the trial does not see it."""
 
     def later(layer, x, training):
         if training:
@@ -151,35 +175,40 @@ def check_state_that_drifts_apart_is_named_at_the_first_save(world):
 
     class Task(Small):
         def build_model(self):
-            parts = [weight(name, trainable=False) for name in ("seen", "steps")]
-            return classifier(Step(later, lambda layer: [w(layer) for w in parts], name="memory"))
+            def make(layer):
+                weight("seen", trainable=False)(layer)
+                weight("steps", trainable=False)(layer)
 
-    words = ["memory/seen"] if world.size > 1 else []
-    code = BUG if world.size > 1 else DONE
-    ended = fit(world, Task, *words, code=code, checkpoint_every=2, num_steps=6)
-    assert world.size == 1 or ended.checkpoints == ["step-00000002"], ended.checkpoints
+            return classifier(Step(later, make, name="memory"))
+
+    train_six = partial(fit, world, Task, checkpoint_every=2, num_steps=6)
+    if world.size == 1:
+        train_six()
+    else:
+        ended = train_six("memory/seen", code=BUG)
+        assert ended.checkpoints == ["step-00000002"], ended.checkpoints
 
 
 def check_moving_statistics_are_alike_after_a_run(world):
-    for mode in ("none", "moments"):  # else the run's own check of the final weights ends it
+    for mode in ("none", "moments"):  # others end by the run's own check of the final weights
         ended = fit(world, Normalized, bn_sync=mode)
         everyone = world.gather_objects(world_lib.weights_sha256(ended.model.variables), "hashes")
         assert len({*everyone}) == 1, mode
-        noted = "normalize with each rank's own batch" in ended.printed
-        assert noted == (world.size > 1 and world.is_chief), ended.printed
+        is_noted = "normalize with each rank's own batch" in ended.printed
+        assert is_noted == (world.size > 1 and world.is_chief), ended.printed
 
 
 def check_ranks_whose_weights_differ_in_the_end_are_named(world):
     """The run's own check, seen to fail: one rank's weights are changed after the last step."""
 
-    def drifted(run):
+    def summarize_drifted(run, ending):
         if run.world.rank == 1:
             run.weights[0].assign_add(tf.ones_like(run.weights[0]))
         summarize(run, None)
 
     summarize = loop.Run._summarize
     if world.size > 1:
-        with mock.patch.object(loop.Run, "_summarize", lambda run, ending: drifted(run)):
+        with mock.patch.object(loop.Run, "_summarize", summarize_drifted):
             fit(world, Small, "final weights on rank 1", code=BUG)
 
 
@@ -200,10 +229,17 @@ class Dropped(Ragged):
 
 
 def slow_check_positions_that_a_loss_leaves_out_by_shape_count_as_those_of_weight_0(world):
-    settings = {"precision": "float64", "momentum": 0.0, "global_batch_size": 8, "num_steps": 4}
-    settings |= {"accumulation_steps": 2}
-    whole = fit(world, Ragged, **settings)
-    same(fit(world, Dropped, **settings).weights(), whole.weights(), 1e-12, 1e-15)
+    train_four = partial(
+        fit,
+        world,
+        precision="float64",
+        momentum=0.0,
+        global_batch_size=8,
+        num_steps=4,
+        accumulation_steps=2,
+    )
+    whole = train_four(Ragged)
+    same(train_four(Dropped).weights(), whole.weights(), 1e-12, 1e-15)
 
 
 class ActivityLoss(Small):
@@ -220,7 +256,8 @@ class CalledTwice(ActivityLoss):
 
 
 def slow_check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(world):
-    once, twice = (fit(world, t, precision="float64") for t in (ActivityLoss, CalledTwice))
+    once = fit(world, ActivityLoss, precision="float64")
+    twice = fit(world, CalledTwice, precision="float64")
     same(twice.weights(), once.weights(), 1e-12)
 
 
@@ -229,8 +266,12 @@ def check_a_learning_rate_that_is_no_number_or_negative_leaves_no_trace(world):
 
         class Task(Small):
             def schedule(self, config, rate=rate):
-                # In a step alone: a schedule that is wrong when it is looked at is refused.
-                return lambda step: tf.where(step == 1, rate if tf.inside_function() else 0.1, 0.1)
+                def rate_at(step):
+                    # Only in a step: a schedule that is wrong when it is looked at is refused.
+                    at_step_1 = rate if tf.inside_function() else 0.1
+                    return tf.where(step == 1, at_step_1, 0.1)
+
+                return rate_at
 
         ended = fit(world, Task, "at step 2", words, code=DIVERGED, checkpoint_every=1)
         assert ended.checkpoints == ["step-00000001"]
@@ -247,28 +288,31 @@ def check_a_benchmark_tells_where_the_time_goes(world):
     record = measured(world, acting(lambda *of: time.sleep(0.1), settles=False))
     if not world.is_chief:
         return
-    shares, seconds = record["shares_of_a_step"], record["seconds_a_step"]
-    assert shares["bookkeeping"] * seconds >= 0.1 and shares["bookkeeping"] + shares["input"] < 1
+    shares = record["shares_of_a_step"]
+    assert shares["bookkeeping"] * record["seconds_a_step"] >= 0.1
+    assert shares["bookkeeping"] + shares["input"] < 1
     assert (shares["reduction_alone"] is None) == (world.size == 1)
-    rates = [own["samples_per_second"] for own in record["by_rank"]]
+    rates = [rank["samples_per_second"] for rank in record["by_rank"]]
     assert len(rates) == record["ranks"] == world.size
     mean = record["samples_per_second"]["mean"]
     np.testing.assert_allclose(mean, np.mean(np.sum(rates, 0)), rtol=1e-12)
-    assert (record["warm_up_steps"], record["steps_a_window"]) == (5, 1)
+    assert record["warm_up_steps"] == 5
+    assert record["steps_a_window"] == 1
     assert record["trained_parameters"] == (FEATURES + 1) * 5 + (5 + 1) * CLASSES
     products = FEATURES * 5 + 5 * CLASSES
     assert record["model_flops"]["training_a_sample"] == 3 * 2 * products
-    assert "utilization" not in record["model_flops"]  # of CPUs
-    assert all(own["host_peak_bytes"] > 2**27 for own in record["by_rank"])
+    assert "utilization" not in record["model_flops"]  # it is not known for CPUs
+    assert all(rank["host_peak_bytes"] > 2**27 for rank in record["by_rank"])
 
 
 def slow_check_a_benchmark_sums_as_the_step_does(world):
     if world.size == 1:
         return
-    virtual = {"virtual_ranks": 2, "deterministic": True, "cpu_threads": 1}
-    for settings in (virtual, {"compression": "bf16", "accumulation_steps": 2}):
-        record = measured(world, **settings)
-        assert not world.is_chief or 0 < record["seconds_of_reduction_alone"] < 60
+    virtual = measured(world, virtual_ranks=2, deterministic=True, cpu_threads=1)
+    compressed = measured(world, compression="bf16", accumulation_steps=2)
+    if world.is_chief:
+        assert 0 < virtual["seconds_of_reduction_alone"] < 60
+        assert 0 < compressed["seconds_of_reduction_alone"] < 60
 
 
 def slow_check_a_rate_is_not_suggested_from_too_few_steps(world):
@@ -277,27 +321,35 @@ def slow_check_a_rate_is_not_suggested_from_too_few_steps(world):
 
 
 def check_other_code_on_another_host_is_refused_by_name(world):
-    found = dict(fingerprints.code(project.folder(), project.ENGINE))
-    assert {"train.py", "hvdkit/ranks/world.py"} <= found.keys()
-    assert not any(name.startswith("tests/") for name in found)
+    code = dict(fingerprints.code(project.folder(), project.ENGINE))
+    assert {"train.py", "hvdkit/ranks/world.py"} <= code.keys()
+    assert not any(name.startswith("tests/") for name in code)
     if world.size == 1:
         return
-    other = {0: {}, 1: {"step.py": "other", "tasks/mine.py": "more"}}[world.rank]
-    words = ("step.py, tasks/mine.py on ", "(rank 1)")
-    with mock.patch.object(fingerprints, "code", lambda *folders: found | other):
-        ended = fit(dataclasses.replace(world, local_rank=0), Small, *words, code=WRONG_USE)
+    if world.rank == 1:
+        code |= {"step.py": "other", "tasks/mine.py": "more"}
+    with mock.patch.object(fingerprints, "code", lambda *folders: code):
+        ended = fit(
+            dataclasses.replace(world, local_rank=0),
+            Small,
+            "step.py, tasks/mine.py on ",
+            "(rank 1)",
+            code=WRONG_USE,
+        )
     assert ended.model is None
 
 
 def slow_check_other_packages_are_refused_and_other_devices_told(world):
-    own = fingerprints.here()
-    for name, refused in (("keras", True), ("device", False)):
-        mine = own | ({name: "another"} if world.rank == 1 else {})
-        with mock.patch.object(fingerprints, "here", lambda mine=mine: mine):
-            ended = fit(world, num_steps=1, code=WRONG_USE if refused and world.size > 1 else DONE)
-        said = ended.message if refused else ended.printed
-        if world.size > 1 and (refused or world.is_chief):
-            assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in said, said
+    for name, is_refused in (("keras", True), ("device", False)):
+        here = dict(fingerprints.here())
+        if world.rank == 1:
+            here[name] = "another"
+        with mock.patch.object(fingerprints, "here", lambda here=here: here):
+            code = WRONG_USE if is_refused and world.size > 1 else DONE
+            ended = fit(world, num_steps=1, code=code)
+        text = ended.message if is_refused else ended.printed
+        if world.size > 1 and (is_refused or world.is_chief):
+            assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in text, text
 
 
 def loop_of(make, after):
@@ -325,25 +377,28 @@ usual_loop = loop_of(plain, usual)
 
 def check_a_lora_run_starts_a_plain_one_with_merged_kernels(world):
     def tuned():
-        made = classifier(keras.layers.Dense(5, activation="tanh"))
-        made.layers[1].enable_lora(2, lora_alpha=6.0)
-        return made
+        model = classifier(keras.layers.Dense(5, activation="tanh"))
+        model.layers[1].enable_lora(2, lora_alpha=6.0)
+        return model
 
     first = fit(world, task_with(tuned), num_steps=5, base_lr=0.5)
     kernel, bias, a, b, *head = (v.numpy() for v in first.model.weights)
     assert abs(b).max() > 1e-3
-    still = {"num_steps": 1, "base_lr": 1e-12, "init_from": str(first.folder)}
-    plain = fit(world, Small, **still)
+    train_from_it = partial(fit, world, num_steps=1, base_lr=1e-12, init_from=str(first.folder))
+    plain = train_from_it(Small)
     same(plain.weights(), [kernel + 3.0 * a @ b, bias, *head], 1e-6, 1e-6)
     # And the other way: new factors change nothing.
-    again = fit(world, task_with(tuned), **still | {"init_from": str(plain.folder)})
+    again = train_from_it(task_with(tuned), init_from=str(plain.folder))
     kernel, bias, a, b, *head = again.weights()
     same([kernel, bias, *head], plain.weights(), 1e-6, 1e-6)
     assert a.any() and abs(b).max() < 1e-6
-    # What the new run has no place for, and what it lacks.
-    small = task_with(classifier)
-    refused = "of the model's 2 variables do not fit", "dense/kernel ([6, 5] there, [6, 3] here)"
-    fit(world, small, *refused, code=WRONG_USE, **still)
+    # A model with variables that do not fit is refused.
+    train_from_it(
+        task_with(classifier),
+        "of the model's 2 variables do not fit",
+        "dense/kernel ([6, 5] there, [6, 3] here)",
+        code=WRONG_USE,
+    )
 
 
 class Numbered(Small):
@@ -356,44 +411,49 @@ class Numbered(Small):
 
 def check_another_global_batch_goes_on_where_the_data_were_left(world):
     """Of 60 samples twice, each is read twice, in steps of 12, 6 and 13 a rank; --epochs=2 ends."""
-    usual = {"base_lr": 1e-3, "num_steps": Epochs(2), "run_dir": folder(world) / "run"}
-    read, parts = [], []
+    read = []
 
-    def trained(last, **settings):
+    def until(last):
         def note(run, step, batch):
             read.extend(batch["inputs"][..., 0].numpy().astype(int).ravel().tolist())
             run.after_step(step(batch))
             return run.step == last
 
-        parts.append(fit(world, Numbered, own_train=loop_of(plain, note), **usual | settings))
+        return loop_of(plain, note)
 
-    trained(2)
-    trained(5, global_batch_size=6, accumulation_steps=3)
-    trained(None, batch_per_rank=13)
-    everyone = [number for own in world.gather_objects(read, "read") for number in own]
-    assert sorted(everyone) == sorted([*range(60)] * 2)
+    train_on = partial(
+        fit, world, Numbered, base_lr=1e-3, num_steps=Epochs(2), run_dir=folder(world) / "run"
+    )
+    first = train_on(own_train=until(2))
+    second = train_on(own_train=until(5), global_batch_size=6, accumulation_steps=3)
+    third = train_on(own_train=until(None), batch_per_rank=13)
+    everyone = []
+    for read_by_rank in world.gather_objects(read, "read"):
+        everyone += read_by_rank
+    assert sorted(everyone) == sorted([*range(60), *range(60)])
     last = 5 + (120 - 24 - 18) // (13 * world.size)
     if world.is_chief:
-        said = "steps had 12 samples and have 6: the data go on after the 24 samples so far, the"
-        assert said in parts[1].printed and "at step 2 of 18" in parts[1].printed
-        assert re.search(r"step 3/18 .* epoch 0.5\n", parts[1].printed), parts[1].printed
-        assert re.search(rf"step {last}/{last} .* epoch 2.0\n", parts[2].printed)
-        assert all("(2 epochs)" in part.printed for part in parts)
-        assert parts[2].summary["step"] == last and "steps had" not in parts[0].printed
-    words = (f"is of step {last}, past --num_steps=1", "--resume=never")
-    fit(world, Numbered, *words, code=WRONG_USE, **usual | {"num_steps": 1})
+        note = "steps had 12 samples and have 6: the data go on after the 24 samples so far, the"
+        assert note in second.printed and "at step 2 of 18" in second.printed
+        assert re.search(r"step 3/18 .* epoch 0.5\n", second.printed), second.printed
+        assert re.search(rf"step {last}/{last} .* epoch 2.0\n", third.printed)
+        for part in (first, second, third):
+            assert "(2 epochs)" in part.printed
+        assert third.summary["step"] == last and "steps had" not in first.printed
+    message = f"is of step {last}, past --num_steps=1"
+    train_on(message, "--resume=never", code=WRONG_USE, num_steps=1)
 
 
 def changing(change):
-    """The usual loop, with this made of each part of a batch."""
+    """The usual loop; `change` is applied to each part of a batch."""
     return loop_of(
         plain,
         lambda run, step, batch: run.after_step(step(tf.nest.map_structure(change, batch))),
     )
 
 
-def own_result(made, times=1, op=hvd.Sum, **reduction):
-    """A step of `times` losses that returns `made(loss, what run.update returned)`."""
+def own_result(result_of, times=1, op=hvd.Sum, **reduction):
+    """A step of `times` losses that returns `result_of(loss, what run.update returned)`."""
 
     def make_step(run):
         @run.function
@@ -401,7 +461,7 @@ def own_result(made, times=1, op=hvd.Sum, **reduction):
             with tf.GradientTape() as tape:
                 loss = sum(run.loss(batch) for _ in range(times))
             tape = hvd.DistributedGradientTape(tape, op=op, **run.reduction | reduction)
-            return made(loss, run.update(tape.gradient(loss, run.weights)))
+            return result_of(loss, run.update(tape.gradient(loss, run.weights)))
 
         return step
 
@@ -409,7 +469,7 @@ def own_result(made, times=1, op=hvd.Sum, **reduction):
 
 
 def own_update(change, of_batch=lambda part: part):
-    """A step that updates by `change(this rank's gradients)`, of such a batch."""
+    """A step that updates by `change(this rank's gradients)`, of a batch changed by `of_batch`."""
 
     def make_step(run):
         @run.function
@@ -423,44 +483,59 @@ def own_update(change, of_batch=lambda part: part):
     return loop_of(make_step, usual)
 
 
+def just_the_result(loss, result):
+    return result
+
+
 def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
-    for own_train, settings, why in (
-        (
-            loop_of(train.make_step, usual),
-            {"compression": "bf16"},
-            "--compression=bf16 needs run.make",
-        ),
-        (
-            loop_of(lambda run: run.make_step(lambda run: train.make_step(run)), usual),
-            {"pack_bytes": 99},
-            "make_step in train.py is not",
-        ),
-        (loop_of(plain, lambda run, step, batch: bool(step(batch)) and None), {}, "needs one run"),
-        (loop_of(plain, lambda run, step, batch: True), {}, "needs one run.after"),
-        (lambda run: [*run.batches()] and None, {}, "make the step"),
-        (lambda run: [usual_loop(run), usual_loop(run)], {}, "call it once"),
-        (loop_of(lambda run: tf.function(plain(run)), usual), {}, "leave tf.function out"),
-        (changing(lambda part: part[:, 1:]), {}, "step(batch) takes what run.batches() gives"),
-        (changing(lambda part: tf.cast(part, tf.float16)), {}, "step(batch) takes what"),
-        (changing(lambda part: {"x": part}), {}, "step(batch) takes what"),
-        (loop_of(own_result(lambda loss, result: loss), usual), {}, "returns what it returns"),
-        (loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual), {}, "'loss'"),
-        (loop_of(own_result(lambda loss, result: result, times=2), usual), {}, "once a step"),
-        (loop_of(plain, lambda *of: of[1](of[2]) and usual(*of)), {}, "step(batch) once"),
-        (own_update(lambda gradients: gradients[1:]), {}, "for each of run.weights"),
-        (own_update(lambda gradients: gradients[::-1]), {}, "for each of run.weights"),
-        (own_update(list, lambda part: tf.concat([part] * 2, 1)), {}, "as many samples"),
-    ):
+    def steps_only(run, step, batch):
+        step(batch)
+
+    def reads_only(run):
+        for _ in run.batches():
+            pass
+
+    def trains_twice(run):
+        usual_loop(run)
+        usual_loop(run)
+
+    def steps_twice(run, step, batch):
+        step(batch)
+        usual(run, step, batch)
+
+    def refused(why, own_train, **settings):
         fit(world, Small, why, code=WRONG_USE, own_train=own_train, **settings)
+
+    plain_step = loop_of(train.make_step, usual)
+    refused("--compression=bf16 needs run.make", plain_step, compression="bf16")
+    wrapped = loop_of(lambda run: run.make_step(lambda run: train.make_step(run)), usual)
+    refused("make_step in train.py is not", wrapped, pack_bytes=99)
+    for why, own_train in (
+        ("needs one run", loop_of(plain, steps_only)),
+        ("needs one run.after", loop_of(plain, lambda run, step, batch: True)),
+        ("make the step", reads_only),
+        ("call it once", trains_twice),
+        ("leave tf.function out", loop_of(lambda run: tf.function(plain(run)), usual)),
+        ("step(batch) takes what run.batches() gives", changing(lambda part: part[:, 1:])),
+        ("step(batch) takes what", changing(lambda part: tf.cast(part, tf.float16))),
+        ("step(batch) takes what", changing(lambda part: {"x": part})),
+        ("returns what it returns", loop_of(own_result(lambda loss, result: loss), usual)),
+        ("'loss'", loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual)),
+        ("once a step", loop_of(own_result(just_the_result, times=2), usual)),
+        ("step(batch) once", loop_of(plain, steps_twice)),
+        ("for each of run.weights", own_update(lambda gradients: gradients[1:])),
+        ("for each of run.weights", own_update(lambda gradients: gradients[::-1])),
+        ("as many samples", own_update(list, lambda part: tf.concat([part, part], 1))),
+    ):
+        refused(why, own_train)
     if world.size > 1:
-        tapes = [own_result(lambda loss, result: result, op=op) for op in (hvd.Average, hvd.Min)]
-        means = own_update(lambda gradients: list(map(hvd.allreduce, gradients)))
-        for own_train in (means, *(loop_of(tape, usual) for tape in tapes)):
-            fit(world, Small, "give it op=hvd.Sum", code=WRONG_USE, own_train=own_train)
-        fit(world, Small, "sums no gradients", code=WRONG_USE, own_train=own_update(list))
-        as_float16 = hvd.Compression.fp16
-        tape = loop_of(own_result(lambda loss, result: result, compression=as_float16), usual)
-        fit(world, Small, "--compression=fp16", code=WRONG_USE, own_train=tape)
+        by_hand = own_update(lambda gradients: [hvd.allreduce(each) for each in gradients])
+        refused("give it op=hvd.Sum", by_hand)
+        for op in (hvd.Average, hvd.Min):
+            refused("give it op=hvd.Sum", loop_of(own_result(just_the_result, op=op), usual))
+        refused("sums no gradients", own_update(list))
+        in_float16 = own_result(just_the_result, compression=hvd.Compression.fp16)
+        refused("--compression=fp16", loop_of(in_float16, usual))
 
 
 def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is(world):
@@ -470,13 +545,17 @@ def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is
         files = [path for path in ended.folder.parent.rglob("[!.]*") if path.is_file()]
         return {path: path.stat().st_mtime_ns for path in files}
 
-    before, printed = times(), fit(world, dry_run=True, run_dir=ended.folder).printed
-    if world.is_chief:  # it removes what was kept for a while
+    before = times()
+    printed = fit(world, dry_run=True, run_dir=ended.folder).printed
+    if world.is_chief:  # which removes files that were kept for a while
         assert times() == before
         shares = re.findall(r"rank \d: (\d+) samples a step; the first step's: ([\d, ]+)", printed)
-        shown = [number for _, ids in shares for number in re.findall(r"\d+", ids)]
-        assert [int(count) for count, _ in shares] == [12 // world.size] * world.size
-        assert len(shown) == len({*shown}) == min(12, 8 * world.size)
+        assert len(shares) == world.size
+        shown = []
+        for count, ids in shares:
+            assert int(count) == 12 // world.size
+            shown += re.findall(r"\d+", ids)
+        assert len(shown) == len(set(shown)) == min(12, 8 * world.size)
         for words in (
             "--global_batch_size=12",
             "gradients: ",
@@ -493,10 +572,14 @@ def check_a_batch_may_be_of_numpy_arrays_and_of_variables(world):
 
 
 def check_a_run_that_train_ends_says_so_and_is_saved(world):
-    stops = loop_of(plain, lambda *of: usual(*of) or of[0].step == 2)
-    ended = fit(world, own_train=stops, num_steps=6)
+    def until_step_2(run, step, batch):
+        usual(run, step, batch)
+        return run.step == 2
+
+    ended = fit(world, own_train=loop_of(plain, until_step_2), num_steps=6)
     if world.is_chief:
-        assert (ended.summary["step"], ended.summary["exit_reason"]) == (2, "ended by train.py")
+        assert ended.summary["step"] == 2
+        assert ended.summary["exit_reason"] == "ended by train.py"
         assert ended.checkpoints == ["step-00000002"]
 
 
@@ -506,7 +589,7 @@ def check_a_loss_of_no_weight_is_refused(world):
             return super().loss(tf.stop_gradient(outputs), targets)
 
     for deterministic in (False, True):
-        # What it promises of TensorFlow's operations would hold for all checks after this one.
+        # Determinism would hold for all checks after this one.
         with mock.patch.object(tf.config.experimental, "enable_op_determinism"):
             why = "the loss depends on none of the model's weights"
             ended = fit(world, Constant, why, code=WRONG_USE, deterministic=deterministic)
@@ -519,5 +602,4 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
             return keras.optimizers.SGD(self.config.base_lr, momentum=0.1 * world.rank)
 
     if world.size > 1:
-        words = ("optimizer of rank 1 differ ", "momentum (0.0; 0.1)")
-        fit(world, Own, *words, code=WRONG_USE)
+        fit(world, Own, "optimizer of rank 1 differ ", "momentum (0.0; 0.1)", code=WRONG_USE)

@@ -1,9 +1,10 @@
-"""What becomes of a run whose disk, memory or devices fail; on real ranks, by run_checks."""
+"""Holds hvdkit.checkpoint.saver on real ranks: a run whose disk, memory or devices fail."""
 
 import errno
 import gc
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,8 +23,9 @@ def blocked(*steps: int) -> type:
     """A task in whose run a file is in the way of the checkpoints of `steps`."""
 
     def block(run, step, result):
-        for step in steps if run.world.is_chief else ():
-            (run.checkpoints.folder / f"step-{step:08d}").touch()
+        if run.world.is_chief:
+            for step in steps:
+                (run.checkpoints.folder / f"step-{step:08d}").touch()
 
     return acting(block, 1, settles=False)
 
@@ -40,14 +42,22 @@ def check_a_save_that_fails_ends_nothing(world):
         notes = [line for line in ended.printed.splitlines() if "was not written" in line]
         assert len(notes) == 2 and "checkpoint of step 2" in notes[0], notes
         assert "step-00000002 is in the way" in notes[0] and "Kept in" in notes[0]
-        sound = [n for n in ended.checkpoints if (ended.folder / "checkpoints" / n).is_dir()]
+        sound = [
+            name for name in ended.checkpoints if (ended.folder / "checkpoints" / name).is_dir()
+        ]
         assert sound == ["step-00000001", "step-00000004", "step-00000005"]
         assert ended.summary["eval_accuracy"] is not None
 
 
 def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(world):
-    words = ("saves in a row were not written", " is in the way")
-    ended = trained(world, blocked(2, 4, 5, 6, 7, 8, 9), *words, code=BUG, num_steps=9)
+    ended = trained(
+        world,
+        blocked(2, 4, 5, 6, 7, 8, 9),
+        "saves in a row were not written",
+        " is in the way",
+        code=BUG,
+        num_steps=9,
+    )
     # The third is known when the fourth begins at the latest, which may fail too before the end.
     assert ended.message.startswith(("3 ", "4 ")), ended.message
     if world.is_chief:
@@ -57,9 +67,9 @@ def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(worl
 
 
 def check_a_last_save_that_fails_is_no_success(world):
-    words = ("the last checkpoint, of step 3, was not", "step-00000002")  # which is kept
-    trained(world, blocked(3), *words, code=BUG)
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # which may pass
+    message = "the last checkpoint, of step 3, was not"
+    trained(world, blocked(3), message, "step-00000002", code=BUG)  # step 2 is kept
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # a full disk may pass
     with mock.patch.object(Checkpoints, "write", side_effect=full):
         trained(world, Small, "No space left on device", code=NOT_NOW)
 
@@ -70,18 +80,23 @@ def check_an_ending_that_wants_no_checkpoint_gets_none(world):
 
 
 def flip(run, step, result):
-    """A bit of the momentum, on rank 1."""
+    """Flips a bit of the momentum on rank 1."""
     if run.world.rank == 1:
-        [one] = [v for n, v in run.state.variables.items() if "dense/kernel/momentum" in n]
-        bits = raw(one).numpy().copy()
-        bits.reshape(-1).view(np.uint32)[3] ^= 1 << 20  # the last might be rounded away
-        raw(one).assign(bits)
+        names = [name for name in run.state.variables if "dense/kernel/momentum" in name]
+        (name,) = names
+        momentum = raw(run.state.variables[name])
+        bits = momentum.numpy().copy()
+        bits.reshape(-1).view(np.uint32)[3] ^= 1 << 20  # the last bit might be rounded away
+        momentum.assign(bits)
 
 
 def check_a_bit_that_flips_on_one_rank_is_found_and_named(world):
-    words = ("at step 3", "dense/kernel/momentum", "on rank 1 (") if world.size > 1 else ()
+    train = partial(fit, world, acting(flip, 2), num_steps=4)
     with mock.patch.object(actions, "DRIFT_EVERY", 3):
-        fit(world, acting(flip, 2), *words, code=BUG if words else DONE, num_steps=4)
+        if world.size == 1:
+            train(code=DONE)
+        else:
+            train("at step 3", "dense/kernel/momentum", "on rank 1 (", code=BUG)
 
 
 def check_nothing_reads_ahead_when_a_run_has_ended(world):
@@ -90,15 +105,17 @@ def check_nothing_reads_ahead_when_a_run_has_ended(world):
 
     class Keeps(Small):
         def sources(self):
-            held.append(sys._getframe())  # as a module keeps the error of an import it does without
+            # A module may hold the error of an import that it does without, and frames with it.
+            held.append(sys._getframe())
             return super().sources()
 
     def iterators():
-        return [o for o in gc.get_objects() if isinstance(o, iterator_ops.OwnedIterator)]
+        kind = iterator_ops.OwnedIterator
+        return [each for each in gc.get_objects() if isinstance(each, kind)]
 
-    before = (
-        iterators()
-    )  # An earlier check may hold the error of a run, and with it what that read.
+    # An earlier check may hold the error of a run, and with it what that read.
+    before = iterators()
     fit(world, Keeps, stop_signal=SimpleNamespace(asked=True), code=PREEMPTED, num_steps=50)
     assert held
-    assert not [o for o in iterators() if not any(o is other for other in before)]
+    known = {id(iterator) for iterator in before}
+    assert not [iterator for iterator in iterators() if id(iterator) not in known]

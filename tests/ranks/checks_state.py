@@ -1,6 +1,7 @@
-"""Run on real ranks by test_small_runs.py: state beside the gradient, against plain Keras."""
+"""Holds hvdkit.train.step.state on real ranks: state beside the gradient, against plain Keras."""
 
 import dataclasses
+from functools import partial
 from typing import ClassVar
 from unittest import mock
 
@@ -17,14 +18,21 @@ from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, WRONG_USE
 
 SIZE = 13  # samples, all in every batch: shares of 7 and 6
-WHOLE = {"global_batch_size": SIZE, "lr_policy": "constant", "momentum": 0.0, "base_lr": 0.1}
-WHOLE |= {"precision": "float64", "checkpoint_every": 1, "warmup_steps": 0}
+WHOLE = {
+    "global_batch_size": SIZE,
+    "lr_policy": "constant",
+    "momentum": 0.0,
+    "base_lr": 0.1,
+    "precision": "float64",
+    "checkpoint_every": 1,
+    "warmup_steps": 0,
+}
 
 
 def arrays(seed: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """What small_runs.numbers holds."""
-    held = numbers(seed, size)._arrays
-    return np.float64(held["x"]), held["y"]
+    """The inputs and the labels of small_runs.numbers."""
+    samples = numbers(seed, size)._arrays
+    return np.float64(samples["x"]), samples["y"]
 
 
 X, Y = arrays(1, SIZE)
@@ -33,8 +41,10 @@ X, Y = arrays(1, SIZE)
 class Whole(Small):
     """Every step takes all samples, so that plain Keras needs no order of them."""
 
+    size = SIZE
+
     def sources(self):
-        return numbers(1, SIZE), numbers(2, 5)
+        return numbers(1, self.size), numbers(2, 5)
 
     def training_example(self, sample, key):
         return {"inputs": tf.cast(sample["x"], tf.float64), "targets": sample["y"]}
@@ -65,53 +75,70 @@ def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_varia
             return classifier(rescaled, first, keras.layers.Dense(5, activation="tanh"))
 
     keras.utils.set_random_seed(1)
-    run_dir = str(folder(world) / "run")
-    how = WHOLE | {"seed": 1, "run_dir": run_dir}
+    train = partial(fit, world, Task, seed=1, run_dir=str(folder(world) / "run"), **WHOLE)
     adapted[0] = world.is_chief
-    fit(world, Task, num_steps=1, **how)
+    train(num_steps=1)
     adapted[0] = False
-    ended = fit(world, Task, num_steps=3, **how)
+    ended = train(num_steps=3)
     adapted[0] = True
     keras.utils.set_random_seed(1)
     model = Task(None).build_model()
     same([v.numpy() for v in ended.model.trainable_variables], plain(model), 1e-9)
     if world.is_chief:
-        wanted = model.evaluate(*arrays(2, 5), verbose=0)
-        np.testing.assert_allclose(ended.summary["eval_loss"], wanted, 1e-6)
+        x, y = arrays(2, 5)
+        expected = model.evaluate(x, y, verbose=0)
+        np.testing.assert_allclose(ended.summary["eval_loss"], expected, 1e-6)
 
 
 def slow_check_vocabularies_that_differ_are_refused(world):
-    def task(words):
-        def model(self):
-            x = keras.Input((FEATURES,))
-            lookup = keras.layers.IntegerLookup(vocabulary=words)
-            ids = lookup(keras.ops.cast(x, "int64"))
-            return keras.Model(x, keras.layers.Dense(CLASSES)(keras.ops.cast(ids, "float32")))
+    def task(vocabulary):
+        class Task(Small):
+            def build_model(self):
+                x = keras.Input((FEATURES,))
+                lookup = keras.layers.IntegerLookup(vocabulary=vocabulary)
+                ids = lookup(keras.ops.cast(x, "int64"))
+                return keras.Model(x, keras.layers.Dense(CLASSES)(keras.ops.cast(ids, "float32")))
 
-        return type("Task", (Small,), {"build_model": model})
+        return Task
 
     run_dir = folder(world) / "run"
     fit(world, task([1, 2, 3]), run_dir=run_dir)
-    words, how = ("integer_lookup", "vocabulary"), {"run_dir": run_dir, "num_steps": 4}
-    fit(world, task([1, 2, 4]), *words, code=WRONG_USE, **how)
+    fit(
+        world,
+        task([1, 2, 4]),
+        "integer_lookup",
+        "vocabulary",
+        code=WRONG_USE,
+        run_dir=run_dir,
+        num_steps=4,
+    )
     if world.size > 1:
-        refused(world, task([1, 2, 3 + world.rank]), *words)
+        refused(world, task([1, 2, 3 + world.rank]), "integer_lookup", "vocabulary")
 
 
 def check_trainable_changed_in_mid_run_is_refused_at_that_step(world):
     def unfreeze(run, step, result):
         run.model.layers[1].trainable = False
 
-    words = ("`trainable` changed", "/kernel", "--init_from")
-    ended = fit(world, acting(unfreeze, 2), *words, code=WRONG_USE, num_steps=5)
+    ended = fit(
+        world,
+        acting(unfreeze, 2),
+        "`trainable` changed",
+        "/kernel",
+        "--init_from",
+        code=WRONG_USE,
+        num_steps=5,
+    )
     if world.is_chief:
         assert ended.summary["step"] == 2 and ended.checkpoints == ["step-00000002"]
 
 
 def slow_check_weights_of_16_bits_are_refused(world):
-    half = keras.DTypePolicy("bfloat16")
-    build = {"build_model": lambda task: classifier(keras.layers.Dense(5, dtype=half))}
-    refused(world, type("Half", (Small,), build), "with --precision=float32 dense", "in bfloat16")
+    class Half(Small):
+        def build_model(self):
+            return classifier(keras.layers.Dense(5, dtype=keras.DTypePolicy("bfloat16")))
+
+    refused(world, Half, "with --precision=float32 dense", "in bfloat16")
 
 
 class Teacher(Whole):
@@ -137,36 +164,41 @@ def check_what_the_task_holds_is_broadcast_saved_and_restored(world):
     whole = fit(world, Teacher, num_steps=4, **WHOLE)
     fit(world, Teacher, num_steps=2, run_dir=run_dir, **WHOLE)
 
-    class Other(Teacher):  # another process starts with other values; ranks with different ones
+    class Other(Teacher):
+        """Another process starts with other values, and each rank with its own."""
+
         def __init__(self, config):
             super().__init__(config)
-            for v in self.parts["teacher"].variables:
-                v.assign(v + 1.0 + world.rank)
+            for variable in self.parts["teacher"].variables:
+                variable.assign(variable + 1.0 + world.rank)
 
     ended = fit(world, Other, num_steps=4, run_dir=run_dir, **WHOLE)
     if world.is_chief:
         assert ended.summary["eval_loss"] == whole.summary["eval_loss"]
-        names = [n for n in ended.state(4) if n.startswith("task/")]
+        names = [name for name in ended.state(4) if name.startswith("task/")]
         assert names[0] == "task/parts/teacher/0000/dense/kernel", names
     config = dataclasses.replace(Settings(), **WHOLE, run_dir=run_dir, task="small")
     with mock.patch.object(load_run.tasks, "load_task", Other):
         run, _ = load_run.restored(config, world, "last")
     assert run.config.train_split == "train", "a task may learn from it how to scale its inputs"
     if world.is_chief:
-        same(
-            [v.numpy() for v in run.task.parts["teacher"].variables],
-            [ended.state(4)[n] for n in names],
-        )
+        restored = [variable.numpy() for variable in run.task.parts["teacher"].variables]
+        saved = [ended.state(4)[name] for name in names]
+        same(restored, saved)
 
 
 def check_what_evaluation_reads_and_nobody_holds_is_refused(world):
     hidden = tf.Variable(1.0, trainable=False, name="hidden")
-    task = type("Task", (Small,), {"predict": lambda task, model, inputs: model(inputs) * hidden})
-    refused(world, task, "the evaluation uses", "hidden", "attribute")
+
+    class Scaled(Small):
+        def predict(self, model, inputs):
+            return model(inputs) * hidden
+
+    refused(world, Scaled, "the evaluation uses", "hidden", "attribute")
 
 
 class Keeps(keras.layers.Layer):
-    """A queue and a slow copy as of MoCo, counts as of VQ-VAE's codebook, a range, counters."""
+    """MoCo's queue and slow copy, the counts of VQ-VAE's codebook, a range, counters."""
 
     combines: ClassVar = {
         "queue": "concatenate",
@@ -185,8 +217,9 @@ class Keeps(keras.layers.Layer):
             setattr(self, name, self.add_weight(shape=size, name=name, trainable=False))
         self.fast = self.add_weight(shape=(6,), name="fast", initializer="ones")
         self.slow = self.add_weight(shape=(6,), name="slow", trainable=False)
-        whole = {"shape": (), "dtype": "int64", "trainable": False}
-        self.count, self.updates = (self.add_weight(name=n, **whole) for n in ("count", "updates"))
+        for name in ("count", "updates"):
+            counter = self.add_weight(shape=(), dtype="int64", name=name, trainable=False)
+            setattr(self, name, counter)
 
     def call(self, x, training=False):
         pulled = x * self.fast + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
@@ -205,54 +238,60 @@ class Keeps(keras.layers.Layer):
 
 class Keeping(Whole):
     def build_model(self):
-        first, last = (keras.layers.Dense(n, activation="tanh") for n in (FEATURES, 5))
-        return classifier(first, Keeps(), last)
+        return classifier(
+            keras.layers.Dense(FEATURES, activation="tanh"),
+            Keeps(),
+            keras.layers.Dense(5, activation="tanh"),
+        )
+
+
+class Keeping12(Keeping):
+    size = 12
 
 
 def check_state_combines_as_one_process_has_it(world):
     """Resumed once on real ranks; virtual ones weigh shares alike."""
-    virtual = {"virtual_ranks": 3, "global_batch_size": 12}
-    for name, more in (("real", {}), ("virtual", virtual)):
-        size = more.get("global_batch_size", SIZE)
-        data = lambda self, size=size: (numbers(1, size), numbers(2, 5))  # noqa: E731
-        task = type("Task", (Keeping,), {"sources": data})
-        how = WHOLE | {"seed": 1, "run_dir": str(folder(world) / name)} | more
-        if name == "real":
-            fit(world, task, num_steps=2, **how)
-        ended = fit(world, task, num_steps=3, **how)
+    train = partial(fit, world, seed=1, **WHOLE)
+    run_dir = str(folder(world) / "real")
+    train(Keeping, num_steps=2, run_dir=run_dir)
+    real = train(Keeping, num_steps=3, run_dir=run_dir)
+    virtual = train(Keeping12, num_steps=3, virtual_ranks=3, global_batch_size=12)
+    for ended, task in ((real, Keeping), (virtual, Keeping12)):
         set_precision("float64")
         keras.utils.set_random_seed(1)
         model = task(None).build_model()
-        x, y = arrays(1, size)
-        sampler = Sampler(size, size, 1, 1, 0, 1)
-        steps = [sampler.local_samples(tf.constant(step, tf.int64))[0] for step in range(3)]
-        plain(model, [(x[ids.numpy().ravel()], y[ids.numpy().ravel()]) for ids in steps])
+        x, y = arrays(1, task.size)
+        sampler = Sampler(task.size, task.size, micro_batches=1, seed=1, rank=0, size=1)
+        batches = []
+        for step in range(3):
+            ids = sampler.local_samples(tf.constant(step, tf.int64))[0].numpy().ravel()
+            batches.append((x[ids], y[ids]))
+        plain(model, batches)
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
 
 
 def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
-    class Counts(Keeping):
-        combines: ClassVar = {Keeps: {}}
+    def keeping(rules: dict) -> type:
+        class Ruled(Keeping):
+            combines: ClassVar = rules
 
-    words = ("queue", "counts", "`combines`", "concatenate")
+        return Ruled
+
+    def other(name: str, rule) -> type:
+        """All rules are right but the one for `name`."""
+        return keeping({Keeps: Keeps.combines | {name: rule}})
+
     for more in ({}, {"virtual_ranks": 3}):
+        refuse = partial(refused, world, **WHOLE | more)
         if world.size > 1 or more:
-            refused(world, Counts, *words, **WHOLE | more)
-        alike = type("Task", (Keeping,), {"combines": {Keeps: Keeps.combines | {"mean": "same"}}})
-        if world.size > 1 or more:
-            refused(world, alike, "mean by the samples", **WHOLE | more)
+            refuse(keeping({Keeps: {}}), "queue", "counts", "`combines`", "concatenate")
+            refuse(other("mean", "same"), "mean by the samples")
+            for name, rule in (("count", "max"), ("queue", ("concatenate", 2)), ("counts", "sum")):
+                refuse(other(name, rule), f"{name} combines by", "another rule")
         if world.size > 1:  # it is right by its own rule, and depends on the ranks: a note
-            rules = {Keeps: Keeps.combines | {"count": "mean"}}
-            means = type("Task", (Keeping,), {"combines": rules})
-            noted = fit(world, means, num_steps=1, **WHOLE | more)
+            noted = fit(world, other("count", "mean"), num_steps=1, **WHOLE | more)
             assert "count is no mean of its samples" in noted.printed or not world.is_chief
-        for name, rule in (("count", "max"), ("queue", ("concatenate", 2)), ("counts", "sum")):
-            rules = {Keeps: Keeps.combines | {name: rule}}
-            if world.size > 1 or more:
-                wrong = type("Task", (Keeping,), {"combines": rules})
-                refused(world, wrong, f"{name} combines by", "another rule", **WHOLE | more)
-    wrong = type("Task", (Keeping,), {"combines": {"*/nothing": "sum"}})
-    refused(world, wrong, "*/nothing", **WHOLE)
+    refused(world, keeping({"*/nothing": "sum"}), "*/nothing", **WHOLE)
     if world.size > 1:
         refused(world, Keeping, "--accumulation_steps", "queue", accumulation_steps=2)
 
@@ -260,23 +299,27 @@ def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
 def slow_check_float8_is_kerass(world):
     """Its scales are overwritten with the largest amax: neither summed, unscaled nor clipped."""
 
-    class Task(Whole):
+    class Quantized(Whole):
         def build_model(self):
             model = classifier(keras.layers.Dense(8, activation="tanh"))
             model.layers[1].quantize("float8")
             return model
 
-    how = WHOLE | {"precision": "float32", "seed": 1, "num_steps": 3}
-    more = {"accumulation_steps": 2, "global_batch_size": 12}
-    for flags in ({}, {"clip_norm": 1e3}, more):
-        size = flags.get("global_batch_size", SIZE)
-        data = {"sources": lambda self, size=size: (numbers(1, size), numbers(2, 5))}
-        task, run_dir = type("Task", (Task,), data), str(folder(world) / "run")
-        fit(world, task, **how | flags | {"num_steps": 2, "run_dir": run_dir})
-        ended = fit(world, task, **how | flags | {"run_dir": run_dir})  # goes on from step 2
+    class Quantized12(Quantized):
+        size = 12
+
+    settings = WHOLE | {"precision": "float32", "seed": 1}
+    for task, flags in (
+        (Quantized, {}),
+        (Quantized, {"clip_norm": 1e3}),
+        (Quantized12, {"accumulation_steps": 2, "global_batch_size": 12}),
+    ):
+        train = partial(fit, world, task, run_dir=str(folder(world) / "run"), **settings | flags)
+        train(num_steps=2)
+        ended = train(num_steps=3)  # goes on from step 2
         keras.utils.set_random_seed(1)
-        model = Task(None).build_model()
-        x, y = arrays(1, size)
+        model = task(None).build_model()
+        x, y = arrays(1, task.size)
         plain(model, [(np.float32(x), y)] * 3)
         same(ended.weights(), [v.numpy() for v in model.variables], 2e-3, 2e-4)
 

@@ -1,4 +1,4 @@
-"""Steps and agreement on real ranks against plain references; run by test_small_runs.py."""
+"""Holds hvdkit.train.step.step and hvdkit.ranks.agreement on real ranks, by plain references."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Which rank the others wait for; on two real ranks."""
+"""Holds hvdkit.ranks.stragglers on two real ranks: which rank the others wait for."""
 
 import time
 
@@ -10,7 +10,7 @@ from hvdkit.ranks import world as world_lib
 
 
 def work(layer, x, training):
-    """Takes long on rank 1, and gives what it got."""
+    """Takes long on rank 1, and returns its input."""
     if world_lib.hvd.rank() != 1:
         return x
     busy = tf.fill([900, 900], tf.stop_gradient(x[0, 0]))

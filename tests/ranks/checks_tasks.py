@@ -1,4 +1,7 @@
-"""Run on real ranks by test_small_runs.py: a task's mistakes are told before the first step."""
+"""Holds hvdkit.train.task.checks and hvdkit.train.trial on real ranks.
+
+A task's mistakes are reported before the first step.
+"""
 
 import dataclasses
 
@@ -24,6 +27,14 @@ def _mean(task, outputs, targets):
     return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
 
 
+def _reads_beyond(task, outputs, targets):
+    """It is traced without a fault: it fails as it runs."""
+    return {"one": tf.gather([0], tf.shape(outputs)[0])}
+
+
+_LINE_BEYOND = _reads_beyond.__code__.co_firstlineno + 2
+
+
 def _bytes_for_text(task):
     train, val = Small.sources(task)
     val.fingerprint = lambda: b"bytes"
@@ -36,11 +47,14 @@ def _remembers(task, outputs, targets):
     return Small.loss(task, outputs, targets)
 
 
-# What a task does otherwise, and words of the sentence about it; more: test_task_checks.py.
+# Members of a wrong task, and words of the message about it; more: test_task_checks.py.
 MISTAKES = [
     (
         {"training_example": lambda task, sample, key: {"x": sample["x"], "y": sample["y"]}},
-        *("training_example", "inputs", "targets", "['x', 'y']"),
+        "training_example",
+        "inputs",
+        "targets",
+        "['x', 'y']",
     ),
     ({"loss": _remembers}, "changes a lookup table", "tf.Variable"),
     ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
@@ -49,22 +63,23 @@ MISTAKES = [
     ({"augmentation": lambda task: {"shift": np.float32(1)}}, "augmentation", "float32"),
     (
         {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
-        *("draw must return", "uint8", "float32 [4, 8, 3]"),
+        "draw must return",
+        "uint8",
+        "float32 [4, 8, 3]",
     ),
     (
         {"__init__": lambda task, config: {}["data"]},
-        *("preparing the data failed", "checks_tasks.py, line", "KeyError: 'data'"),
+        "preparing the data failed",
+        "checks_tasks.py, line",
+        "KeyError: 'data'",
     ),
     ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
-    # It is traced without a fault.
-    (
-        {"sums": lambda task, outputs, targets: {"one": tf.gather([0], tf.shape(outputs)[0])}},
-        "line 61: indices = 1 is not in [0, 1)",
-    ),
+    ({"sums": _reads_beyond}, f"line {_LINE_BEYOND}: indices = 1 is not in [0, 1)"),
     ({"sources": _bytes_for_text}, "fingerprint() must return text", "b'bytes'"),
-    (  # of one rank alone
+    (  # It fails on one rank only.
         {"actions": lambda task, run: {}["rank"] if run.world.rank else []},
-        *("actions failed", "KeyError"),
+        "actions failed",
+        "KeyError",
     ),
     ({"actions": lambda task, run: [lambda step, result: None]}, "actions failed", "'settles'"),
     (
@@ -78,14 +93,15 @@ MISTAKES = [
     ({"schedule": lambda task, config: lambda step: {}[0]}, "schedule failed: checks_tasks.py"),
     (
         {"optimizer": lambda task, model: keras.optimizers.Adam},
-        *("optimizer must return a keras.optimizers.Optimizer", "Adam"),
+        "optimizer must return a keras.optimizers.Optimizer",
+        "Adam",
     ),
 ]
 
 
 def check_mistakes_of_a_task_are_told_in_one_sentence(world):
-    for methods, *words in MISTAKES:
-        refused(world, type("Task", (Small,), methods), *words)
+    for members, *words in MISTAKES:
+        refused(world, task_with(**members), *words)
 
 
 def check_a_model_that_does_not_compute_as_the_flag_says_is_refused(world):
@@ -95,11 +111,13 @@ def check_a_model_that_does_not_compute_as_the_flag_says_is_refused(world):
 
     refused(world, task_with(cleared), "in float32", "clear_session", precision="bfloat16")
 
-    def with_own_policy(task, config):  # as at the import of its file
-        keras.config.set_dtype_policy("mixed_float16")
+    class SetsPolicy(Small):
+        """It sets Keras's policy, as the import of a task's file might."""
 
-    own = task_with(__init__=with_own_policy)
-    refused(world, own, "in float16", "needs the loss scale of --precision=float16")
+        def __init__(self, config):
+            keras.config.set_dtype_policy("mixed_float16")
+
+    refused(world, SetsPolicy, "in float16", "needs the loss scale of --precision=float16")
 
 
 def check_layers_that_lose_a_mask_stand_still_or_fail_are_told(world):
@@ -131,8 +149,8 @@ def check_layers_that_lose_a_mask_stand_still_or_fail_are_told(world):
         with keras.RematScope(mode="full"):
             return classifier(keras.layers.Dense(5))
 
-    words = "keras.RematScope does not work in a graph", "call tf.recompute_grad"
-    refused(world, task_with(recomputed), *words)
+    message = "keras.RematScope does not work in a graph"
+    refused(world, task_with(recomputed), message, "call tf.recompute_grad")
 
 
 def check_a_label_that_is_no_class_is_told_by_value(world):
@@ -143,16 +161,16 @@ def check_a_label_that_is_no_class_is_told_by_value(world):
             bad = place
 
             def sources(self):
-                train = numbers(1, 60)
+                train, val = super().sources()
                 train._arrays["y"][self.bad] = 7
-                return train, numbers(2, 20)
+                return train, val
 
             def training_example(self, sample, key):
                 targets = losses.require_classes(sample["y"], CLASSES)
                 return {"inputs": sample["x"], "targets": targets}
 
         ended = fit(world, Task, "label 7 is no class: classes are 0", code=WRONG_USE, num_steps=6)
-        assert len(ended.checkpoints) == (1 if place else 0), "what was trained is kept"
+        assert len(ended.checkpoints) == (1 if place else 0), "trained steps are kept"
 
 
 def check_a_label_that_nothing_looked_at_ends_the_run_as_diverged(world):
@@ -175,7 +193,7 @@ def slow_check_prepare_is_called_once_on_every_host(world):
     fit(world, Prepares)  # all on one host
     assert called == ([0] if world.is_chief else [])
     called.clear()
-    # As where each rank is on a host of its own.
+    # The same where each rank seems to be on a host of its own.
     fit(dataclasses.replace(world, local_rank=0, local_size=1), Prepares)
     assert called == [world.rank]
 
@@ -185,7 +203,7 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
 
     def look(run, step, result):
         seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
-        run.model.get_layer("leak").negative_slope = step / 10  # which no step computes with
+        run.model.get_layer("leak").negative_slope = step / 10  # no step computes with it
 
     class Task(acting(look, 2, 4)):
         def build_model(self):
@@ -200,13 +218,15 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
 
     ended = fit(world, Task, num_steps=5, base_lr=0.6, lr_scaling="sqrt")
     rates = 0.6 * world.size**0.5 / np.arange(1, 6)
-    np.testing.assert_allclose([r["lr"] for r in ended.records if "lr" in r], rates)
-    assert [(s, n) for s, _, n in seen] == [(2, 4), (4, 4)]
-    np.testing.assert_allclose([r for _, r, _ in seen], rates[[1, 3]], rtol=1e-6)
+    logged = [record["lr"] for record in ended.records if "lr" in record]
+    np.testing.assert_allclose(logged, rates)
+    assert [step for step, _, _ in seen] == [2, 4]
+    assert [count for _, _, count in seen] == [4, 4]
+    np.testing.assert_allclose([rate for _, rate, _ in seen], rates[[1, 3]], rtol=1e-6)
     line = "5 steps of 12 (1 epochs), the task's Lion, the task's schedule (sqrt scaling)\n"
     assert (line in ended.printed) == world.is_chief, ended.printed
-    told = "note: leak.negative_slope is 0.2 since, and steps compute with 0.3: "
-    assert ended.printed.count(told) == world.is_chief, ended.printed
+    note = "note: leak.negative_slope is 0.2 since, and steps compute with 0.3: "
+    assert ended.printed.count(note) == world.is_chief, ended.printed
 
 
 def slow_check_what_an_action_does_wrong_is_told(world):

@@ -1,8 +1,12 @@
-"""Run by test_virtual.py, which compares what each launch leaves of a run: $VIRTUAL_RUNS/LAUNCH.json."""
+"""Holds hvdkit.train.virtual: runs with virtual ranks, on several numbers of real ranks.
+
+test_virtual.py starts them and compares the $VIRTUAL_RUNS/LAUNCH.json that each launch writes.
+"""
 
 import json
 import math
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -105,51 +109,64 @@ def begin(world):
 def train(world, name, task=Ordinary, *words, **settings):
     """One of RUNS by `name`, or a part of one (""); others do without the slow graph optimizer."""
     begin(world)
-    left_out = name not in ("", *RUNS)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
+    without_optimizer = name not in ("", *RUNS)
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": without_optimizer})
     run_dir = FOLDER / f"{LAUNCH}-{name}"
     return fit(world, task, *words, **{"run_dir": run_dir} | VIRTUAL | settings)
 
 
 def leave(world, name, ended):
-    """What must be equal: fingerprint of all variables, and the records without times."""
+    """Writes what must be equal: fingerprint of all variables, and the records without times."""
     if world.is_chief:
         path = FOLDER / f"{LAUNCH}.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        records = [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in ended.records]
-        found[name] = [ended.summary["weights_sha256"], records]
-        path.write_text(json.dumps(found))
+        runs = json.loads(path.read_text()) if path.exists() else {}
+        records = [without_times(record) for record in ended.records]
+        runs[name] = [ended.summary["weights_sha256"], records]
+        path.write_text(json.dumps(runs))
+
+
+def without_times(record: dict) -> dict:
+    return {name: value for name, value in record.items() if not name.startswith(TIMES)}
 
 
 def check_runs_of_every_kind(world):
     for name in json.loads(os.environ["VIRTUAL_NAMES"]):
         task = Gathers if name == "gathers" else Ordinary
         ended = train(world, name, task, **RUNS[name])
-        assert all(np.isfinite(w).all() for w in ended.weights())
+        assert all(np.isfinite(array).all() for array in ended.weights())
         leave(world, name, ended)
 
 
 def check_a_run_goes_on_with_another_number_of_ranks(world):
     """2 ranks begin it, 3 end it; the test compares it with the run "adam"."""
-    settings = RUNS["adam"] | {"run_dir": FOLDER / "handed-on"}
+    train_on = partial(train, world, "", run_dir=FOLDER / "handed-on", **RUNS["adam"])
     if TWO:
-        train(world, "", stop_signal=StopsAt(world, 2), code=PREEMPTED, **settings)
+        train_on(stop_signal=StopsAt(world, 2), code=PREEMPTED)
     if LAUNCH == "3-gloo":
-        leave(world, "handed on", train(world, "", **settings))
+        leave(world, "handed on", train_on())
 
 
 def check_sums_of_an_evaluation_are_rounded_once(world):
     begin(world)
     values = np.random.default_rng(2).normal(size=30) * 10.0 ** np.arange(-15, 15)
     values[3] = -values[20]
-    zeros = {name: np.zeros(()) for name in ("x", "none", "huge")}
-    zeros |= {"bad": np.zeros(2), "n": np.zeros((), np.int64)}
+    zeros = {
+        "x": np.zeros(()),
+        "none": np.zeros(()),
+        "huge": np.zeros(()),
+        "bad": np.zeros(2),
+        "n": np.zeros((), np.int64),
+    }
     sums = metrics.Sums(world, zeros, exact=True)
     for place in range(world.rank, len(values), world.size):
-        bad = np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0)
-        large = 1.7e308 if place < 2 else 0.0
-        more = {"x": values[place], "none": 0.0, "huge": large, "bad": bad, "n": np.int64(place)}
-        sums.add({name: np.asarray(value) for name, value in more.items()})
+        batch = {
+            "x": np.asarray(values[place]),
+            "none": np.asarray(0.0),
+            "huge": np.asarray(1.7e308 if place < 2 else 0.0),
+            "bad": np.where(np.arange(1, 3) == place, [np.nan, np.inf], 1.0),
+            "n": np.asarray(place, np.int64),
+        }
+        sums.add(batch)
     totals = sums.over_ranks()
     assert totals["x"] == math.fsum(values)
     assert totals["none"] == 0.0 and np.isposinf(totals["huge"])
@@ -188,7 +205,7 @@ class Holds(keras.layers.Layer):
             self.add_weight((), start, trainable=False, name="held")
 
     def call(self, x):
-        return x + 0.0 * sum(w for w in self.weights[:2])
+        return x + 0.0 * sum(self.weights[:2])
 
 
 def check_state_is_drawn_and_held(world):
@@ -196,16 +213,21 @@ def check_state_is_drawn_and_held(world):
         return
     task = task_with(lambda: classifier(Draws(), Draws(), Holds()))
     ended = train(world, "keeps", task, num_steps=3, checkpoint_every=1)
-    states = [ended.state(step) for step in (1, 2, 3)]
+    drawn = []
+    seeds = []
+    for step in (1, 2, 3):
+        for name, array in ended.state(step).items():
+            if name.endswith("/drawn"):
+                drawn.append(array)
+            if "seed_generator" in name:
+                seeds.append(array.tolist())
     # Every virtual rank, step and generator draws its own.
-    drawn = [s[name] for s in states for name in s if name.endswith("/drawn")]
     means = [float(mean) for mean, _ in drawn]
     assert len(set(means)) == len(means) == 6, means
     # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
     assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
-    seeds = [s[name] for s in states for name in s if "seed_generator" in name]
-    assert len(seeds) == 6 and all((s == [1, 0]).all() for s in seeds), seeds
-    held = [v.numpy() for v in ended.model.variables if v.name == "held"]
+    assert seeds == [[1, 0] for _ in range(6)], seeds
+    held = [variable.numpy() for variable in ended.model.variables if variable.name == "held"]
     assert held == np.float32(HELD).tolist()
 
 
@@ -215,7 +237,7 @@ def adds(layer, x, training):
 
 
 class OnlyAdds(Small):
-    """What the task adds depends on no variable, and its weights are not 1."""
+    """The task's loss depends on no variable, and its weights are not 1."""
 
     def build_model(self):
         x = keras.Input((FEATURES,))
@@ -227,17 +249,20 @@ class OnlyAdds(Small):
 
 
 def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
-    shown = []
-    for count in (0, 4) if TWO else ():
+    if not TWO:
+        return
+    figures = {}
+    for count in (0, 4):
         ended = train(world, f"adds-{count}", OnlyAdds, virtual_ranks=count, num_steps=2)
-        shown.append([[r["keras_loss"], r["grad_norm"]] for r in ended.records if "loss" in r])
-    assert not TWO or np.allclose(*shown, rtol=1e-5)
+        records = [record for record in ended.records if "loss" in record]
+        figures[count] = [[record["keras_loss"], record["grad_norm"]] for record in records]
+    assert np.allclose(figures[0], figures[4], rtol=1e-5)
 
 
 def ends(world, task, code, *words, **settings):
     if TWO:
         ended = train(world, "ends", task, *words, code=code, resume="never", **settings)
-        assert all(np.isfinite(w).all() for w in ended.weights())
+        assert all(np.isfinite(array).all() for array in ended.weights())
 
 
 def scaled(factor: float) -> type:
@@ -274,13 +299,18 @@ def check_ranks_with_other_kernels_are_refused(world):
     if TWO:
         switch = {"TF_ENABLE_ONEDNN_OPTS": "0"} if world.rank else {}
         with mock.patch.dict(os.environ, switch):
-            words = ("differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)", "--virtual_ranks")
-            ended = train(world, "other kernels", Small, *words, code=WRONG_USE)
+            ended = train(
+                world,
+                "other kernels",
+                Small,
+                "differ in switches (none; TF_ENABLE_ONEDNN_OPTS=0)",
+                "--virtual_ranks",
+                code=WRONG_USE,
+            )
         assert not ended.folder.exists()
 
 
 def check_float16_skips_steps_until_its_scale_fits(world):
     if TWO:
-        settings = {"precision": "float16", "base_lr": 1e-6, "num_steps": 20}
-        ended = train(world, "steep", scaled(1e3), **settings)
+        ended = train(world, "steep", scaled(1e3), precision="float16", base_lr=1e-6, num_steps=20)
         assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary

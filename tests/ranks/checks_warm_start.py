@@ -1,4 +1,7 @@
-"""Runs that resume, or start from, another one: check_one_* on 1 rank, then check_two_* on 2."""
+"""Holds hvdkit.checkpoint: runs that resume, or start from, another one.
+
+check_one_* are for 1 rank, check_two_* then for 2; test_warm_start.py starts them.
+"""
 
 import math
 import os
@@ -20,14 +23,14 @@ EARLY = [*STILL, "--eval_every=2", "--checkpoint_every=2", "--early_stop_evals=3
 
 
 def run(world, name: str, *flags: str, code: int = DONE) -> str:
-    """Trains the skeleton in the folder RUNS/name: its refusal, and what rank 0 printed."""
+    """Trains the skeleton in the folder RUNS/name; its refusal, and what rank 0 printed."""
     words = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={RUNS / name}", *flags]
     ended = fit_config(settings_lib.parse(words), world, Task, code=code)
     return ended.message + world.broadcast_object(ended.printed, "warm.said")
 
 
 def left(name: str) -> Outcome:
-    """What a run has left in its folder, also one of an earlier launch."""
+    """The outcome that a run has left in its folder, also one of an earlier launch."""
     return Outcome(DONE, "", "", RUNS / name, None)
 
 
@@ -45,16 +48,23 @@ def check_one_a_run_with_averages_trains_alike_and_evaluates_them(world):
 def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
     """Its evaluations were the other run's; where one is due, the new run makes its own."""
     resume = f"--resume={RUNS / 'first'}"
-    more = ["--eval_every=2", "--early_stop_evals=2", "--num_steps=8"]
-    run(world, "later", *STEADY, resume, *more)
+    run(
+        world,
+        "later",
+        *STEADY,
+        resume,
+        "--eval_every=2",
+        "--early_stop_evals=2",
+        "--num_steps=8",
+    )
     assert (left("later").summary["step"], left("later").summary["exit_reason"]) == (8, "done")
     file = RUNS / "later" / "config.cfg"
-    assert f"{resume}\n" in file.read_text()
+    lines = file.read_text().splitlines()
+    assert resume in lines
     said = run(world, "later", f"--flagfile={file}", "--num_steps=9", "--early_stop_evals=0")
     assert f"resuming from {RUNS}/later/checkpoints/step-00000008 at step 8" in said, said
-    first = f"{RUNS}/first/checkpoints/step-00000006"
     page = report.write(RUNS / "later").read_text()
-    assert f"<th>began from</th><td>{first}</td>" in page
+    assert f"<th>began from</th><td>{RUNS}/first/checkpoints/step-00000006</td>" in page
     run(world, "ended", *STEADY, resume)
     ended = left("ended").summary
     assert (ended["step"], ended["exit_reason"]) == (6, "done") and "eval_loss" in ended
@@ -115,7 +125,8 @@ def check_two_ranks_start_from_another_runs_weights(world):
     start = f"--init_from={RUNS / 'first'}"
     said = run(world, "second", *STILL, "--num_steps=2", start)
     assert said.count(f"starting from the weights of {RUNS / 'first'}") == 1
-    before, after = left("first").state(6), left("second").state(2)
+    before = left("first").state(6)
+    after = left("second").state(2)
     weights = [name for name in before if name.startswith("model/")]
     assert len(weights) == 4 and after["step"] == 2
     for name in weights:
@@ -132,6 +143,7 @@ def check_two_ranks_refuse_a_head_of_another_size_or_leave_it_out_on_request(wor
     assert "--init_skip_mismatched" in said
     said = run(world, "head", *HEAD, "--init_skip_mismatched")
     assert "left as made: " in said and "/kernel ([32, 3] there" in said, said
-    before, after = left("first").state(6), left("head").state(2)
+    before = left("first").state(6)
+    after = left("head").state(2)
     body = next(name for name in before if name.endswith("/dense/kernel"))
     np.testing.assert_allclose(after[body], before[body], atol=1e-9)

@@ -1,4 +1,4 @@
-"""Run on real ranks by test_small_runs.py: scores of whole pictures against plain NumPy."""
+"""Holds hvdkit.evaluate.whole_pictures on real ranks: scores of whole pictures, by plain NumPy."""
 
 import dataclasses
 import functools
@@ -24,7 +24,9 @@ from hvdkit.stop import WRONG_USE
 from tasks.segmentation import Task
 
 Model = Callable[[np.ndarray], np.ndarray]  # [H, W, 3] -> logits [H, W, classes]
-CLASSES, CROP, STRIDE = 3, 16, 2
+CLASSES = 3
+CROP = 16
+STRIDE = 2
 # Smaller than the crop, odd, wide and high, larger than the window, a row of pixels; then again.
 SIZES = [(7, 12), (17, 23), (16, 40), (41, 18), (50, 66), (1, 9), (17, 23)]
 WAYS = {
@@ -47,8 +49,9 @@ def small_run(world) -> RunContext:
             label = rng.choice([0, 1, 2, 255], size=size, p=[0.4, 0.3, 0.2, 0.1])
             for kind, pixels in (("images", image[: size[0], : size[1]]), ("labels", label)):
                 Image.fromarray(pixels.astype(np.uint8)).save(root / kind / f"{number}.png")
+        names = "\n".join(str(number) for number in range(len(SIZES)))
         for split in ("train", "val"):
-            (root / "splits" / f"{split}.txt").write_text("\n".join(map(str, range(len(SIZES)))))
+            (root / "splits" / f"{split}.txt").write_text(names)
     world.gather_objects(None, "whole.data")
     config = dataclasses.replace(
         Settings(), model="tiny", data_dir=str(root), num_classes=CLASSES, image_size=CROP
@@ -56,7 +59,7 @@ def small_run(world) -> RunContext:
     world_lib.set_up(world, config)
     run = run_lib.prepare(run_lib.make_task(config, world), config, world)
     rng = np.random.default_rng(6)
-    for variable in run.model.trainable_variables:  # bolder than they are made
+    for variable in run.model.trainable_variables:  # larger than a run's first weights
         fan_in = np.prod(variable.shape[:-1]) or 1
         variable.assign(rng.normal(size=variable.shape) * (3 / fan_in) ** 0.5)
     return run
@@ -64,25 +67,26 @@ def small_run(world) -> RunContext:
 
 @functools.cache
 def evaluator(world, name: str) -> Evaluator:
-    """Of WAYS; it is traced once for all checks. Virtual ranks: floats are added up exactly."""
+    """One of WAYS; it is traced once for all checks. Virtual ranks: floats are added up exactly."""
     run = small_run(world)
     config = dataclasses.replace(run.config, virtual_ranks=2, **WAYS[name])
     run = dataclasses.replace(run, config=config, task=Task(config))
-    made = Evaluator(run, feed(run, world.rank, world.size, 3))
-    made.run_of_it = run
-    return made
+    evaluator = Evaluator(run, feed(run, world.rank, world.size, 3))
+    evaluator.run_of_it = run
+    return evaluator
 
 
 def feed(run: RunContext, rank: int, size: int, batch: int) -> EvaluationFeed:
-    made = reader(run.val_source, run.task.evaluation_example, keyed=False)
-    return EvaluationFeed(made, batch, rank=rank, size=size)
+    val_reader = reader(run.val_source, run.task.evaluation_example, keyed=False)
+    return EvaluationFeed(val_reader, batch, rank=rank, size=size)
 
 
 def by_hand(run: RunContext) -> tuple[float, float]:
     """mIoU and mean loss, in plain NumPy but for the model itself."""
-    config, labels, found, losses = run.config, [], [], []
-    scales, flip = config.eval_scale_list, config.eval_flip
-    ways = {"window": config.eval_window, "scales": scales, "flip": flip}
+    config = run.config
+    labels = []
+    predictions = []
+    losses = []
 
     def model(image: np.ndarray) -> np.ndarray:
         return run.model({"image": image[None].astype(np.float32)}, training=False).numpy()[0]
@@ -92,29 +96,38 @@ def by_hand(run: RunContext) -> tuple[float, float]:
         image = np.asarray(Image.open(folder / "images" / f"{number}.png"))
         label = np.asarray(Image.open(folder / "labels" / f"{number}.png"))
         if config.eval_crop:
-            image, label = centre(image, 128), centre(label, 255)
-        shares = probabilities(model, image, **ways)
-        labels, found = [*labels, label], [*found, shares.argmax(-1)]
+            image = centre(image, 128)
+            label = centre(label, 255)
+        shares = probabilities(
+            model,
+            image,
+            window=config.eval_window,
+            scales=config.eval_scale_list,
+            flip=config.eval_flip,
+        )
+        labels.append(label)
+        predictions.append(shares.argmax(-1))
         of_label = np.take_along_axis(shares, np.minimum(label, CLASSES - 1)[..., None], -1)
         losses.extend(-np.log(of_label[..., 0][label != 255]))
-    return miou(labels, found), float(np.mean(losses))
+    return miou(labels, predictions), float(np.mean(losses))
 
 
 def centre(pixels: np.ndarray, fill: float) -> np.ndarray:
     """The middle CROP x CROP, with `fill` where there is no picture."""
-    beside = [(CROP, CROP), (CROP, CROP), (0, 0)][: pixels.ndim]
-    top, left = (CROP + (side - CROP) // 2 for side in pixels.shape[:2])
-    wide = np.pad(pixels, beside, constant_values=fill)
-    return wide[top : top + CROP, left : left + CROP]
+    padding = [(CROP, CROP), (CROP, CROP), (0, 0)][: pixels.ndim]
+    padded_pixels = np.pad(pixels, padding, constant_values=fill)
+    top = CROP + (pixels.shape[0] - CROP) // 2
+    left = CROP + (pixels.shape[1] - CROP) // 2
+    return padded_pixels[top : top + CROP, left : left + CROP]
 
 
 def check_scores_are_those_of_plain_numpy(world):
     # All of them first: a rank that fails must not leave the others alone in the next.
-    found = {name: evaluator(world, name).run(lambda: False).figures for name in WAYS}
+    figures_of = {name: evaluator(world, name).run(lambda: False).figures for name in WAYS}
     if not world.is_chief:
         return
     values = set()
-    for name, figures in found.items():
+    for name, figures in figures_of.items():
         miou, loss = by_hand(evaluator(world, name).run_of_it)
         assert figures["miou"] == miou, (name, figures["miou"], miou)
         np.testing.assert_allclose(figures["loss"], loss, rtol=2e-5, err_msg=name)
@@ -125,36 +138,39 @@ def check_scores_are_those_of_plain_numpy(world):
 def check_scores_are_the_same_to_the_last_digit_on_any_number_of_ranks(world):
     different = []
     for name in ("whole", "all"):
-        made = evaluator(world, name)
-        shared, usual = made.run(lambda: False).figures, made._feed
-        # Each rank all pictures, in other batches: on 2 ranks, all sums are twice as large.
-        made._feed = feed(made.run_of_it, 0, 1, batch=1)
-        alone, made._feed = made.run(lambda: False).figures, usual
-        different += [] if shared == alone else [(name, shared, alone)]
+        shares = evaluator(world, name)
+        shared = shares.run(lambda: False).figures
+        # Each rank reads all pictures, in other batches: on 2 ranks all sums are twice as large.
+        everything = feed(shares.run_of_it, 0, 1, batch=1)
+        with mock.patch.object(shares, "_feed", everything):
+            alone = shares.run(lambda: False).figures
+        if shared != alone:
+            different.append((name, shared, alone))
     assert not different
 
 
 def check_pictures_of_all_sizes_are_traced_once_and_drawn_on_one_sheet(world):
-    made = evaluator(world, "whole")
-    made.try_out()
-    found = made.run(lambda: False)
-    assert made._step.experimental_get_tracing_count() == 1
+    whole = evaluator(world, "whole")
+    whole.try_out()
+    evaluation = whole.run(lambda: False)
+    assert whole._step.experimental_get_tracing_count() == 1
     if world.is_chief:
-        assert found.pictures.shape == (4, 256, 3 * 256, 3)
+        assert evaluation.pictures.shape == (4, 256, 3 * 256, 3)
 
 
 def slow_check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
-    made = evaluator(world, "whole")
-    step, last = made._step, world.rank == world.size - 1
+    whole = evaluator(world, "whole")
+    step = whole._step
+    is_last = world.rank == world.size - 1
 
     def full(batch):
-        if last and batch["inputs"]["image"].shape[1] == 17:
+        if is_last and batch["inputs"]["image"].shape[1] == 17:
             raise tf.errors.ResourceExhaustedError(None, None, "OOM")
         return step(batch)
 
     full.get_concrete_function = step.get_concrete_function
-    with mock.patch.object(made, "_step", full):
-        stop = differ(lambda: made.run(lambda: False), "--eval_window", "[1, 17, 23, 3]")
+    with mock.patch.object(whole, "_step", full):
+        stop = differ(lambda: whole.run(lambda: False), "--eval_window", "[1, 17, 23, 3]")
     assert stop.code == WRONG_USE
 
 
@@ -163,52 +179,60 @@ def probabilities(
 ) -> np.ndarray:
     """float64 [H, W, classes] of an image [H, W, 3] in [0, 255]."""
     height, width = image.shape[:2]
-    found = []
+
+    def at(scale: float, image: np.ndarray) -> np.ndarray:
+        image = resized(image, max(round(height * scale), 1), max(round(width * scale), 1))
+        return resized(in_windows(model, image, window), height, width)
+
+    views = []
     for scale in scales:
-        for turned in (False, True) if flip else (False,):
-            seen = image[:, ::-1] if turned else image
-            seen = resized(seen, max(round(height * scale), 1), max(round(width * scale), 1))
-            part = resized(in_windows(model, seen, window), height, width)
-            found.append(part[:, ::-1] if turned else part)
-    return np.mean(found, axis=0)
+        views.append(at(scale, image))
+        if flip:
+            views.append(at(scale, image[:, ::-1])[:, ::-1])
+    return np.mean(views, axis=0)
 
 
 def in_windows(model: Model, image: np.ndarray, window: int) -> np.ndarray:
     height, width = image.shape[:2]
     side = window or max(height, width)
-    total, count = 0.0, np.zeros((height, width, 1))
+    total = np.zeros((height, width, CLASSES))
+    count = np.zeros((height, width, 1))
     for top in starts(height, side):
         for left in starts(width, side):
             place = np.s_[top : top + side, left : left + side]
-            found = softmax(padded(model, image[place]).astype(np.float64), axis=-1)
-            total = np.zeros((height, width, found.shape[-1])) + total
-            total[place] += found
+            total[place] += softmax(padded(model, image[place]).astype(np.float64), axis=-1)
             count[place] += 1
     return total / count
 
 
 def starts(length: int, side: int) -> list[int]:
     """Two thirds of a window apart, the last one as far as there is room."""
-    found = [0]
-    while found[-1] + side < length:
-        found.append(min(found[-1] + 2 * side // 3, length - side))
-    return found
+    places = [0]
+    while places[-1] + side < length:
+        places.append(min(places[-1] + 2 * side // 3, length - side))
+    return places
 
 
 def padded(model: Model, image: np.ndarray) -> np.ndarray:
     height, width = image.shape[:2]
-    beside = [(0, -height % STRIDE), (0, -width % STRIDE), (0, 0)]
-    return model(np.pad(image, beside, constant_values=128))[:height, :width]
+    padding = [(0, -height % STRIDE), (0, -width % STRIDE), (0, 0)]
+    return model(np.pad(image, padding, constant_values=128))[:height, :width]
 
 
 def resized(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Bilinear, pixel centres at one half."""
-    factors = height / image.shape[0], width / image.shape[1], 1
-    how = {"order": 1, "mode": "nearest", "grid_mode": True}
-    return ndimage.zoom(np.asarray(image, np.float64), factors, **how)
+    """Bilinear; pixel centres are at one half."""
+    return ndimage.zoom(
+        np.asarray(image, np.float64),
+        (height / image.shape[0], width / image.shape[1], 1),
+        order=1,
+        mode="nearest",
+        grid_mode=True,
+    )
 
 
 def miou(labels: list[np.ndarray], predictions: list[np.ndarray]) -> float:
     """Mean over the classes that occur in labels or predictions; 255 is not counted."""
-    label, found = (np.concatenate([np.ravel(a) for a in many]) for many in (labels, predictions))
-    return float(jaccard_score(label[label != 255], found[label != 255], average="macro"))
+    label = np.concatenate([np.ravel(array) for array in labels])
+    prediction = np.concatenate([np.ravel(array) for array in predictions])
+    counts = label != 255
+    return float(jaccard_score(label[counts], prediction[counts], average="macro"))

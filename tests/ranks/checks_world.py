@@ -1,4 +1,4 @@
-"""How ranks wait, send and compare; over Gloo, and by mpi4py."""
+"""Holds hvdkit.ranks.world and .messages: how ranks wait, send and compare, by Gloo and mpi4py."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from hvdkit.ranks import encoding, messages
 def check_the_carrier_and_who_shares_a_host_are_as_horovod_says(world):
     expected = messages.Mpi if hvd.mpi_enabled() else messages.Horovod
     assert type(world.carrier) is expected, world.carrier
-    if hvd.mpi_enabled():  # to import MPI's module is to initialize it
+    if hvd.mpi_enabled():  # the import of MPI's module initializes it
         with mock.patch("mpi4py.MPI.Query_thread", return_value=2):  # threads must take turns
             assert type(messages.carrier()) is messages.Horovod
     assert (world.rank, world.size) == (hvd.rank(), hvd.size())
@@ -28,8 +28,8 @@ def check_one_rank_s_failure_is_reported_by_all(world):
                 if world.rank >= failing:
                     raise ValueError(f"what rank {world.rank} lacks")
 
-        shown = str(differ(reads, f"reading: what rank {failing} lacks"))
-        assert (f"(rank {failing} on " in shown) == (failing > 0), shown
+        message = str(differ(reads, f"reading: what rank {failing} lacks"))
+        assert (f"(rank {failing} on " in message) == (failing > 0), message
 
 
 def check_rank_0_reads_for_all_and_all_report_its_failure(world):
@@ -55,12 +55,12 @@ def check_a_broadcast_is_of_its_root(world):
 
 
 def check_objects_of_any_length_come_in_rank_order(world):
-    everyone = world.gather_objects("x" * world.rank * 100_000, "uneven")
-    assert [len(text) for text in everyone] == [r * 100_000 for r in range(world.size)]
-    everyone = world.gather_objects({"own": np.full((2, world.rank), world.rank)}, "arrays")
-    assert [theirs["own"].shape for theirs in everyone] == [(2, r) for r in range(world.size)]
-    everyone = world.gather_alike(world.rank == 1, "one is not like the others")
-    assert everyone == [rank == 1 for rank in range(world.size)]
+    texts = world.gather_objects("x" * (world.rank * 100_000), "uneven")
+    assert [len(text) for text in texts] == [rank * 100_000 for rank in range(world.size)]
+    objects = world.gather_objects({"own": np.full((2, world.rank), world.rank)}, "arrays")
+    assert [each["own"].shape for each in objects] == [(2, rank) for rank in range(world.size)]
+    flags = world.gather_alike(world.rank == 1, "one is not like the others")
+    assert flags == [rank == 1 for rank in range(world.size)]
 
 
 def check_ranks_at_different_places_are_reported_whatever_they_exchange(world):
@@ -76,21 +76,34 @@ def check_ranks_at_different_places_are_reported_whatever_they_exchange(world):
 
 
 def check_a_malformed_message_is_reported_by_all_with_its_rank(world):
-    sent, real = {"names": ["a", 1.0]}, encoding.pack
-    texts = [b"", b"\x80\x04cos\nsystem\n(S'true'\ntR.", b"{1", b"[" * 10_000, b"[]x"]
-    of_array = '{"numpy.ndarray": %s}'
-    wrong = ("1", '["object", [1], "QUJDREVGR0g="]', '["int8", [2], "QQ=="]', '["int8", [1], "Q"]')
-    texts += [(of_array % array).encode() for array in wrong]
-    spoilt = [lambda message, text=text: np.frombuffer(text, np.uint8) for text in texts]
-    spoilt += [lambda message: message * 0, lambda message: message[:-1]]
-    for change in spoilt:
+    value = {"names": ["a", 1.0]}
+    sound = encoding.pack
+
+    def replaced_by(text):
+        return lambda message: np.frombuffer(text, np.uint8)
+
+    changes = [lambda message: message * 0, lambda message: message[:-1]]
+    for text in (
+        b"",
+        b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+        b"{1",
+        b"[" * 10_000,
+        b"[]x",
+        b'{"numpy.ndarray": 1}',
+        b'{"numpy.ndarray": ["object", [1], "QUJDREVGR0g="]}',
+        b'{"numpy.ndarray": ["int8", [2], "QQ=="]}',
+        b'{"numpy.ndarray": ["int8", [1], "Q"]}',
+    ):
+        changes.append(replaced_by(text))
+    for change in changes:
         for send in (
-            lambda: world.gather_objects(sent, "spoilt"),
-            lambda: world.broadcast_object(sent, "spoilt", 1),
+            lambda: world.gather_objects(value, "spoilt"),
+            lambda: world.broadcast_object(value, "spoilt", 1),
         ):
 
-            def pack(*value, change=change):
-                return change(real(*value)) if world.rank == 1 else real(*value)
+            def pack(*arguments, change=change):
+                message = sound(*arguments)
+                return change(message) if world.rank == 1 else message
 
             with mock.patch.object(encoding, "pack", pack):
                 differ(send, "rank 1 sent a malformed message as 'spoilt'")
@@ -99,7 +112,7 @@ def check_a_malformed_message_is_reported_by_all_with_its_rank(world):
 
 def check_a_message_that_is_too_large_is_reported_by_all_with_its_rank(world):
     with mock.patch.object(messages, "MOST_GATHERED", 3000):
-        value = "x" * 5000 * (world.rank == 1)
+        value = "x" * 5000 if world.rank == 1 else ""
         differ(lambda: world.gather_objects(value, "much"), "rank 1 sends 5,002 bytes")
 
 

@@ -1,8 +1,9 @@
-"""Stands for a training program where a launcher is tested: steps of a fifth of a second, each
-third one saved, and the one after which it is told to stop.
+"""Stands for a training program where a launcher is tested.
 
-Flags: settings.py. --fail=STEP:HOW[:once] ends the last rank at a step (+3: so many after each
-start) by an exit code or a signal. What a rank was told is in FOLDER/told-RANK when it has ended.
+A step takes a fifth of a second. Each third one is saved, and the one after which a signal stops
+it. settings.py has the flags. --fail=STEP:HOW[:once] ends the last rank at a step (+3: so many
+after each start) by an exit code or a signal. FOLDER/told-RANK lists the signals of a rank that
+has ended.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def main() -> int:
     wait_for_all(options.run_dir, rank, size)
     step = max((int(path.name[5:]) for path in checkpoints.iterdir()), default=0)
     print(f"rank {rank} of {size} begins at step {step}", flush=True)
-    begun = step
+    first_step = step
     while step < options.steps and not told:
         time.sleep(0.2)
         step += not options.mute
@@ -50,7 +51,7 @@ def main() -> int:
         if rank == 0 and step and (told or step % 3 == 0):
             (checkpoints / f"step-{step:08}").mkdir(exist_ok=True)
         if rank == size - 1:
-            fail(options, step - begun if options.fail.startswith("+") else step)
+            fail(options, step - first_step if options.fail.startswith("+") else step)
     if rank == options.slow_rank:
         time.sleep(2)
     if told:
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def wait_for_all(run_dir: Path, rank: int, size: int) -> None:
-    """As a run's first exchange: who is told to stop from here on can hear it."""
+    """Waits as a run's first exchange does: from here on each rank can hear a signal."""
     (run_dir / f"here-{rank}").touch()
     end = time.monotonic() + 30
     while not all((run_dir / f"here-{other}").exists() for other in range(size)):
@@ -71,14 +72,17 @@ def wait_for_all(run_dir: Path, rank: int, size: int) -> None:
 
 
 def fail(options: argparse.Namespace, step: int) -> None:
-    at, how, *once = options.fail.split(":") if options.fail else ("-1", "")
+    """Ends this rank where --fail says so."""
+    if not options.fail:
+        return
+    fail_step, ending, *once = options.fail.split(":")
     mark = options.run_dir / "failed"
-    if step != int(at) or (once and mark.exists()):
+    if step != int(fail_step) or (once and mark.exists()):
         return
     mark.touch()
-    if how.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, how))
-    os._exit(int(how))
+    if ending.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, ending))
+    os._exit(int(ending))
 
 
 if __name__ == "__main__":
