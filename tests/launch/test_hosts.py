@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,24 +19,37 @@ from terminal import CTRL_C, Terminal
 from hvdkit.testing import kill_session
 
 HOSTS_SH = str(ROOT / "launch" / "hosts.sh")
-OVER_SSH = ["-H", "node2:1,node1:1,node3:1", "-p", "2222"]
+THREE_HOSTS = ["-H", "node2:1,node1:1,node3:1"]
+ON_TWO_HOSTS = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222"]
+ON_THREE_HOSTS = [HOSTS_SH, *THREE_HOSTS, "-p", "2222"]
+USUAL = ["--log_every=1", "--eval_every=0", "--checkpoint_every=0"]
 # The graph is built in a few seconds, and a step takes milliseconds.
-TRAINING = [sys.executable, "train.py", "--flagfile=configs/blank.cfg", "--log_every=1"]
-TRAINING += ["--eval_every=0", "--checkpoint_every=0"]
-# What `make train` starts, made small.
-DEMO = ["--model=tiny", "--image_size=32", "--eval_crop=32", *TRAINING[3:]]
-DEMO += ["--global_batch_size=6", "--eval_batch_size=8", "--warmup_steps=0", "--num_steps=100000"]
+TRAINING = [sys.executable, "train.py", "--flagfile=configs/blank.cfg", *USUAL]
+# Flags that make the run of `make train` small.
+DEMO = [
+    "--model=tiny",
+    "--image_size=32",
+    "--eval_crop=32",
+    *USUAL,
+    "--global_batch_size=6",
+    "--eval_batch_size=8",
+    "--warmup_steps=0",
+    "--num_steps=100000",
+]
+RANKS_MEET = "from mpi4py import MPI; print(f'met {MPI.COMM_WORLD.allreduce(1)}')"
 
 
-def endless(host: Host, run_dir: Path, *words: str) -> list[str]:
-    """The command that starts the stand-in on that host, by hosts.sh with these words."""
-    words = [HOSTS_SH, *words, "-p", "2222", *STAND_IN, f"--run_dir={run_dir}", "--steps=100000"]
-    return host.words(*words)
+def endless(host: Host, run_dir: Path, *flags: str) -> list[str]:
+    """The command that starts the stand-in on that host, by hosts.sh with these flags."""
+    command = [*STAND_IN, f"--run_dir={run_dir}", "--steps=100000"]
+    return host.words(HOSTS_SH, *flags, "-p", "2222", *command)
 
 
 def stop_at(words: list[str], line: str, *numbers: int) -> tuple[int, str]:
     """Runs `words` and sends the signals to hosts.sh when `line` is printed, a second apart."""
-    process, lines, sent = start(words), [], 0
+    process = start(words)
+    lines = []
+    sent = 0
     for text in process.stdout:
         lines.append(text)
         if not sent and line in text:
@@ -51,9 +65,16 @@ def stop_at(words: list[str], line: str, *numbers: int) -> tuple[int, str]:
 
 @pytest.mark.timeout(500)
 def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
-    words = [HOSTS_SH, *OVER_SSH, *TRAINING, "--global_batch_size=36", f"--run_dir={tmp_path}"]
-    long = hosts[1].words(*words, "--num_steps=1000000")
-    code, output = stop_at(long, "step 2/", signal.SIGTERM)
+    def command(steps: int) -> list[str]:
+        return hosts[1].words(
+            *ON_THREE_HOSTS,
+            *TRAINING,
+            "--global_batch_size=36",
+            f"--run_dir={tmp_path}",
+            f"--num_steps={steps}",
+        )
+
+    code, output = stop_at(command(1_000_000), "step 2/", signal.SIGTERM)
     assert code == 75, output
     assert "3 ranks on 3 host(s) (node1, node2, node3)" in output
     assert "stop signal received: saved at step" in output
@@ -62,7 +83,7 @@ def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
     assert (stopped["exit_reason"], stopped["ranks"]) == ("preempted", 3)
 
     last = stopped["step"] + 2
-    ended = hosts[1].run(*words, f"--num_steps={last}", timeout=200)
+    ended = run(command(last), timeout=200)
     assert ended.code == 0, ended.output
     assert re.search(f"resuming from .* at step {stopped['step']}", ended.output)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -73,21 +94,28 @@ def test_three_hosts_train_stop_and_resume(hosts: Hosts, tmp_path):
 @pytest.mark.timeout(150)
 def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     """Two runs lose node3, one a rank of it and one its launcher: the others' ranks save."""
-    launchers, lines = [], [[], []]
-    for run_of, launched_from, ranks in ((0, 1, OVER_SSH[1]), (1, 3, "node1:1,node2:1")):
-        process = start(endless(hosts[launched_from], tmp_path / f"{run_of}", "-H", ranks))
+
+    def begin(words: list[str], lines: list[str]) -> subprocess.Popen:
+        process = start(words)
         assert any("step 3" in line for line in process.stdout)
-        threading.Thread(target=lines[run_of].extend, args=[process.stdout], daemon=True).start()
-        launchers.append(process)
+        threading.Thread(target=lines.extend, args=[process.stdout], daemon=True).start()
+        return process
+
+    loses_a_rank: list[str] = []
+    loses_its_launcher: list[str] = []
+    first = begin(endless(hosts[1], tmp_path / "0", *THREE_HOSTS), loses_a_rank)
+    on_two = endless(hosts[3], tmp_path / "1", "-H", "node1:1,node2:1")
+    second = begin(on_two, loses_its_launcher)
     hosts.cut(hosts[3])
     try:
-        assert launchers[0].wait(40) == 76
+        assert first.wait(40) == 76
         assert not hosts.left(STAND_IN[1], "orted", seconds=40)
-        assert launchers[1].wait(40) == 76
+        assert second.wait(40) == 76
     finally:
         hosts.cut(hosts[3], back=True)
-    assert "error: lost node3, which has not answered" in "".join(lines[0])
-    assert re.search("error: lost node[12], which has not answered", "".join(lines[1]))
+    assert "error: lost node3, which has not answered" in "".join(loses_a_rank)
+    output = "".join(loses_its_launcher)
+    assert re.search("error: lost node[12], which has not answered", output)
     assert sorted(path.name for path in (tmp_path / "1").glob("told-*")) == ["told-0", "told-1"]
 
 
@@ -114,7 +142,8 @@ def test_open_mpi_keeps_its_files_where_no_other_user_can(hosts: Hosts, tmp_path
         assert any("step 3" in line for line in process.stdout)
         (made,) = Path("/tmp").glob("launch-of-two-hosts.*")
         assert made.stat().st_mode & 0o777 == 0o700 and any(made.iterdir())
-        assert not any(file for folder in taken for file in folder.iterdir())
+        for folder in taken:
+            assert not list(folder.iterdir())
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         os.kill(int(children.split()[0]), signal.SIGTERM)
         assert process.wait(60) == 75
@@ -133,17 +162,17 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path
 
 
 def lines_after_the_launch() -> list[int]:
-    """Of hosts.sh: the statements of `launch` from where mpirun runs to where its run has ended."""
-    lines = Path(HOSTS_SH).read_text().splitlines()
-    first = next(n for n, line in enumerate(lines) if line.strip() == "job=$!")
-    last = next(n for n, line in enumerate(lines) if n > first and line.strip() == "drain")
+    """Numbers of hosts.sh's lines in `launch` from where mpirun runs to where its run has ended."""
+    lines = [line.strip() for line in Path(HOSTS_SH).read_text().splitlines()]
+    first = lines.index("job=$!")
+    last = lines.index("drain", first + 1)
     return list(range(first + 1, last))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [1, pytest.param(99, marks=pytest.mark.slow)])
 def test_a_fault_of_the_launcher_leaves_no_rank_behind(tmp_path: Path, count: int):
-    """It fails at each of its lines after the launch, or the first; the ranks save and end."""
+    """It fails at each of its lines after the launch, or at the first; the ranks save and end."""
     folder = tmp_path / "launch"
     shutil.copytree(ROOT / "launch", folder)
     lines = Path(HOSTS_SH).read_text().splitlines()
@@ -180,7 +209,7 @@ def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
 
 def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path):
     """While no rank has a handler, as when it builds its model."""
-    words = endless(hosts[1], tmp_path, *OVER_SSH[:2])
+    words = endless(hosts[1], tmp_path, *THREE_HOSTS)
     code, output = stop_at([*words, "--deaf"], "begins at step 0", signal.SIGINT, signal.SIGINT)
     assert code == 130, output
     assert output.count("stopping after this step") == 1 and "Traceback" not in output
@@ -203,18 +232,19 @@ def test_one_ctrl_c_in_a_terminal_saves(tiny_data: Path, tmp_path: Path):
         saved = re.search(r"saved at step (\d+)", terminal.shown)
         assert saved and not re.search(r"\[1,0\]<\w+>:", terminal.shown), terminal.shown
         assert not terminal.left_after(10)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"step-{int(saved[1]):08}"]
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert names == [f"step-{int(saved[1]):08}"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_saves_when_make_is_ended(tiny_data: Path, tmp_path: Path, how: int):
-    """As by `timeout make train`, or by the system's lack of memory."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_saves_when_make_is_ended(tiny_data: Path, tmp_path: Path, number: int):
+    """`timeout make train` ends it so, or the system where it lacks memory."""
     flags = [*DEMO, f"--data_dir={tiny_data}", f"--run_dir={tmp_path}"]
     make = start(["make", "-C", str(ROOT), "-o", "setup", "train", f"ARGS={' '.join(flags)}"])
     assert any("step 2/" in line for line in make.stdout)
-    make.send_signal(how)
+    make.send_signal(number)
     assert any("saved at step" in line for line in make.stdout)
     assert make.wait(60) != 0 and len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
 
@@ -229,9 +259,13 @@ def test_ranks_save_when_the_terminal_is_gone(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
 
 
-# What the shell of a Slurm job has that was left, or a machine that was copied from a cluster's.
-LEFT_BY_SLURM = {"SLURM_NODELIST": "cn01", "SLURM_TASKS_PER_NODE": "1"}
-LEFT_BY_SLURM |= dict.fromkeys(["SLURM_JOB_ID", "SLURM_JOBID"], "77")
+# Variables that a Slurm job has left in a shell, or in a copy of a cluster's machine.
+LEFT_BY_SLURM = {
+    "SLURM_NODELIST": "cn01",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_JOB_ID": "77",
+    "SLURM_JOBID": "77",
+}
 TAKES_NAME = """
 import os, socket, sys
 socket.sethostname(sys.argv[1])
@@ -308,21 +342,29 @@ TALKS = "echo hello from bashrc; printf 'without an end'\n"
 def test_ranks_start_by_any_login_shell(hosts: Hosts, shells: tuple[str, ...]):
     """Of the launching host, of another; the third one's .bashrc prints text."""
     require("fish", "tcsh")
-    words = [HOSTS_SH, "-H", "node1:1,node2:1,node3:1", "-p", "2222"]
     with contextlib.ExitStack() as logins:
         for host, shell in zip(hosts, shells):
             logins.enter_context(host.login(shell))
         logins.enter_context(hosts[3].login("/bin/bash", TALKS))
-        ended = hosts[1].run(*words, "sh", "-c", "echo on $(hostname)", timeout=60)
+        ended = hosts[1].run(
+            HOSTS_SH,
+            "-H",
+            "node1:1,node2:1,node3:1",
+            "-p",
+            "2222",
+            "sh",
+            "-c",
+            "echo on $(hostname)",
+            timeout=60,
+        )
     assert ended.code == 0, ended.output
     assert all(f">:on {host.name}\n" in ended.output for host in hosts), ended.output
 
 
 def not_now(hosts: Hosts, *words: str) -> str:
-    """What hosts.sh prints where node2 cannot take part; it ends within 30 s."""
+    """The output of hosts.sh where node2 cannot take part; it ends within 30 s."""
     start = time.monotonic()
-    flags = ["-H", "node1:1,node2:1", "-p", "2222"]
-    ended = hosts[1].run(HOSTS_SH, *flags, *words, timeout=60)
+    ended = hosts[1].run(*ON_TWO_HOSTS, *words, timeout=60)
     assert ended.code == 76 and time.monotonic() - start < 30, ended.output
     assert "error: cannot start on node2: " in ended.output and "node3" not in ended.output
     return ended.output
@@ -361,62 +403,96 @@ def test_a_forced_command_is_named_with_what_it_says(hosts: Hosts):
 def test_a_firewall_on_the_way_back_is_named(hosts: Hosts, action: str, why: str):
     """It lets node2 open connections to node1's ssh only."""
     require("iptables")
-    rule = f"INPUT -s {hosts[2].address} -p tcp --syn ! --dport 2222 -j {action}"
-    hosts[1].sh(f"PATH=$PATH:/usr/sbin; iptables -A {rule}")
+
+    def iptables(command: str) -> None:
+        hosts[1].sh(
+            f"PATH=$PATH:/usr/sbin; iptables {command} INPUT -s {hosts[2].address} -p tcp --syn "
+            f"! --dport 2222 -j {action}"
+        )
+
+    iptables("-A")
     try:
         said = not_now(hosts, "echo", "started")
     finally:
-        hosts[1].sh(f"PATH=$PATH:/usr/sbin; iptables -D {rule}")
+        iptables("-D")
     assert f" of {hosts[1].address}: {why}): open the ports above 1023" in said
 
 
 def test_a_daemon_that_hangs_is_named_after_the_start_limit(hosts: Hosts, tmp_path: Path):
-    """As where Open MPI's files are on a disk that does not answer. A start that is no fault of
-    its own goes on, also where ranks hide their environment."""
-    train = [*STAND_IN, f"--run_dir={tmp_path}", "--start_limit_s=6"]
+    """It hangs as where Open MPI's files are on a disk that does not answer.
+
+    A start that is slow for another reason goes on, also where ranks hide their environment.
+    """
     daemon = Path(sys.executable).with_name("orted")
     hangs = executable(tmp_path / "hangs", "exec sleep 300")
     hosts[2].sh(f"mount --bind {hangs} {daemon}")
     try:
-        said = not_now(hosts, *train)
+        said = not_now(hosts, *STAND_IN, f"--run_dir={tmp_path}", "--start_limit_s=6")
     finally:
         hosts[2].sh(f"pkill -x sleep; umount {daemon}")
     assert "no rank has begun within 6 s (--start_limit_s), and Open MPI's daemon is not" in said
-    hidden = ["env", "-i", "sh", "-c", "sleep 13; echo ended", *train]
-    ended = hosts[1].run(HOSTS_SH, "-H", "node2:1", "-p", "2222", *hidden, timeout=60)
+    ended = hosts[1].run(
+        HOSTS_SH,
+        "-H",
+        "node2:1",
+        "-p",
+        "2222",
+        "env",
+        "-i",
+        "sh",
+        "-c",
+        "sleep 13; echo ended",
+        *STAND_IN,
+        f"--run_dir={tmp_path}",
+        "--start_limit_s=6",
+        timeout=60,
+    )
     assert ended.code == 0 and "ended" in ended.output, ended.output
 
 
 def test_the_environment_is_passed_on_and_its_values_are_in_no_command(hosts: Hosts, tmp_path):
     """But for launchers' own variables and CUDA_VISIBLE_DEVICES, which is each host's own."""
-    env = {"WANDB_API_KEY": "secret-7", "https_proxy": "http://p:1", "KERAS_HOME": "/k"}
-    env |= {"OFI_NCCL_PROTOCOL": "RDMA", "ODD": "a  'b'\n$c", "CUDA_VISIBLE_DEVICES": "0"}
+    env = {
+        "WANDB_API_KEY": "secret-7",
+        "https_proxy": "http://p:1",
+        "KERAS_HOME": "/k",
+        "OFI_NCCL_PROTOCOL": "RDMA",
+        "ODD": "a  'b'\n$c",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
     show = f"""
 import glob, json, os
 commands = [open(file).read() for file in glob.glob("/proc/*/cmdline")]
 secret = [command for command in commands if "secret-" + "7" in command]
 json.dump([dict(os.environ), secret, len(commands)], open("{tmp_path}/" + os.uname().nodename, "w"))
 """
-    words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", "--interface", "eth0"]
-    ended = hosts[1].run(*words, sys.executable, "-c", show, timeout=60, env=env)
+    ended = hosts[1].run(
+        *ON_TWO_HOSTS,
+        "--interface",
+        "eth0",
+        sys.executable,
+        "-c",
+        show,
+        timeout=60,
+        env=env,
+    )
     assert ended.code == 0, ended.output
     for name in ("node1", "node2"):
-        found, told, commands = json.loads((tmp_path / name).read_text())
-        assert not told and commands > 3
-        assert found["OMPI_MCA_btl_tcp_if_include"] == "eth0"
-        assert found.get("CUDA_VISIBLE_DEVICES") == ("0" if name == "node1" else None)
-        assert env.items() - found.items() <= {("CUDA_VISIBLE_DEVICES", "0")}
+        variables, commands_with_secret, commands = json.loads((tmp_path / name).read_text())
+        assert not commands_with_secret and commands > 3
+        assert variables["OMPI_MCA_btl_tcp_if_include"] == "eth0"
+        assert variables.get("CUDA_VISIBLE_DEVICES") == ("0" if name == "node1" else None)
+        assert env.items() - variables.items() <= {("CUDA_VISIBLE_DEVICES", "0")}
 
 
 def test_hosts_each_in_a_network_of_its_own(hosts: Hosts):
-    """As Google Cloud has it: addresses of /32, and routes that name no network."""
+    """Google Cloud gives them so: addresses of /32, and routes that name no network."""
     pair = (hosts[1], hosts[2])
     try:
         for host, other in (pair, pair[::-1]):
             give_address(host, f"{host.address}/32")
             host.sh(f"ip route add {other.address} dev eth0 scope link src {host.address}")
-        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", sys.executable, "-c", RANKS_MEET]
-        ended = hosts[1].run(*words, timeout=60)
+        ended = hosts[1].run(*ON_TWO_HOSTS, sys.executable, "-c", RANKS_MEET, timeout=60)
     finally:
         for host in pair:
             give_address(host, f"{host.address}/24")
@@ -426,31 +502,38 @@ def test_hosts_each_in_a_network_of_its_own(hosts: Hosts):
 
 def test_a_host_without_the_project_is_named(hosts: Hosts, tmp_path: Path):
     """Its disk is not mounted there; Python would say that it cannot open a file, not where."""
-    executable(tmp_path / "project" / "run.sh", "echo runs")
+    script = executable(tmp_path / "project" / "run.sh", "echo runs")
     hosts[2].sh(f"mount -t tmpfs none {tmp_path}/project")
     try:
-        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", tmp_path / "project" / "run.sh"]
-        ended = hosts[1].run(*words, timeout=60)
+        ended = hosts[1].run(*ON_TWO_HOSTS, script, timeout=60)
     finally:
         hosts[2].sh(f"umount {tmp_path}/project")
-    said = f"error: cannot start on node2: no {tmp_path}/project/run.sh there: is its disk mounted?"
-    assert (ended.code, ended.output.strip()) == (76, said)
+    message = f"error: cannot start on node2: no {script} there: is its disk mounted?"
+    assert (ended.code, ended.output.strip()) == (76, message)
 
 
 def test_names_that_lead_to_addresses_of_a_loopback_interface(hosts: Hosts):
-    """As routed hosts have them (BGP): the network card has to be named."""
+    """Routed hosts have such names (BGP): the network card has to be named."""
     pair = (hosts[1], hosts[2])
     before = hosts[1].hosts_file.read_text()
     try:
         for number, (host, other) in enumerate((pair, pair[::-1]), start=1):
-            way = f"10.200.0.{3 - number}/32 via {other.address} src 10.200.0.{number}"
-            host.sh(f"ip address add 10.200.0.{number}/32 dev lo; ip route add {way}")
+            host.sh(
+                f"ip address add 10.200.0.{number}/32 dev lo; "
+                f"ip route add 10.200.0.{3 - number}/32 via {other.address} src 10.200.0.{number}"
+            )
             names = "127.0.0.1 localhost\n10.200.0.1 node1\n10.200.0.2 node2\n"
             host.hosts_file.write_text(names)
-        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222"]
-        ranks = [sys.executable, "-c", RANKS_MEET]
-        unnamed = hosts[1].run(*words, *ranks, timeout=60)
-        ended = hosts[1].run(*words, "--interface", "eth0", *ranks, timeout=60)
+        unnamed = hosts[1].run(*ON_TWO_HOSTS, sys.executable, "-c", RANKS_MEET, timeout=60)
+        ended = hosts[1].run(
+            *ON_TWO_HOSTS,
+            "--interface",
+            "eth0",
+            sys.executable,
+            "-c",
+            RANKS_MEET,
+            timeout=60,
+        )
     finally:
         for number, host in enumerate(pair, start=1):
             host.hosts_file.write_text(before)
@@ -469,8 +552,7 @@ def test_hosts_with_ipv6_alone_are_told_what_open_mpi_needs(hosts: Hosts):
         for number, host in enumerate(pair, start=1):
             give_address(host, f"fd00::{number}/64 nodad")
         hosts[1].hosts_file.write_text("127.0.0.1 localhost\nfd00::1 node1\nfd00::2 node2\n")
-        words = [HOSTS_SH, "-H", "node1:1,node2:1", "-p", "2222", "true"]
-        ended = hosts[1].run(*words, timeout=60)
+        ended = hosts[1].run(*ON_TWO_HOSTS, "true", timeout=60)
     finally:
         hosts[1].hosts_file.write_text(before)
         for host in pair:
@@ -480,19 +562,34 @@ def test_hosts_with_ipv6_alone_are_told_what_open_mpi_needs(hosts: Hosts):
 
 
 def give_address(host: Host, address: str) -> None:
-    """In place of all that its network card has."""
+    """Replaces all addresses of its network card."""
     host.sh(f"ip address flush dev eth0; ip address add {address} dev eth0")
 
 
 def test_plain_horovodrun_on_other_hosts_as_the_readme_has_it(hosts: Hosts):
     """Plain mpirun: test_start.py."""
     venv = Path(sys.executable).parent.parent
-    ranks = [sys.executable, "-c", "import os; print('on ' + os.uname().nodename)"]
-    ssh = "ssh -p 2222 -o StrictHostKeyChecking=accept-new"
-    hosts[1].sh(f"for n in 2 3; do {ssh} node$n true; done")
-    words = ["horovodrun", "--mpi", "-np", "2", "-H", "node2:1,node3:1", "-p", "2222"]
-    words += [f"--mpi-args=--prefix {venv}", "--network-interfaces", "eth0"]
-    ended = hosts[1].run(*words, *ranks, timeout=100, env={"OPAL_PREFIX": str(venv)})
+    hosts[1].sh(
+        "for n in 2 3; do ssh -p 2222 -o StrictHostKeyChecking=accept-new node$n true; done"
+    )
+    ended = hosts[1].run(
+        "horovodrun",
+        "--mpi",
+        "-np",
+        "2",
+        "-H",
+        "node2:1,node3:1",
+        "-p",
+        "2222",
+        f"--mpi-args=--prefix {venv}",
+        "--network-interfaces",
+        "eth0",
+        sys.executable,
+        "-c",
+        "import os; print('on ' + os.uname().nodename)",
+        timeout=100,
+        env={"OPAL_PREFIX": str(venv)},
+    )
     assert ended.code == 0 and "on node2" in ended.output and "on node3" in ended.output
 
 
@@ -503,9 +600,10 @@ def test_folders_with_spaces(tmp_path: Path):
     assert "started" in run(words, timeout=60).output
 
 
-RANKS_MEET = "from mpi4py import MPI; print(f'met {MPI.COMM_WORLD.allreduce(1)}')"
-DOCKER0 = "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker0; "
-DOCKER0 += "ip link set docker0 up; "
+DOCKER0 = (
+    "ip link add docker0 type bridge; ip addr add 172.17.0.1/16 dev docker0; "
+    "ip link set docker0 up; "
+)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +625,7 @@ def test_a_host_that_does_not_reach_itself_is_told_what_to_do(launcher: list[str
     assert ended.output.count("\n") == 1, ended.output
 
 
-# As `docker run --read-only` leaves it: no folder can be written, and there is no home.
+# `docker run --read-only` leaves this: no folder can be written, and there is no home.
 READ_ONLY = """
 for folder in $(awk '$2 !~ "^/(proc|sys|dev)" {print $2}' /proc/mounts | sort -u); do
     mount -o remount,ro,bind "$folder" || true
@@ -548,8 +646,10 @@ def test_without_a_folder_that_can_be_written_one_line_says_it(launcher: list[st
 
 
 FULL = 'mount -t tmpfs -o size=64k tmpfs /dev/shm; cat /dev/zero >/dev/shm/full 2>&-; exec "$@"'
-MEET = "import os; from hvdkit.ranks import start; start.start_mpi(20); from mpi4py import MPI; "
-MEET += "os.write(1, b'met %d' % MPI.COMM_WORLD.allreduce(1))"
+MEET = (
+    "import os; from hvdkit.ranks import start; start.start_mpi(20); from mpi4py import MPI; "
+    "os.write(1, b'met %d' % MPI.COMM_WORLD.allreduce(1))"
+)
 
 
 def test_no_room_in_shared_memory_is_no_matter_or_one_line():
@@ -586,14 +686,15 @@ def test_a_closed_output_ends_no_ranks(launcher: list[str], tmp_path: Path):
     for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
         words = [*launcher, "-np", "2", sys.executable, "-c", WRITES, f"--run_dir={tmp_path}"]
         script = f'"$0" "$@" {closed}'
-        (folder := tmp_path / closed.replace("&", "")).mkdir()
+        folder = tmp_path / closed.replace("&", "")
+        folder.mkdir()
         ended = run(["sh", "-c", script, *words], timeout=60, env={"FOLDER": str(folder)})
         assert ended.code == 0, (closed, ended.output)
         assert [file.read_text() for file in sorted(folder.iterdir())] == ["whole", "whole"]
         assert not left_of(tmp_path)
 
 
-# As hvdkit supervise starts it: those that answer.
+# hvdkit supervise starts it so, with a list of the hosts that answer.
 LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
 
 
@@ -614,8 +715,9 @@ LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
     ([*LEFT, "-np", "9", "-H", "node1:2,node5:4,node7:4"], [r"-np 6 -H node1:2\,node7:4"]),
 ])  # fmt: skip
 def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str]):
-    lines = "node1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
-    (tmp_path / "hosts").write_text(f"# two racks\n{lines}")
+    (tmp_path / "hosts").write_text(
+        "# two racks\nnode1 slots=8\n\nnode2:4  # half of it\nnode3 slots = 2 max_slots=4\nnode4\n"
+    )
     (tmp_path / "left").write_text("node1:2\nnode7:4\n")
     words = [word.replace("{tmp}", str(tmp_path)) for word in words]
     ended = run([*words, "--dry-run", "python", "train.py"], timeout=20)
@@ -631,7 +733,8 @@ def test_the_launcher_may_have_as_many_open_files_as_are_allowed():
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a/b", "a b", "*", "a;b", "é"])
 def test_what_ssh_would_take_for_something_else_is_no_host(tmp_path: Path, name: str):
     """On the command line, in a hostfile, and as hvdkit supervise gives them."""
-    (file := tmp_path / "hosts").write_text(f"node1:1\n{name}:1\n")
+    file = tmp_path / "hosts"
+    file.write_text(f"node1:1\n{name}:1\n")
     for words in (["-H", f"node1:1,{name}:1"], ["--hostfile", file], []):
         ended = run([HOSTS_SH, *words, "true"], timeout=20, env={"LAUNCH_HOSTFILE": str(file)})
         assert ended.code == 2 and f"'{name}:1' is not HOST:RANKS" in ended.output
@@ -661,17 +764,21 @@ def test_wrong_use_is_explained(words: list[str], message: str):
 
 
 def test_a_hostfile_may_begin_with_a_mark_of_byte_order(tmp_path: Path):
-    """As editors on Windows write it."""
-    (file := tmp_path / "hosts").write_text("node1 slots=2\n", encoding="utf-8-sig")
+    """Editors on Windows write it."""
+    file = tmp_path / "hosts"
+    file.write_text("node1 slots=2\n", encoding="utf-8-sig")
     ended = run([HOSTS_SH, "--hostfile", file, "--dry-run", "true"], timeout=20)
     assert ended.code == 0 and "-np 2 -H node1:2" in ended.output, ended.output
 
 
 def test_a_launch_within_a_rank_is_one_of_its_own():
     """It neither takes the place of the outer one's rank, nor ends the outer run when it fails."""
-    inner = f"{HOSTS_SH} --plain -np 1 bash -c 'echo inner of $OMPI_COMM_WORLD_SIZE; exit 5'"
-    outer = f"id=$LAUNCH_ID; {inner} || echo ended $?; env | grep -c LAUNCH_ID=$id; sleep 1"
-    ended = run([HOSTS_SH, "--plain", "-np", "2", "bash", "-c", outer], timeout=60)
+    script = (
+        "id=$LAUNCH_ID; "
+        f"{HOSTS_SH} --plain -np 1 bash -c 'echo inner of $OMPI_COMM_WORLD_SIZE; exit 5'"
+        " || echo ended $?; env | grep -c LAUNCH_ID=$id; sleep 1"
+    )
+    ended = run([HOSTS_SH, "--plain", "-np", "2", "bash", "-c", script], timeout=60)
     assert ended.code == 0, ended.output
     assert ended.output.count("inner of 1") == ended.output.count("ended 5") == 2, ended.output
 
@@ -693,7 +800,7 @@ def test_check_comes_first_and_looks_at_the_folders_of_the_run(tmp_path: Path):
     assert "the run folder cannot be written to: /proc" in ended.output
 
 
-# Two launches of two ranks; a rank exits with 75 when it is told. Printed: exit codes by launch.
+# Starts two launches of two ranks, prints exit codes by launch; a signal ends a rank with 75.
 TWO_LAUNCHES = """
 wait='trap "exit 75" USR1; while :; do sleep 0.05; done'
 rank() { LAUNCH_ID=$1 HOROVOD_RANK=$2 bash -c "$wait" & }

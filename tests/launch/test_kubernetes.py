@@ -12,18 +12,20 @@ import pytest
 import yaml
 from hosts import ROOT, executable, run
 
-MANIFEST, JOBSET = ROOT / "launch" / "mpijob.yaml", ROOT / "launch" / "jobset.yaml"
+MANIFEST = ROOT / "launch" / "mpijob.yaml"
+JOBSET = ROOT / "launch" / "jobset.yaml"
 _VARIANTS = sorted(set(re.findall(r"^ *# \[(\w+)\]", MANIFEST.read_text(), re.MULTILINE)))
 
 
 def uncommented(*names: str) -> str:
     """The manifest with these variants: comment lines that follow a `# [name]`."""
-    lines, name = [], ""
+    lines = []
+    name = ""
     for line in MANIFEST.read_text().splitlines():
-        found = re.match(r" *# (?:\[(\w+)\]|(?=[\w ]))", line)
-        if found and found[1]:
-            name = found[1]
-        elif not found:
+        comment = re.match(r" *# (?:\[(\w+)\]|(?=[\w ]))", line)
+        if comment and comment[1]:
+            name = comment[1]
+        elif not comment:
             name = ""
         elif name in names:
             line = line.replace("# ", "", 1)
@@ -36,10 +38,13 @@ def load(*variants: str) -> dict:
 
 
 def by_schema(job: dict, kind: str) -> list[str]:
-    """What the API server would refuse, but for pods and jobs."""
+    """Faults that the API server would refuse, but for those of pods and jobs."""
     schema = json.loads(Path(__file__).with_name(f"{kind}.schema.json").read_text())
-    errors = jsonschema.Draft202012Validator(schema).iter_errors(job)
-    return ["/".join(map(str, e.absolute_path)) + f": {e.message}" for e in errors]
+    faults = []
+    for error in jsonschema.Draft202012Validator(schema).iter_errors(job):
+        place = "/".join(str(part) for part in error.absolute_path)
+        faults.append(f"{place}: {error.message}")
+    return faults
 
 
 def by_kubernetes(name: str, resource: dict) -> list[str]:
@@ -51,68 +56,89 @@ def by_kubernetes(name: str, resource: dict) -> list[str]:
 
 
 def faults(job: dict) -> list[str]:
-    """What the API server or the MPI Operator would refuse in an MPIJob."""
-    if found := by_schema(job, "mpijob"):
-        return found
+    """Faults that the API server or the MPI Operator would refuse in an MPIJob."""
+    listed = by_schema(job, "mpijob")
+    if listed:
+        return listed
     replicas = job["spec"]["mpiReplicaSpecs"]
     for name, replica in replicas.items():
         head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}}
-        found += by_kubernetes(name, head | {"template": replica["template"]})
-        found += pod_faults(name, replica["template"]["spec"])
+        listed += by_kubernetes(name, head | {"template": replica["template"]})
+        listed += pod_faults(name, replica["template"]["spec"])
     # Pods get the job's name, and their names are host names.
-    longest = f"{job['metadata']['name']}-worker-{replicas['Worker']['replicas'] - 1}"
-    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", longest):
-        found.append(f"name {longest}")
-    return found
+    last = replicas["Worker"]["replicas"] - 1
+    longest_name = f"{job['metadata']['name']}-worker-{last}"
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", longest_name):
+        listed.append("name " + longest_name)
+    return listed
 
 
 def pod_faults(name: str, pod: dict) -> list[str]:
-    found, volumes = [], {volume["name"] for volume in pod.get("volumes", [])}
+    listed = []
+    volumes = {volume["name"] for volume in pod.get("volumes", [])}
     for container in pod["containers"]:
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         if not mounts <= volumes:
-            found.append(f"{name}: no volume {sorted(mounts - volumes)}")
+            listed.append(f"{name}: no volume {sorted(mounts - volumes)}")
         ports = {port["name"] for port in container.get("ports", [])}
         probe = container.get("readinessProbe", {}).get("tcpSocket", {}).get("port")
         if isinstance(probe, str) and probe not in ports:
-            found.append(f"{name}: no port {probe}")
-    return found
+            listed.append(f"{name}: no port {probe}")
+    return listed
+
+
+def sound_pods(jobset: dict) -> dict[str, dict]:
+    """The pods of a JobSet by name, which have no fault."""
+    pods = {}
+    for replicated in jobset["spec"]["replicatedJobs"]:
+        name = replicated["name"]
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}}
+        assert by_kubernetes(name, job | replicated["template"]) == []
+        pods[name] = replicated["template"]["spec"]["template"]["spec"]
+        assert pod_faults(name, pods[name]) == []
+    return pods
 
 
 def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
     jobset, policy = yaml.safe_load_all(JOBSET.read_text())
-    jobset = json.loads(json.dumps(jobset))  # what an anchor names is one object
+    jobset = json.loads(json.dumps(jobset))  # a copy: parts of one anchor are one object
     assert by_schema(jobset, "jobset") == [] and by_kubernetes("policy", policy) == []
-    worker, launcher = jobset["spec"]["replicatedJobs"]
-    pods = {}
-    for one in (worker, launcher):
-        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": one["name"]}}
-        assert by_kubernetes(one["name"], job | one["template"]) == []
-        pods[one["name"]] = one["template"]["spec"]["template"]["spec"]
-        assert pod_faults(one["name"], pods[one["name"]]) == []
-    spec, said = json.loads(json.dumps(load()["spec"])), {}
+    worker, _ = jobset["spec"]["replicatedJobs"]
+    pods = sound_pods(jobset)
+
+    spec = json.loads(json.dumps(load()["spec"]))
+    arguments = {}  # by the pod's name: of the JobSet, of the MPIJob
     for name, replica in spec["mpiReplicaSpecs"].items():
-        ours, theirs = pods[name.lower()], replica["template"]["spec"]
-        assert ours["volumes"].pop() == {"name": "ssh", "secret": {"secretName": "train-ssh"}}
-        assert ours.pop("restartPolicy") == replica["restartPolicy"]
-        [container], [other] = ours.pop("containers"), theirs.pop("containers")
+        pod = pods[name.lower()]
+        mpijob_pod = replica["template"]["spec"]
+        assert pod["volumes"].pop() == {"name": "ssh", "secret": {"secretName": "train-ssh"}}
+        assert pod.pop("restartPolicy") == replica["restartPolicy"]
+        [container] = pod.pop("containers")
+        [mpijob_container] = mpijob_pod.pop("containers")
         keys = {"name": "ssh", "mountPath": spec["sshAuthMountPath"]}
         assert container["volumeMounts"].pop() == keys
-        said[name] = container.pop("args"), other.pop("args")
-        assert (ours, container) == (theirs, other), name
-    words, others = said["Launcher"]
+        arguments[name] = (container.pop("args"), mpijob_container.pop("args"))
+        assert pod == mpijob_pod, name
+        assert container == mpijob_container, name
+
+    words, mpijob_words = arguments["Launcher"]
     # Its hosts are the workers, by their names in the service's domain; the rest is the same.
-    at, there = words.index("--hosts-from"), others.index("--hostfile")
-    hosts = subprocess.run(words[at + 1].split(), capture_output=True, text=True).stdout.split()
-    name = f"{jobset['metadata']['name']}-{worker['name']}-0-%d"
-    name += f".{jobset['spec']['network']['subdomain']}:{spec['slotsPerWorker']}"
-    assert hosts == [name % n for n in range(worker["template"]["spec"]["completions"])]
-    del words[at : at + 2], others[there : there + 2]
+    place = words.index("--hosts-from")
+    listing = subprocess.run(words[place + 1].split(), capture_output=True, text=True)
+    prefix = f"{jobset['metadata']['name']}-{worker['name']}-0-"
+    suffix = f".{jobset['spec']['network']['subdomain']}:{spec['slotsPerWorker']}"
+    workers = range(worker["template"]["spec"]["completions"])
+    assert listing.stdout.split() == [prefix + str(number) + suffix for number in workers]
+    del words[place : place + 2]
+    place = mpijob_words.index("--hostfile")
+    del mpijob_words[place : place + 2]
     # JobSet makes a failed worker anew, the MPI Operator does not: a person must be told soon.
-    there = others.index("--patience")
-    assert others[there + 1] == "1800"
-    del others[there : there + 2]
-    assert words == others and said["Worker"][0] == said["Worker"][1]
+    place = mpijob_words.index("--patience")
+    assert mpijob_words[place + 1] == "1800"
+    del mpijob_words[place : place + 2]
+    assert words == mpijob_words
+    words, mpijob_words = arguments["Worker"]
+    assert words == mpijob_words
     # Only its own pods reach its pods.
     label = policy["spec"]["podSelector"]["matchLabels"]
     assert label == {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}
@@ -148,11 +174,13 @@ def test_pods_get_what_training_needs_and_no_more():
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
         [container] = pod["containers"]
         assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
-        mounts = {m["mountPath"]: m.get("readOnly", False) for m in container["volumeMounts"]}
-        assert mounts == {"/data": True, "/runs": False, "/dev/shm": False}
+        read_only = {
+            mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]
+        }
+        assert read_only == {"/data": True, "/runs": False, "/dev/shm": False}
     worker = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
-    gpus = [worker[kind]["nvidia.com/gpu"] for kind in ("requests", "limits")]
-    assert gpus == [spec["slotsPerWorker"]] * 2
+    assert worker["requests"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
+    assert worker["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
 
 
 @pytest.mark.parametrize("code, starts", [(2, 1), (3, 1), (75, 2), (76, 2), (137, 2)])
@@ -179,7 +207,10 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     words[2:2] = ["--pause", "0"]
     words += ["sh", "-c", script, tmp_path / "first", code]
     words.insert(0, ROOT / "docker/entrypoint.sh")
-    ends = [run(words, 20, env, cwd=ROOT) for _ in range(2)]
-    assert [ended.code for ended in ends] == [code if starts == 1 else 0] * 2, ends
-    assert ends[0].output.count("start\n") == starts
-    assert "start\n" not in ends[1].output, "a pod made anew ran again what had ended for good"
+    expected = code if starts == 1 else 0
+    first = run(words, 20, env, cwd=ROOT)
+    assert first.code == expected, first
+    assert first.output.count("start\n") == starts
+    again = run(words, 20, env, cwd=ROOT)
+    assert again.code == expected, again
+    assert "start\n" not in again.output, "a pod made anew ran again what had ended for good"

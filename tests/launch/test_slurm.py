@@ -14,8 +14,12 @@ from hosts import NOBODY, PYTHON, ROOT, STAND_IN, Hosts, require
 from slurm import Slurm
 
 TRAINING = [sys.executable, str(ROOT / "template" / "train.py")]
-BLANK = [*TRAINING, f"--flagfile={ROOT}/template/configs/blank.cfg"]
-BLANK += ["--num_steps=2", "--eval_every=0"]
+BLANK = [
+    *TRAINING,
+    f"--flagfile={ROOT}/template/configs/blank.cfg",
+    "--num_steps=2",
+    "--eval_every=0",
+]
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "gone")
 STOPPED = ("FAILED", "75:0", "0")  # state, exit code, restarts
@@ -33,10 +37,21 @@ class Job:
 
     def __init__(self, slurm: Slurm, folder: Path, *command: str, sbatch: str = "", env: str = ""):
         folder.mkdir(exist_ok=True)
-        self._slurm, self._log = slurm, folder / "job.log"
-        words = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--time=30"]
-        words += [*sbatch.split(), f"--export={env or 'ALL'}", f"--output={self._log}"]
-        self.number = slurm(*words, *map(str, command), cwd=ROOT / "template").strip()
+        self._slurm = slurm
+        self._log = folder / "job.log"
+        printed = slurm(
+            "sbatch",
+            "--parsable",
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--time=30",
+            *sbatch.split(),
+            f"--export={env or 'ALL'}",
+            f"--output={self._log}",
+            *(str(word) for word in command),
+            cwd=ROOT / "template",
+        )
+        self.number = printed.strip()
         assert self.number.isdigit(), self.number
 
     def log(self) -> str:
@@ -52,9 +67,15 @@ class Job:
         return self.facts().get("JobState", "gone")
 
     def wait_for(self, ready: str | Callable[[], object], seconds: float = 60) -> None:
-        """Until the log holds the words, or until it is true."""
+        """Waits until the log holds the words `ready`, or until ready() is true."""
+
+        def is_ready() -> bool:
+            if isinstance(ready, str):
+                return ready in self.log()
+            return bool(ready())
+
         end = time.monotonic() + seconds
-        while not (ready in self.log() if isinstance(ready, str) else ready()):
+        while not is_ready():
             assert time.monotonic() < end, (
                 f"{ready}: {self.state()}\n{self.log()}\n{self.facts()}\n{self._slurm.log()}"
             )
@@ -69,7 +90,7 @@ class Job:
         return facts["JobState"], facts["ExitCode"], facts["Restarts"]
 
     def near_its_limit(self) -> None:
-        """What --signal=B:USR1 does when the time limit comes near."""
+        """Signals as --signal=B:USR1 does when the time limit comes near."""
         self._slurm("scancel", "--batch", "--signal=USR1", self.number)
 
     def preempt(self, folder: Path) -> None:
@@ -77,9 +98,18 @@ class Job:
         assert Job(self._slurm, folder / "urgent", sbatch=urgent).end(120)[0] == "COMPLETED"
 
 
-def stand_in(slurm: Slurm, folder: Path, *flags: str, **how: str) -> Job:
+def stand_in(slurm: Slurm, folder: Path, *flags: str, sbatch: str = "", env: str = "") -> Job:
     """A job that makes 5 steps a second, once it makes them."""
-    job = Job(slurm, folder, SBATCH, *STAND_IN, f"--run_dir={folder / 'run'}", *flags, **how)
+    job = Job(
+        slurm,
+        folder,
+        SBATCH,
+        *STAND_IN,
+        f"--run_dir={folder / 'run'}",
+        *flags,
+        sbatch=sbatch,
+        env=env,
+    )
     if flags[0] in ("--steps=1000", "--mute"):
         job.wait_for("begins at step 0")
         time.sleep(1)
@@ -100,23 +130,30 @@ def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
 def test_nobody_reaches_the_ranks_that_srun_starts(slurm: Slurm, hosts: Hosts, tmp_path: Path):
     """On both nodes; the port of Slurm's own PMIx takes connections of all users of its node."""
     require("cc", "setpriv", "ss")
-    end, attacks = tmp_path / "end", ROOT / "tests/attacks"
-    env = f"ALL,LAUNCH_GUARD={strangers.guard(tmp_path)}"
-    sbatch = "--exclusive --ntasks-per-node=2"
-    command = (SBATCH, sys.executable, attacks / "victim.py", end)
-    job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=env)
+    end = tmp_path / "end"
+    attacks = ROOT / "tests/attacks"
+    job = Job(
+        slurm,
+        tmp_path,
+        SBATCH,
+        sys.executable,
+        attacks / "victim.py",
+        end,
+        sbatch="--exclusive --ntasks-per-node=2",
+        env=f"ALL,LAUNCH_GUARD={strangers.guard(tmp_path)}",
+    )
     job.wait_for(lambda: job.log().count("ready") == 4, 120)
     for host in (hosts[1], hosts[2]):
         places = re.findall(r"(\S+):(\d+) .*\(\(.python", host.sh("ss -tlnpH"))
         ports = [[address.strip("[]"), int(port)] for address, port in places]
         assert host.sh("cat /proc/[0-9]*/maps 2>/dev/null | grep -c guard.so") != "0\n"
-        # Of each rank: MPI's for two kinds of address, and that of the watch.
+        # Each rank has MPI's ports for two kinds of address, and that of the watch.
         assert len(ports) >= 6, host.sh("ss -tlnp")
         task = json.dumps({"secrets": [], "ports": ports, "seconds": 6})
         attack = host.words(*NOBODY, PYTHON, str(attacks / "stranger.py"))
-        found = json.loads(subprocess.check_output(attack, input=task, text=True))
-        got = list(found["got"].values())
-        assert {*got} <= {0, 16} and got.count(16) >= 2, found
+        report = json.loads(subprocess.check_output(attack, input=task, text=True))
+        got = list(report["got"].values())
+        assert set(got) <= {0, 16} and got.count(16) >= 2, report
     end.touch()
     assert job.end()[:2] == ("COMPLETED", "0:0") and job.log().count("ended well") == 4, job.log()
 
@@ -125,10 +162,19 @@ def test_nobody_reaches_the_ranks_that_srun_starts(slurm: Slurm, hosts: Hosts, t
 def test_slurm_gives_out_the_trials_of_a_sweep(slurm: Slurm, tmp_path: Path):
     """Two at a time, each a job step of its own, on the nodes that are free."""
     srun = " ".join(["srun --mpi=pmix --nodes=1 --ntasks=1 --exclusive", *TRAINING])
-    words = ["sweep", str(ROOT / "template/configs/blank.cfg"), "--base_lr=0.001,0.01"]
-    words += ["--num_steps=40", "--eval_every=20", "--trials=2", "--jobs=2"]
-    words += [f"--folder={tmp_path}/sweep", f"--launch={srun}"]
-    slurm(str(Path(sys.executable).with_name("hvdkit")), *words, cwd=ROOT / "template")
+    slurm(
+        str(Path(sys.executable).with_name("hvdkit")),
+        "sweep",
+        str(ROOT / "template/configs/blank.cfg"),
+        "--base_lr=0.001,0.01",
+        "--num_steps=40",
+        "--eval_every=20",
+        "--trials=2",
+        "--jobs=2",
+        f"--folder={tmp_path}/sweep",
+        f"--launch={srun}",
+        cwd=ROOT / "template",
+    )
     logs = [path.read_text() for path in sorted((tmp_path / "sweep").glob("trial-*.log"))]
     assert {"(node1)" in log for log in logs} == {True, False} and len(logs) == 2, logs
     assert all("1 rank on 1 host(s) (node" in log for log in logs), logs
@@ -145,9 +191,8 @@ def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm,
     job.end(300)
     log = job.log()
     assert "1 rank on 1 host(s) (node1)" in log and "alone 0" in log, log
-    assert (
-        log.count("error: SLURM_STEP_NUM_TASKS says that 2 processes were started together") == 1
-    ), log
+    message = "error: SLURM_STEP_NUM_TASKS says that 2 processes were started together"
+    assert log.count(message) == 1, log
     assert "srun 2" in log and "Traceback" not in log, log
 
 
@@ -156,17 +201,31 @@ def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
     slurm: Slurm, tmp_path: Path, launch: str
 ):
     """task/affinity gave each a core of its own; ranks that mpirun starts share those of the job."""
-    show = "import os; host, cores = os.uname().nodename, sorted(os.sched_getaffinity(0)); e = "
-    show += 'os.environ.get; os.write(1, f\'on {host} {cores} {e("OMPI_MCA_btl_tcp_if_include")} '
-    show += '{e("OMPI_MCA_pml")} {e("OMPI_MCA_btl")}\\n\'.encode())'
-    sbatch = "--exclusive --ntasks-per-node=2 --cpus-per-task=1"
-    command = (SBATCH, sys.executable, "-c", show)
-    job = Job(slurm, tmp_path, *command, sbatch=sbatch, env=f"ALL,INTERFACE=eth0,{launch}")
+    show = (
+        "import os; host, cores = os.uname().nodename, sorted(os.sched_getaffinity(0)); e = "
+        'os.environ.get; os.write(1, f\'on {host} {cores} {e("OMPI_MCA_btl_tcp_if_include")} '
+        '{e("OMPI_MCA_pml")} {e("OMPI_MCA_btl")}\\n\'.encode())'
+    )
+    job = Job(
+        slurm,
+        tmp_path,
+        SBATCH,
+        sys.executable,
+        "-c",
+        show,
+        sbatch="--exclusive --ntasks-per-node=2 --cpus-per-task=1",
+        env=f"ALL,INTERFACE=eth0,{launch}",
+    )
     assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
     assert job.log().count("eth0 ob1 ^openib\n") == 4, job.log()
-    found = sorted(re.findall(r"on (node\d) (\[[\d, ]*\])", job.log()))
-    each = ["[0]", "[1]"] if launch == "LAUNCH=srun" else ["[0, 1]", "[0, 1]"]
-    assert found == [(node, cores) for node in ("node1", "node2") for cores in each], job.log()
+    cores = sorted(re.findall(r"on (node\d) (\[[\d, ]*\])", job.log()))
+    first, second = ("[0]", "[1]") if launch == "LAUNCH=srun" else ("[0, 1]", "[0, 1]")
+    assert cores == [
+        ("node1", first),
+        ("node1", second),
+        ("node2", first),
+        ("node2", second),
+    ], job.log()
 
 
 def test_ssh_takes_no_gpus_of_other_jobs(slurm: Slurm, tmp_path: Path):
@@ -232,10 +291,12 @@ def test_a_preempted_job_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path):
 
 def test_a_task_of_an_array_goes_back_into_the_queue_alone(slurm: Slurm, tmp_path: Path):
     """Slurm takes the id of one task of an array for the whole array."""
-    steps = "[ $SLURM_ARRAY_TASK_ID = 0 ] && exec {0} --steps=3; {0} --steps=1000"
-    of_task = " ".join([*STAND_IN, f"--run_dir={tmp_path}/run$SLURM_ARRAY_TASK_ID"])
+    command = " ".join([*STAND_IN, f"--run_dir={tmp_path}/run$SLURM_ARRAY_TASK_ID"])
     script = tmp_path / "task.sh"
-    script.write_text("#!/bin/bash\n" + steps.format(of_task) + "\n")
+    script.write_text(
+        "#!/bin/bash\n"
+        f"[ $SLURM_ARRAY_TASK_ID = 0 ] && exec {command} --steps=3; {command} --steps=1000\n"
+    )
     script.chmod(0o755)
     sbatch = "--array=0-1 --nodes=1 --ntasks=1"
     job = Job(
@@ -245,11 +306,11 @@ def test_a_task_of_an_array_goes_back_into_the_queue_alone(slurm: Slurm, tmp_pat
     def tasks() -> dict[str, tuple[str, str]]:
         """State and restarts by the task's number."""
         shown = slurm("scontrol", "show", "job", job.number)
-        found = {}
+        by_number = {}
         for part in re.split(r"^JobId=", shown, flags=re.MULTILINE)[1:]:
             facts = dict(re.findall(r"(\w+)=(\S*)", part))
-            found[facts["ArrayTaskId"]] = (facts["JobState"], facts["Restarts"])
-        return found
+            by_number[facts["ArrayTaskId"]] = (facts["JobState"], facts["Restarts"])
+        return by_number
 
     job.wait_for(lambda: tasks().get("0", ("",))[0] == "COMPLETED")
     job.wait_for(lambda: list((tmp_path / "run1/checkpoints").glob("step-*")))
@@ -265,9 +326,23 @@ def test_a_task_of_an_array_goes_back_into_the_queue_alone(slurm: Slurm, tmp_pat
 def test_what_only_a_part_of_would_train_is_refused(slurm: Slurm, tmp_path: Path):
     """sbatch takes jobs of several parts, srun starts the first."""
     log = tmp_path / "job.log"
-    part = ["--nodes=1", "--ntasks=1", "--time=30"]
-    words = ["sbatch", "--parsable", f"--output={log}", *part, ":", *part, SBATCH, *STAND_IN]
-    number = slurm(*words, "--steps=3", cwd=ROOT / "template").strip()
+    printed = slurm(
+        "sbatch",
+        "--parsable",
+        f"--output={log}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--time=30",
+        ":",
+        "--nodes=1",
+        "--ntasks=1",
+        "--time=30",
+        SBATCH,
+        *STAND_IN,
+        "--steps=3",
+        cwd=ROOT / "template",
+    )
+    number = printed.strip()
     end = time.monotonic() + 60
     while slurm.job(number).get("JobState") not in ENDED:
         assert time.monotonic() < end, slurm.log()
@@ -278,11 +353,13 @@ def test_what_only_a_part_of_would_train_is_refused(slurm: Slurm, tmp_path: Path
 
 def test_ranks_get_the_jobs_settings_whatever_sbatch_exports(slurm: Slurm, tmp_path: Path):
     """srun obeys --export of sbatch; without the secret anybody could be a rank."""
-    names = "LAUNCH_SECRET OMPI_MCA_pml OMPI_MCA_btl LAUNCH_JOB"
-    shown = tmp_path / "shown.sh"
-    shown.write_text(f'#!/bin/sh\nfor n in {names}; do printenv $n >&2 || echo "no $n"; done\n')
-    shown.chmod(0o755)
-    job = Job(slurm, tmp_path, SBATCH, str(shown), env="PATH,HOME")
+    script = tmp_path / "shown.sh"
+    script.write_text(
+        "#!/bin/sh\nfor n in LAUNCH_SECRET OMPI_MCA_pml OMPI_MCA_btl LAUNCH_JOB; do "
+        'printenv $n >&2 || echo "no $n"; done\n'
+    )
+    script.chmod(0o755)
+    job = Job(slurm, tmp_path, SBATCH, str(script), env="PATH,HOME")
     assert job.end()[:2] == ("COMPLETED", "0:0"), job.log()
     assert "no LAUNCH" not in job.log() and "no OMPI" not in job.log(), job.log()
 
@@ -322,7 +399,7 @@ def test_whatever_the_cluster_does_on_a_bad_exit(
 
 
 def test_no_step_since_the_last_start_ends_it(slurm: Slurm, tmp_path: Path):
-    """As where --time is shorter than the warning before its end."""
+    """This happens where --time is shorter than the warning before its end."""
     job = stand_in(slurm, tmp_path, "--mute")
     job.near_its_limit()
     assert job.end() == ("FAILED", "1:0", "0")
