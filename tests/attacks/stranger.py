@@ -16,14 +16,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import strangers
 
-# PMIx's first words of a rank: a header, then what it claims. Who listens answers in four bytes.
-_CLAIMS = b"native\0" + struct.pack(">IB", 0, 0) + b"nobody\0" + struct.pack(">I", 0)
-_CLAIMS += b"3.2.5\0v3\0\2hash\0"
+# PMIx's first words of a rank: a header, then its claims. The listener answers in four bytes.
+_CLAIMS = (
+    b"native\0"
+    + struct.pack(">IB", 0, 0)
+    + b"nobody\0"
+    + struct.pack(">I", 0)
+    + b"3.2.5\0v3\0\2hash\0"
+)
 MESSAGES = {
     "random": os.urandom(4096),
     "a pickle": pickle.dumps({"a": [1]}),
     "a question without a key": bytes(48),
-    # Asks Open MPI's daemon for its name: who knows it can stop the ranks.
+    # Asks Open MPI's daemon for its name: with it, one can stop the ranks.
     "Open MPI's": struct.pack(">7IB35x", 1, 1, 0, 0, 0, 0, 0, 2),
     "PMIx's": struct.pack("=iIII", -1, 0, len(_CLAIMS), 0) + _CLAIMS,
 }
@@ -41,6 +46,13 @@ def say(port: list, message: bytes, *, source: tuple | None = None, half_closed=
         while part := link.recv(4096):
             got += len(part)
     return got
+
+
+def answers_of(port: list) -> dict[str, int]:
+    """Bytes of the answers to all messages."""
+    answers = {f"{port}, {name}": say(port, text) for name, text in MESSAGES.items()}
+    answers[f"{port}, by a rank's port"] = max(borrowing(port), default=0)
+    return answers
 
 
 def ranks_ports(port: list) -> list[int]:
@@ -70,10 +82,14 @@ def borrowing(port: list) -> list[int]:
 
 
 task = json.load(sys.stdin)
-idle = [socket.create_connection(port, 5) for port in task["ports"] for _ in range(200)]
-got = {f"{port}, {m}": say(port, text) for port in task["ports"] for m, text in MESSAGES.items()}
-got |= {f"{port}, by a rank's port": max(borrowing(port), default=0) for port in task["ports"]}
-# Whatever gives a nonce is a rank's watch.
+idle = []
+for port in task["ports"]:
+    for _ in range(200):
+        idle.append(socket.create_connection(port, 5))
+got = {}
+for port in task["ports"]:
+    got |= answers_of(port)
+# A port that answers with a nonce is that of a rank's watch.
 strangers.hold([port for port in task["ports"] if got[f"{port}, random"] == 16], task["seconds"])
 time.sleep(task["seconds"])
 tried = {f"{port}": len(ranks_ports(port)) for port in task["ports"]}
@@ -81,5 +97,9 @@ places = {"ps": subprocess.run(["ps", "auxeww"], capture_output=True).stdout}
 for file in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
     with contextlib.suppress(OSError), open(file, "rb") as content:
         places[file] = content.read()
-shown = [at for at, text in places.items() if any(s.encode() in text for s in task["secrets"])]
+secrets = [secret.encode() for secret in task["secrets"]]
+shown = []
+for place, text in places.items():
+    if any(secret in text for secret in secrets):
+        shown.append(place)
 print(json.dumps({"user": os.getuid(), "shown": shown, "got": got, "ranks_ports": tried}))

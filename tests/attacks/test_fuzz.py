@@ -30,16 +30,41 @@ from hvdkit.ranks import encoding
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "1000"))  # of all parsers together
 LINE = {"step": 1, "time": 1.0, "loss": 2.0, "eval_loss": 1.0, "eval_miou": 0.5, "eval_iou_1": 0}
-RUN = {"config.cfg": b"--num_steps=9\n--nojit\n", "metrics.jsonl": LINE}
-RUN["bad_samples.jsonl"] = {"step": 1, "sample": 2, "by": 3, "why": "torn"}
-RUN["starts.jsonl"] = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min"}
-RUN["summary.json"] = {"step": 1, "exit_reason": "", "weights_sha256": "", "fingerprint": {}}
-RUN["summary.json"] |= {"samples_per_second": 1.0, "skipped_steps": 1, "samples_passed_over": 1}
-RUN["summary.json"] |= {"best_score": 0.5, "best_step": 1}
-MANIFEST = {"step": 1, "config": {}, "ranks": 1, "tensorflow": "", "sha256": "", "dtypes": {}}
-MANIFEST |= {"score": 0.5, "evaluated": True, "fingerprint": {}, "measure": {}, "format": 4}
-MANIFEST |= {"loss": 1.0, "since": 1, "samples": 32, "passed_over": 0}
-MANIFEST["card"] = {"train": {"fingerprint": "a", "samples": 9}, "class_names": ["b"]}
+RUN = {
+    "config.cfg": b"--num_steps=9\n--nojit\n",
+    "metrics.jsonl": LINE,
+    "bad_samples.jsonl": {"step": 1, "sample": 2, "by": 3, "why": "torn"},
+    "starts.jsonl": {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min"},
+    "summary.json": {
+        "step": 1,
+        "exit_reason": "",
+        "weights_sha256": "",
+        "fingerprint": {},
+        "samples_per_second": 1.0,
+        "skipped_steps": 1,
+        "samples_passed_over": 1,
+        "best_score": 0.5,
+        "best_step": 1,
+    },
+}
+MANIFEST = {
+    "step": 1,
+    "config": {},
+    "ranks": 1,
+    "tensorflow": "",
+    "sha256": "",
+    "dtypes": {},
+    "score": 0.5,
+    "evaluated": True,
+    "fingerprint": {},
+    "measure": {},
+    "format": 4,
+    "loss": 1.0,
+    "since": 1,
+    "samples": 32,
+    "passed_over": 0,
+    "card": {"train": {"fingerprint": "a", "samples": 9}, "class_names": ["b"]},
+}
 
 
 def raw(content: bytes | dict) -> bytes:
@@ -47,7 +72,7 @@ def raw(content: bytes | dict) -> bytes:
 
 
 def of_a_run(name: str):
-    """All that compare and report compute of its records."""
+    """A parser that computes of a run's records all that compare and report compute."""
 
     def parse(file: Path) -> None:
         for record, content in (RUN | {name: file.read_bytes()}).items():
@@ -64,7 +89,8 @@ def of_a_run(name: str):
 
 def manifest(file: Path) -> None:
     """With its checksum, which an author can compute."""
-    data, folder = file.read_bytes(), file.parent / "step-00000001"
+    data = file.read_bytes()
+    folder = file.parent / "step-00000001"
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
         record = json.loads(data)
         data = raw(record | {"checksum": files.checksum_of(record, record.get("format"))})
@@ -94,17 +120,18 @@ def image(file: Path) -> None:
 
 
 def picture(kind: str) -> bytes:
-    out, exif = io.BytesIO(), Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(readers.noise(1)).save(out, kind, exif=exif)
-    return out.getvalue()
+    file = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned
+    Image.fromarray(readers.noise(1)).save(file, kind, exif=exif)
+    return file.getvalue()
 
 
 def message(file: Path) -> None:
     encoding.unpack(np.frombuffer(file.read_bytes(), np.uint8))
 
 
-# By name: the parser, and what it reads: bytes, or values by name, that are changed.
+# By name: the parser, and its sound input: bytes, or values by name, which are changed.
 PARSERS = {
     "flagfile": (lambda file: settings.parse(["", f"--flagfile={file}"]), b"--seed=1\n--nojit\n"),
     "list": (listing.read_names, b"a\nb/c\n"),
@@ -144,29 +171,37 @@ def inputs(whole: bytes | dict) -> st.SearchStrategy[bytes]:
 def test_foreign_bytes_are_read_or_refused_by_name(name: str, tmp_path: Path):
     """ValueError or OSError in one line, within a second, and memory does not grow."""
     parse, whole = PARSERS[name]
-    file, process = tmp_path / f"{name}-file", psutil.Process()
+    file = tmp_path / f"{name}-file"
+    process = psutil.Process()
     tried: collections.deque[bytes] = collections.deque(maxlen=1000)
 
     def attempt(data: bytes) -> None:
         file.write_bytes(data)
         tried.append(data)
-        before, start = process.memory_info().rss, time.process_time()
+        before = process.memory_info().rss
+        start = time.process_time()
         try:
             parse(file)
         except (ValueError, OSError) as error:
             said = f" {error}"  # hvdkit/ranks/messages.py names a message
-            named = str(tmp_path) in said or " --" in said or name == "message"
-            assert named and "\n" not in said, said
+            is_named = str(tmp_path) in said or " --" in said or name == "message"
+            assert is_named and "\n" not in said, said
         assert process.memory_info().rss - before < 2**27
         assert time.process_time() - start < 1
 
     for data in [*FOUND, raw(whole)]:
         attempt(data)
-    how = {"max_examples": -(-INPUTS // len(PARSERS)), "deadline": None, "database": None}
-    how |= {"suppress_health_check": [*hypothesis.HealthCheck]}
-    how |= {"derandomize": "FUZZ_INPUTS" not in os.environ}
-    hypothesis.settings(**how)(hypothesis.given(inputs(whole))(attempt))()
-    before = process.memory_info().rss  # Hypothesis keeps what it drew: the same once more
-    for data in [*tried]:
+    settings_of_tests = hypothesis.settings(
+        max_examples=-(-INPUTS // len(PARSERS)),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        derandomize="FUZZ_INPUTS" not in os.environ,
+    )
+    attempt_many = hypothesis.given(inputs(whole))(attempt)
+    settings_of_tests(attempt_many)()
+    # Hypothesis keeps its draws in memory, so memory is measured with the same inputs once more.
+    before = process.memory_info().rss
+    for data in list(tried):
         attempt(data)
     assert process.memory_info().rss - before < 2**24

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from ranks import ROOT
 
 HERE = Path(__file__).parent
 SECRETS = {"WANDB_API_KEY": "key-of-wandb-5071", "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072"}
-# Address and port of all that listens there for the launch, and its secret.
+# Prints address and port of everything that listens there for the launch, and its secret.
 LOOK = """
 import json, psutil, sys
 environments = {p.pid: p.info["environ"] or {} for p in psutil.process_iter(["environ"])}
@@ -44,45 +44,60 @@ def running(*words: object, **env: str) -> Iterator[subprocess.Popen]:
         kill_session(process.pid)
 
 
+def plain_words(*words: object) -> list[str]:
+    """A command that runs on this host."""
+    return [str(word) for word in words]
+
+
+def attack(words_on: Callable[..., list[str]], run_id: str, *, on_one_host: bool) -> None:
+    """Lets nobody attack the run's ports on a host, on which words_on(*command) runs a command."""
+    look = words_on(sys.executable, "-c", LOOK, run_id)
+    ports, secret = json.loads(subprocess.check_output(look))
+    assert len(secret) == 64 and len(ports) >= 3, ports
+    if on_one_host:  # mpirun alone listens at all addresses, for each kind of address
+        assert sum(address in ("0.0.0.0", "::") for address, _ in ports) <= 2, ports
+    # A rank that is silent for 5 s would end the run, see victim.py.
+    task = {"secrets": [secret, *SECRETS.values()], "ports": ports, "seconds": 12}
+    stranger = words_on(*NOBODY, PYTHON, HERE / "stranger.py")
+    report = json.loads(subprocess.check_output(stranger, input=json.dumps(task), text=True))
+    assert report["user"] == 65534 and not report["shown"], report
+    sizes = list(report["got"].values())
+    # A rank gives 16 bytes, a nonce; Open MPI nothing.
+    assert set(sizes) <= {0, 16}, report
+    # The ports of the watch were held.
+    assert sizes.count(16) >= 1, report
+    # At least mpirun's or its daemon's door for its own ranks is found.
+    assert max(report["ranks_ports"].values()) >= 1, report
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nobody_gets_nothing_from_a_run(count: int, tmp_path: Path):
     """On one host or two: the run goes on, no secret is shown, and no port gives an answer."""
     require("setpriv", "ps", "cc")
-    guard, end, run_id = strangers.guard(tmp_path), tmp_path / "end", f"attacked-{os.getpid()}"
-    words = [ROOT / "launch/hosts.sh", "--plain", "-np", f"{count + 1}"]
-    inside, hosts = [lambda *words: [*map(str, words)]], None
+    guard = strangers.guard(tmp_path)
+    end = tmp_path / "end"
+    run_id = f"attacked-{os.getpid()}"
+    victim = [sys.executable, HERE / "victim.py", end]
+    launch = [ROOT / "launch/hosts.sh", "--plain", "-np", f"{count + 1}"]
+    hosts = None
+    on_hosts: list[Callable[..., list[str]]] = [plain_words]
     if count == 2:
         hosts = Hosts(tmp_path, 2)
-        inside = [host.words for host in hosts]
-        words += ["-H", "node1:1,node2:2", "-p", 2222]
-    words = inside[0](*words, sys.executable, HERE / "victim.py", end)
+        on_hosts = [host.words for host in hosts]
+        launch += ["-H", "node1:1,node2:2", "-p", 2222]
+    words = on_hosts[0](*launch, *victim)
     try:
         with running(*words, LAUNCH_ID=run_id, LAUNCH_GUARD=str(guard)) as run:
             output = ""
             while output.count("ready") < count + 1:  # after the table of places
-                output += (line := run.stdout.readline())
+                line = run.stdout.readline()
                 assert line, output
-            for words_on in inside:
-                look = words_on(sys.executable, "-c", LOOK, run_id)
-                ports, secret = json.loads(subprocess.check_output(look))
-                assert len(secret) == 64 and len(ports) >= 3, ports
-                if count == 1:  # mpirun's alone, for each kind of address
-                    assert sum(at in ("0.0.0.0", "::") for at, _ in ports) <= 2, ports
-                # A rank that is silent for 5 s would end the run, see victim.py.
-                task = {"secrets": [secret, *SECRETS.values()], "ports": ports, "seconds": 12}
-                attack = words_on(*NOBODY, PYTHON, HERE / "stranger.py")
-                found = json.loads(
-                    subprocess.check_output(attack, input=json.dumps(task), text=True)
-                )
-                assert found["user"] == 65534 and not found["shown"], found
-                # A rank gives 16 bytes, a nonce; Open MPI nothing.
-                assert {*found["got"].values()} <= {0, 16}, found
-                # The ports of the watch were held.
-                assert [*found["got"].values()].count(16) >= 1, found
-                # At least mpirun's or its daemon's door for its own ranks.
-                assert max(found["ranks_ports"].values()) >= 1, found
+                output += line
+            for words_on in on_hosts:
+                attack(words_on, run_id, on_one_host=count == 1)
             end.touch()
-            output += run.communicate(timeout=120)[0]
+            rest, _ = run.communicate(timeout=120)
+            output += rest
         assert run.returncode == 0 and output.count("ended well") == count + 1, output
         assert not any(value in output for value in SECRETS.values())
     finally:
@@ -140,13 +155,14 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
     require("setpriv")
     (tmp_path / "secret").write_text("of this launch" if secret else "")
     (tmp_path / "secret").chmod(0o600)
-    victim = f"{sys.executable} {HERE}/victim.py {tmp_path}/end"
-    victim = f"LAUNCH_SECRET=$(cat {tmp_path}/secret) {victim}"
     # The second rank is slow to start, and somebody else comes first.
-    rank = f"[ $HOROVOD_RANK = 1 ] && exec sleep 99; {victim}"
-    start = ["--gloo", "--disable-cache", "-np", "2", "sh", "-c"]
-    with running("horovodrun", *start, rank) as run:
-        known = {}
+    script = (
+        "[ $HOROVOD_RANK = 1 ] && exec sleep 99; "
+        f"LAUNCH_SECRET=$(cat {tmp_path}/secret) "
+        f"{sys.executable} {HERE}/victim.py {tmp_path}/end"
+    )
+    with running("horovodrun", "--gloo", "--disable-cache", "-np", "2", "sh", "-c", script) as run:
+        known: dict[str, str] = {}
         while "HOROVOD_GLOO_RENDEZVOUS_PORT" not in known and run.poll() is None:
             time.sleep(0.2)
             commands = subprocess.check_output(["ps", "axww", "-o", "args"], text=True)
@@ -154,8 +170,13 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
             known = dict(re.findall(r"(HOROVOD_\w+)=([\w.,-]+)", "\n".join(mine)))
         packages = f"{ENGINE.parent}:{Path(np.__file__).parents[1]}"
         known |= {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "PYTHONPATH": packages}
-        known = [f"{name}={value}" for name, value in known.items()]
-        with running(*NOBODY, *known, PYTHON, HERE / "victim.py", tmp_path / "end") as stranger:
+        with running(
+            *NOBODY,
+            *(f"{name}={value}" for name, value in known.items()),
+            PYTHON,
+            HERE / "victim.py",
+            tmp_path / "end",
+        ) as stranger:
             output = ""
             for line in run.stdout:
                 output += line
@@ -168,19 +189,23 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
 
 
 def test_no_code_of_ours_runs_what_it_reads_or_starts_the_parts_of_horovod_that_do():
-    words = r"\b(cloud)?pickle|\beval\(|\bexec\(|shell=True|yaml\.load\(|allow_pickle=True"
-    words += r"|extractall|import (shelve|marshal|dill)|(torch|marshal)\.load|safe_mode=False"
-    words += r"|host-discovery|--min-np|hvd\.elastic|horovod\.run\b"
-    other = (".lock", ".png", ".md", ".txt")
-    files = [name for name in tracked() if "tests" not in Path(name).parts]
-    files = [name for name in files if not name.endswith(other) and (ROOT / name).is_file()]
+    pattern = (
+        r"\b(cloud)?pickle|\beval\(|\bexec\(|shell=True|yaml\.load\(|allow_pickle=True"
+        r"|extractall|import (shelve|marshal|dill)|(torch|marshal)\.load|safe_mode=False"
+        r"|host-discovery|--min-np|hvd\.elastic|horovod\.run\b"
+    )
+    files = []
+    for name in tracked():
+        is_code = not name.endswith((".lock", ".png", ".md", ".txt"))
+        if is_code and "tests" not in Path(name).parts and (ROOT / name).is_file():
+            files.append(name)
     assert len(files) > 100 and any(name.startswith("launch/") for name in files)
-    found = [
-        f"{file}, line {number}: {line}"
-        for file in files
-        for number, line in enumerate((ROOT / file).read_text().splitlines(), start=1)
-        if re.search(words, line.split("  # ")[0])
-        # An export reads back the file that it has just written, to say what can load it.
-        and not (file.endswith("commands/export.py") and "safe_mode" in line)
-    ]
+    found = []
+    for file in files:
+        for number, line in enumerate((ROOT / file).read_text().splitlines(), start=1):
+            # An export reads back the file that it has just written, to say what can load it.
+            if file.endswith("commands/export.py") and "safe_mode" in line:
+                continue
+            if re.search(pattern, line.split("  # ")[0]):
+                found.append(f"{file}, line {number}: {line}")
     assert not found, "\n".join(found)

@@ -33,10 +33,13 @@ with Peers(world, 600) as peers:
     print("ready", flush=True)
     while not world.broadcast_object(Path(sys.argv[1]).exists(), "the end"):
         time.sleep(0.2)
-        assert len(os.listdir("/proc/self/fd")) < files + 100, "who connects takes open files"
-    assert [answer.how for answer in peers._ask_all().values()] == [""] * (world.size - 1)
+        assert len(os.listdir("/proc/self/fd")) < files + 100, "connections take open files"
+    answers = peers._ask_all()
+    assert len(answers) == world.size - 1
+    assert all(answer.how == "" for answer in answers.values())
     question, answer = ask(peers)
-    assert answer and not ask(peers, question)[1], "what somebody recorded is answered again"
+    _, second_answer = ask(peers, question)
+    assert answer and not second_answer, "a recorded question is answered again"
     world.barrier_max("asked")
 print("ended well", flush=True)
 world_lib.finish(world)

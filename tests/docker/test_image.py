@@ -118,7 +118,7 @@ SERVER = Path("/tmp/.sshd-0")  # the entrypoint's folder for its ssh server
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """One, on which nothing uses the entrypoint's port, 2222."""
+    """A host on which nothing uses the entrypoint's port, 2222."""
     hosts = Hosts(tmp_path, 1, ssh_port=2200)
     yield hosts[1]
     hosts.end()
@@ -128,13 +128,19 @@ def host(tmp_path: Path) -> Iterator[Host]:
 def serve(host: Host, home: Path, **env: str) -> subprocess.Popen:
     env = os.environ | ENVIRONMENT | {"HOME": str(home)} | env
     server = subprocess.Popen(host.words(ENTRYPOINT, "sshd"), env=env)
-    healthy = lambda: host.run(ENTRYPOINT, "healthy", timeout=20).code == 0  # noqa: E731
-    wait_for(lambda: (SERVER / "pid").exists() and healthy(), "the ssh server does not answer", 20)
+
+    def is_healthy() -> bool:
+        if not (SERVER / "pid").exists():
+            return False
+        return host.run(ENTRYPOINT, "healthy", timeout=20).code == 0
+
+    wait_for(is_healthy, "the ssh server does not answer", 20)
     return server
 
 
 def test_a_container_that_is_ended_lets_its_ranks_save_first(host: Host, tmp_path: Path):
-    saved, env = tmp_path / "saved", os.environ | ENVIRONMENT | {"HOROVOD_RANK": "0"}
+    saved = tmp_path / "saved"
+    env = os.environ | ENVIRONMENT | {"HOROVOD_RANK": "0"}
     server = serve(host, tmp_path)
     words = host.words(sys.executable, "-c", _RANK, str(saved))
     rank = subprocess.Popen(words, env=env, stdout=subprocess.PIPE)
@@ -167,9 +173,12 @@ _KEPT = {
 }  # fmt: skip
 
 
+AS_ORDINARY = ["setpriv", "--reuid=4321", "--regid=4321", "--clear-groups"]
+
+
 @pytest.fixture
 def ordinary(host: Host) -> Iterator[Path]:
-    """The home of user 4321, there only; with what the image has in /app."""
+    """The home of user 4321, who is on this host only; it holds the files of the image's /app."""
     home = Path(tempfile.mkdtemp())
     for folder in ("docker", "launch"):
         shutil.copytree(ROOT / folder, home / folder)
@@ -185,27 +194,39 @@ def ordinary(host: Host) -> Iterator[Path]:
 
 
 def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(host, ordinary, tmp_path):
-    (own := Path("/tmp/.sshd-4321")).mkdir(mode=0o777)
-    os.chown(own, 4321, 4321)
+    server_folder = Path("/tmp/.sshd-4321")
+    server_folder.mkdir(mode=0o777)
+    os.chown(server_folder, 4321, 4321)
     shutil.copy(tmp_path / "key.pub", ordinary / ".ssh/authorized_keys")
     shutil.copy(tmp_path / "key", ordinary / ".ssh/id_rsa")
     os.chown(ordinary / ".ssh/id_rsa", 4321, 4321)
     env = {**ENVIRONMENT, "HOME": str(ordinary), **_SERVICES, **_KEPT, "LINES": "a\nb"}
-    user = ["setpriv", "--reuid=4321", "--regid=4321", "--clear-groups"]
-    words = host.words(*user, ordinary / "docker/entrypoint.sh", "sshd")
+    words = host.words(*AS_ORDINARY, ordinary / "docker/entrypoint.sh", "sshd")
     server = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
     said = list(iter(server.stderr.readline, "Server listening on :: port 2222.\n"))
     assert said[0].startswith("ssh sessions do not get LINES"), said
-    modes = {path.name: path.stat().st_mode & 0o777 for path in own.iterdir()}
-    assert own.stat().st_mode & 0o777 == 0o700
+    modes = {path.name: path.stat().st_mode & 0o777 for path in server_folder.iterdir()}
+    assert server_folder.stat().st_mode & 0o777 == 0o700
     assert modes["sshd_config"] == modes["host_key"] == 0o600
     assert not [name for name in modes if name.startswith("sshd_config.")]
+
     # ssh knows the host, by the key that all hosts mount.
-    words = [*user, "ssh", "-F", ordinary / "docker/ssh_config"]
-    words += ["-o", "StrictHostKeyChecking=yes", "node1"]
-    assert host.run(*words, "umask").output == host.run("sh", "-c", "umask").output
-    output = host.run(*words, "env -0").output
-    seen = dict(variable.split("=", 1) for variable in output.rstrip("\0").split("\0"))
+    def over_ssh(command: str) -> str:
+        ended = host.run(
+            *AS_ORDINARY,
+            "ssh",
+            "-F",
+            ordinary / "docker/ssh_config",
+            "-o",
+            "StrictHostKeyChecking=yes",
+            "node1",
+            command,
+        )
+        return ended.output
+
+    assert over_ssh("umask") == host.run("sh", "-c", "umask").output
+    variables = over_ssh("env -0").rstrip("\0").split("\0")
+    seen = dict(variable.split("=", 1) for variable in variables)
     assert {name: seen.get(name) for name in _KEPT} == _KEPT
     assert not seen.keys() & {*_SERVICES, "LINES"}
 

@@ -76,9 +76,17 @@ def test_offline_from_a_wheelhouse(checkout: Path, tmp_path: Path):
     result = run("make", "-C", checkout, "wheelhouse", timeout=900, **network)
     assert result.returncode == 0, result.stdout + result.stderr
     script = f"ip link set lo up && exec make -C {checkout} setup"
-    offline = {"WHEELHOUSE": checkout / "wheelhouse", "UV_NO_CACHE": 1}
-    offline["PATH"] = f"{OUTSIDE}:/usr/sbin:/sbin"
-    result = run("unshare", "--net", "sh", "-c", script, timeout=900, **offline)
+    result = run(
+        "unshare",
+        "--net",
+        "sh",
+        "-c",
+        script,
+        timeout=900,
+        WHEELHOUSE=checkout / "wheelhouse",
+        UV_NO_CACHE=1,
+        PATH=f"{OUTSIDE}:/usr/sbin:/sbin",
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "two ranks add up" in result.stdout and os.readlink(checkout / ".venv")[:6] == ".venvs"
     assert not list((checkout / ".venvs").glob(".work*"))
@@ -234,8 +242,11 @@ def test_what_is_missing_is_named_before_anything_is_built(env, said, checkout, 
             (tmp_path / "tools" / tool.name).symlink_to(tool)
     executable(tmp_path / "bin/nvcc", "echo 'release 13.0, V13.0'")
     executable(tmp_path / "3.10", "echo 3.10")
-    no_header = 'case "$2" in *Python.h*) exit 1;; *_base*) echo "3.11 $0";; '
-    executable(tmp_path / "bare", f'{no_header}*) exec {sys.executable} "$@";; esac')
+    executable(
+        tmp_path / "bare",
+        'case "$2" in *Python.h*) exit 1;; *_base*) echo "3.11 $0";; '
+        f'*) exec {sys.executable} "$@";; esac',
+    )
     env = {name: text.format(tmp=tmp_path) for name, text in env.items()}
     assert re.search(said, complaint(setup(checkout, **stopped | env)))
     assert not list((checkout / ".venvs").glob("[!.]*"))
@@ -255,8 +266,13 @@ def test_no_network_and_a_package_that_is_not_the_locked_one(checkout, tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    offline = {"PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple", "PIP_CONFIG_FILE": os.devnull}
-    said = complaint(setup(checkout, PIP_RETRIES=0, **offline))
+    ended = setup(
+        checkout,
+        PIP_RETRIES=0,
+        PIP_INDEX_URL=f"http://127.0.0.1:{port}/simple",
+        PIP_CONFIG_FILE=os.devnull,
+    )
+    said = complaint(ended)
     assert "no network?" in said and "PIP_INDEX_URL" in said and "make wheelhouse" in said
     assert "uv==" in Path(said.split("log: ")[1]).read_text()
     assert "make wheelhouse fills" in complaint(setup(checkout, WHEELHOUSE=tmp_path / "none"))
@@ -265,7 +281,8 @@ def test_no_network_and_a_package_that_is_not_the_locked_one(checkout, tmp_path)
 
 
 def test_no_space(tmp_path):
-    (small := tmp_path / "small").mkdir()
+    small = tmp_path / "small"
+    small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", small]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("only root can mount a small file system")

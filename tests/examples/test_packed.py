@@ -9,13 +9,15 @@ from ranks import ROOT
 
 def test_a_packed_sequence_has_the_scores_that_it_has_alone():
     spec = importlib.util.spec_from_file_location("packed", ROOT / "examples/packed/task.py")
-    spec.loader.exec_module(example := importlib.util.module_from_spec(spec))
-    texts = [bytes([n]) * length for n, length in enumerate((50, 3, 129, 40, 30, 1, 5, 200, 77), 1)]
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    lengths = (50, 3, 129, 40, 30, 1, 5, 200, 77)
+    texts = [bytes([number] * length) for number, length in enumerate(lengths, start=1)]
     together = example.packed(texts)
     assert len(together) == 5  # 535 bytes fill 4.1 windows
     windows = together._arrays
-    found = np.bincount(windows["tokens"][windows["sequence"] > 0], minlength=10)[1:]
-    assert found.tolist() == [len(text) for text in texts]
+    counts = np.bincount(windows["tokens"][windows["sequence"] > 0], minlength=10)
+    assert counts[1:].tolist() == list(lengths)
 
     task = example.Task(None)
     model = task.build_model()
@@ -29,5 +31,6 @@ def test_a_packed_sequence_has_the_scores_that_it_has_alone():
         alone = scores(example.packed([text])._arrays, 0)[: len(text)]
         packed = scores(windows, row)[column : column + len(text)]
         np.testing.assert_allclose(packed, alone[: len(packed)], atol=1e-5)
-    first = {n: a[0] for n, a in example.packed(texts[:2])._arrays.items()}
+    two_texts = example.packed(texts[:2])
+    first = {name: array[0] for name, array in two_texts._arrays.items()}
     assert np.count_nonzero(task.evaluation_example(first)["targets"]["counts"]) == 49 + 2

@@ -25,15 +25,17 @@ def clone(tmp_path_factory) -> Path:
 
 
 def own_pictures(folder: Path, count: int = 12) -> None:
-    """As docs/first-hour.md says: bright squares are class 1, dark ones 2, the edge is ignored."""
+    """Makes those of docs/first-hour.md: bright squares are class 1, dark 2, the edge is ignored."""
     for part in ("images", "labels", "splits"):
         (folder / part).mkdir(parents=True)
-    draws, names = np.random.default_rng(3), [f"street{n}" for n in range(count)]
+    draws = np.random.default_rng(3)
+    names = [f"street{number}" for number in range(count)]
     for name in names:
         image = draws.integers(90, 160, (150, 200, 3)).astype(np.uint8)
         label = np.zeros((150, 200), np.uint8)
         for kind, colour in ((1, 250), (2, 5)):
-            top, left = draws.integers(10, 80), draws.integers(10, 120)
+            top = draws.integers(10, 80)
+            left = draws.integers(10, 120)
             image[top : top + 50, left : left + 50] = colour
             label[top : top + 50, left : left + 50] = kind
         label[:2] = 255
@@ -71,10 +73,13 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     photo.save(project / "folder_of_photos" / "one.webp")
     (project / "runs" / "other").symlink_to(project / "runs" / "mine")
     for line in block("After training").splitlines():
-        ending = " || [ $? -le 2 ]" if line.startswith("hvdkit compare") else ""
-        serves = line.startswith("hvdkit serve")  # until Ctrl-C
-        line = "timeout --preserve-status -s INT 60 " * serves + line.split("  #")[0]
-        printed = shell(f"PATH={clone}/.venv/bin:$PATH\n{line}{ending}", project)
+        command = line.split("  #")[0]
+        serves = command.startswith("hvdkit serve")
+        if serves:  # it runs until Ctrl-C
+            command = "timeout --preserve-status -s INT 60 " + command
+        if command.startswith("hvdkit compare"):
+            command += " || [ $? -le 2 ]"
+        printed = shell(f"PATH={clone}/.venv/bin:$PATH\n" + command, project)
         assert not serves or "http://127.0.0.1:" in printed, printed
     assert (project / "predicted/overlays/photo.jpg.png").exists()
     assert (project / "predicted/overlays/one.webp.png").exists()
