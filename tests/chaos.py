@@ -7,10 +7,10 @@ is mended, for two hours. As root, with sshfs, fish, tcsh and a
 compiler. KINDs are names of EVENTS, or begin one.
 
 Hosts are network namespaces: node1 has the supervisor, ranks run on node1 to node3, and two more
-hold what they share, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
+hold the shared disks, the data (node4) and the run's folder (node5), mounted by sshfs. The run is a
 fork's that pauses for a second after each step. `hvdkit supervise` starts it again, nobody else.
-At last it is told a step to end at, and compared with another that was trained to there without
-pauses, on this machine, by horovodrun on two ranks. No process may be left of it on any host, and
+At last a file names its last step, and it is compared with a run that was trained to there without
+pauses, on this machine, by horovodrun on two ranks. No process of it may be left on any host, and
 neither the supervisor's memory nor its open files may have grown.
 
 Exit code: 0 the same weights, metrics and figures; 1 not, or something hung or was left behind.
@@ -63,39 +63,65 @@ WITH_A_SPARE = "node1:3\nnode2:3\nnode3:3\n"  # a run has six ranks at most
 LISTED_TWICE = "node1:1\nnode3:1\nnode1:1\n"
 OTHERS = ("node1:2\nnode3:1\n", "node1:1\n", "node1:1\nnode2:1\n", "node1:2\nnode2:2\nnode3:2\n")
 USUAL = [
-    *(f"--flagfile={ROOT}/template/configs/demo.cfg", "--virtual_ranks=6", "--keep=3"),
-    *("--global_batch_size=12", "--warmup_steps=0", "--log_every=1", "--eval_every=40"),
-    *("--checkpoint_every=3", "--num_steps=100000"),  # it is told when to end
-    "--start_limit_s=150",  # How long a start waits for a mount that hangs.
+    f"--flagfile={ROOT}/template/configs/demo.cfg",
+    "--virtual_ranks=6",
+    "--keep=3",
+    "--global_batch_size=12",
+    "--warmup_steps=0",
+    "--log_every=1",
+    "--eval_every=40",
+    "--checkpoint_every=3",
+    "--num_steps=100000",  # a file ends it before that
+    "--start_limit_s=150",  # a start waits so long for a mount that hangs
 ]
 
 
 class Failed(Exception):
-    """What was promised did not come; the message ends with the run's last lines."""
+    """A promise was not kept; the message ends with the run's last lines."""
 
 
 class Job:
     """`hvdkit supervise` on node1, watched step by step; started again by `start` alone."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
-        self.rng, self.lines, self.steps = rng, [], []  # numbers of the steps that were logged
+        self.rng = rng
+        self.lines: list[str] = []
+        self.steps: list[int] = []  # numbers of the steps that were logged
         (folder / "hosts").mkdir()
         self.hosts = Hosts(folder / "hosts", 5, ssh_port=22)
-        self._store, self._mounts = folder / "store", {"data": self.hosts[4], "runs": self.hosts[5]}
-        self.last, self.late = folder / "last", folder / "late"  # a step; a host's name
-        self.without_gpu = folder / "without_gpu"  # a host's name
+        self._store = folder / "store"
+        self._mounts = {"data": self.hosts[4], "runs": self.hosts[5]}
+        self.last = folder / "last"  # holds the number of the last step
+        self.late = folder / "late"  # holds a host's name
+        self.without_gpu = folder / "without_gpu"  # holds a host's name
         self._programs = self._stand_in(folder / "programs" / "nvidia-smi").parent
         self.listed = folder / "listed"
         self.listed.write_text(EVERYWHERE)
-        self._words = [sys.executable, "-m", "hvdkit", "supervise", "--hosts-from"]
-        self._words += [f"cat {self.listed}", "--min-hosts", "1", "--rejoin", "20", "--"]
         fork = _fork(folder, self.last)
-        self._words += [fork / "launch/hosts.sh", self._python(folder), fork / "train.py"]
-        self._words += [*USUAL, f"--data_dir={folder}/data", f"--run_dir={folder}/runs/run"]
-        self.folder, self._log = folder, folder / "chaos.log"
+        self._words = [
+            sys.executable,
+            "-m",
+            "hvdkit",
+            "supervise",
+            "--hosts-from",
+            f"cat {self.listed}",
+            "--min-hosts",
+            "1",
+            "--rejoin",
+            "20",
+            "--",
+            fork / "launch/hosts.sh",
+            self._python(folder),
+            fork / "train.py",
+            *USUAL,
+            f"--data_dir={folder}/data",
+            f"--run_dir={folder}/runs/run",
+        ]
+        self.folder = folder
+        self._log = folder / "chaos.log"
 
     def prepare(self) -> None:
-        """The disks, and the first start."""
+        """Mounts the disks, and makes the first start."""
         for name, host in self._mounts.items():
             (self.folder / name).mkdir()
             (self._store / name).mkdir(parents=True)
@@ -115,19 +141,23 @@ class Job:
         return list(self.hosts)[:3]
 
     def mount(self, host: Host, name: str) -> None:
-        """As a disk that all hosts share."""
-        options = "StrictHostKeyChecking=accept-new,dcache_timeout=1"
-        options += ",sftp_server=/usr/lib/openssh/sftp-server"  # sshd knows none here
-        what = f"{self._mounts[name].name}:{self._store / name} {self.folder / name}"
-        host.sh(f"sshfs {what} -o {options} </dev/null >/dev/null 2>&1")
+        """Mounts it like a disk that all hosts share."""
+        # sshd here knows no sftp server.
+        host.sh(
+            f"sshfs {self._mounts[name].name}:{self._store / name} {self.folder / name} "
+            "-o StrictHostKeyChecking=accept-new,dcache_timeout=1,"
+            "sftp_server=/usr/lib/openssh/sftp-server </dev/null >/dev/null 2>&1"
+        )
 
     def _python(self, folder: Path) -> Path:
         """Python, an hour ahead on the host whose name is in `late`."""
         words = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", folder / "clock.so"]
         subprocess.run(words, input=CLOCK.encode(), check=True)
-        script = f'[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n'
-        script += f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"'
-        return executable(folder / "python", script)
+        return executable(
+            folder / "python",
+            f'[ "$(cat {self.late} 2>/dev/null)" != "$(hostname)" ] ||\n'
+            f'    export LD_PRELOAD={folder}/clock.so\nexec {sys.executable} "$@"',
+        )
 
     def _stand_in(self, path: Path) -> Path:
         """The driver's program, which fails on the host whose name is in `without_gpu`."""
@@ -208,7 +238,8 @@ class Job:
 
 def _fork(folder: Path, last: Path) -> Path:
     """A fork that pauses for a second after each step, until a file says which one is the last."""
-    fork, ignore = folder / "fork", shutil.ignore_patterns("datasets", "runs")
+    fork = folder / "fork"
+    ignore = shutil.ignore_patterns("datasets", "runs")
     shutil.copytree(ROOT / "template", fork, symlinks=True, ignore=ignore)
     (fork / "launch").unlink()  # a link, which leads nowhere from here
     shutil.copytree(ROOT / "launch", fork / "launch")
@@ -236,14 +267,15 @@ def send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-# What may happen, and its end, if it has one.
+# Events: each function makes a fault, and mends it where that has to be done.
 
 
 def crash(number: int, rank: int, when: str) -> Callable[[Job], None]:
     """A native crash of that rank, in a start of its own unless it saves."""
 
     def event(job: Job) -> None:
-        before, since = job.ranks(), len(job.lines)
+        before = job.ranks()
+        since = len(job.lines)
         if when == "in a save":
             job.wait_for("a save", job.saving)
         else:
@@ -303,8 +335,9 @@ def unmounted(what: str) -> Callable[[Job], None]:
 
 
 def full_disk(job: Job) -> None:
-    """Until a save has failed."""
-    since, fill = len(job.lines), job.run().with_name("fill")
+    """The disk is full until a save has failed."""
+    since = len(job.lines)
+    fill = job.run().with_name("fill")
     with contextlib.suppress(OSError):
         fill.write_bytes(bytes(2**27))
     job.wait_for_line("was not written", since)
@@ -397,7 +430,8 @@ def hard_mount(job: Job) -> None:
 def three_losses(job: Job) -> None:
     """Between two checkpoints, which come every three steps: each start makes a step or two."""
     for steps in (2, 1, 2):
-        since, seen = len(job.lines), len(job.steps)
+        since = len(job.lines)
+        seen = len(job.steps)
 
         def is_there(steps: int = steps, seen: int = seen) -> bool:
             return any(step % 3 == steps for step in job.steps[seen:])
@@ -412,7 +446,7 @@ def late_clock(which: int) -> Callable[[Job], None]:
 
 
 def damage(spoil: Callable[[Job, Path], None]) -> Callable[[Job], None]:
-    """Of the newest checkpoint, before the next start."""
+    """Damages the newest checkpoint before the next start."""
 
     def event(job: Job) -> None:
         supervisor = job.named("hvdkit", "supervise")[0]
@@ -437,13 +471,16 @@ def flip_a_bit(job: Job, checkpoint: Path) -> None:
     (checkpoint / "state.npz").write_bytes(content)
 
 
-EVENTS = {
-    **{
-        f"{number.name} of rank {rank} {when}": crash(number, rank, when)
-        for number in (signal.SIGABRT, signal.SIGSEGV)
-        for rank in range(3)
-        for when in ("at its start", "in the first step", "in a save")
-    },
+def crashes() -> dict[str, Callable[[Job], None]]:
+    events = {}
+    for number in (signal.SIGABRT, signal.SIGSEGV):
+        for rank in range(3):
+            for when in ("at its start", "in the first step", "in a save"):
+                events[f"{number.name} of rank {rank} {when}"] = crash(number, rank, when)
+    return events
+
+
+EVENTS = crashes() | {
     "a rank killed": signalled(signal.SIGKILL),
     "all ranks killed": lambda job: job.send(signal.SIGKILL),
     "all ranks killed in a save": lambda job: (
@@ -497,38 +534,45 @@ GOES_ON = {kind for kind in EVENTS if re.match("docker0|disk|(data|run folder) a
 class Outcome(NamedTuple):
     kind: str
     codes: str
-    repeated: int  # steps
+    repeated: int  # steps that were made again
     lost: float  # seconds from the event to the next step that is new
     held: tuple[int, int, int]  # processes of the hosts, the supervisor's open files and MB
 
 
 def interrupted(job: Job, kinds: list[str], every: float, minutes: float) -> list[Outcome]:
-    """All that happens to the run, one after the other, for so many minutes."""
-    outcomes, begun = [], time.monotonic()
+    """Makes all events, one after the other, for so many minutes."""
+    outcomes = []
+    start_time = time.monotonic()
     for number, kind in enumerate(kinds):
-        if time.monotonic() > begun + 60 * minutes:
+        if time.monotonic() > start_time + 60 * minutes:
             break
         seen = len(job.steps)
         more = job.rng.randint(6, 9)  # the supervisor looks for new steps every 5 s
         job.wait_for("steps", lambda seen=seen, more=more: len(job.steps) >= seen + more)
-        job.wait_for("the first checkpoint", job.checkpoints)  # what is damaged must be there
+        job.wait_for("the first checkpoint", job.checkpoints)  # for events that damage one
         job.late.unlink(missing_ok=True)  # from the next start on
-        since, line, seen = time.monotonic(), len(job.lines), len(job.steps)
+        since = time.monotonic()
+        line = len(job.lines)
+        seen = len(job.steps)
         EVENTS[kind](job)
         if kind not in GOES_ON:
             job.wait_for_line("resuming from", line)
         newest = max(job.steps)
         job.wait_for(f"{kind}: a new step", lambda newest=newest: max(job.steps) > newest)
-        lost, said = time.monotonic() - since, job.lines[line:]
-        codes = re.findall(r"supervise: exit code (\d+)", "".join(said))
+        lost = time.monotonic() - since
+        lines = job.lines[line:]
+        codes = re.findall(r"supervise: exit code (\d+)", "".join(lines))
         repeated = sum(step <= newest for step in job.steps[seen:])
         outcomes.append(Outcome(kind, ", ".join(codes) or "-", repeated, lost, _held(job)))
-        why = [text.strip() for text in said if re.search("error: |Fatal Python error|Trace", text)]
         print(f"{kind}: codes {outcomes[-1].codes}; {repeated} steps again, {lost:.1f} s to a new")
-        print("".join(f"    {text[:180]}\n" for text in why[:4]), end="", flush=True)
+        pattern = "error: |Fatal Python error|Trace"
+        errors = [text.strip() for text in lines if re.search(pattern, text)]
+        for text in errors[:4]:
+            print(f"    {text[:180]}")
+        sys.stdout.flush()
         if kind != "other hosts":
             job.listed.write_text(EVERYWHERE)
-        time.sleep(max(0.0, begun + every * (number + 1) - time.monotonic()))
+        time.sleep(max(0.0, start_time + every * (number + 1) - time.monotonic()))
     return outcomes
 
 
@@ -539,20 +583,24 @@ def _held(job: Job) -> tuple[int, int, int]:
 
 
 def run_out(job: Job, outcomes: list[Outcome]) -> None:
-    """To its end, soon; Failed if it leaves something behind."""
+    """Ends the run in a few steps; raises Failed if it leaves something behind."""
     soon = job.last.with_suffix(".partial")
     soon.write_text(str(max(job.steps) + 10))  # ranks are at the same step, or at the next
     soon.rename(job.last)
     try:
-        if code := job.process.wait(3600):
-            raise Failed(f"the run ended with {code}{job.tail()}")
+        code = job.process.wait(3600)
     except subprocess.TimeoutExpired:
         raise Failed(f"the run did not end{job.tail()}") from None
+    if code:
+        raise Failed(f"the run ended with {code}{job.tail()}")
     end = time.monotonic() + 30
-    while (left := job.left()) and time.monotonic() < end:
+    left = job.left()
+    while left and time.monotonic() < end:
         time.sleep(0.5)
+        left = job.left()
     if left:
-        raise Failed(f"left behind: {[' '.join(p.cmdline())[:80] for p in left]}{job.tail()}")
+        commands = [" ".join(process.cmdline())[:80] for process in left]
+        raise Failed(f"left behind: {commands}{job.tail()}")
     names = ("hosts' processes", "supervisor's open files", "supervisor's MB")
     for name, first, last in zip(names, outcomes[0].held, outcomes[-1].held):
         print(f"the {name}: {first} after the first event, {last} after the last")
@@ -561,13 +609,16 @@ def run_out(job: Job, outcomes: list[Outcome]) -> None:
 
 
 def table(outcomes: list[Outcome]) -> None:
-    head = ("what happened", "times", "exit codes", "steps again, at most", "s to a new step")
-    print(f"\n| {' | '.join(head)} |\n|{' --- |' * len(head)}")
-    for kind in sorted({o.kind for o in outcomes}):
-        of_it = [o for o in outcomes if o.kind == kind]
-        codes = " / ".join(sorted({o.codes for o in of_it}))
-        lost = f"{statistics.median(o.lost for o in of_it):.0f}"
-        print(f"| {kind} | {len(of_it)} | {codes} | {max(o.repeated for o in of_it)} | {lost} |")
+    print("\n| what happened | times | exit codes | steps again, at most | s to a new step |")
+    print("| --- | --- | --- | --- | --- |")
+    by_kind: dict[str, list[Outcome]] = {}
+    for outcome in sorted(outcomes):
+        by_kind.setdefault(outcome.kind, []).append(outcome)
+    for kind, of_kind in by_kind.items():
+        codes = " / ".join(sorted({outcome.codes for outcome in of_kind}))
+        repeated = max(outcome.repeated for outcome in of_kind)
+        lost = statistics.median(outcome.lost for outcome in of_kind)
+        print(f"| {kind} | {len(of_kind)} | {codes} | {repeated} | {lost:.0f} |")
 
 
 def _order(args: argparse.Namespace, rng: random.Random) -> list[str]:
@@ -581,8 +632,9 @@ def _order(args: argparse.Namespace, rng: random.Random) -> list[str]:
 
 
 def _undisturbed(folder: Path) -> None:
-    tool = Path(sys.executable).with_name("horovodrun")
-    words = [tool, "--gloo", "--disable-cache", "-np", "2", sys.executable]
+    """Trains the run to which nothing happens."""
+    horovodrun = Path(sys.executable).with_name("horovodrun")
+    words = [horovodrun, "--gloo", "--disable-cache", "-np", "2", sys.executable]
     words += [folder / "fork" / "train.py", *USUAL, f"--run_dir={folder}/whole"]
     words += [f"--data_dir={ROOT}/template/datasets/demo"]
     ended = run(words, 3600, cwd=ROOT / "template")
