@@ -43,7 +43,11 @@ SOUND = np.zeros((6, 5, 7), np.uint8)
         (IMAGES, readers.idx(SOUND[:5]), "5 pictures and 6 labels"),
         (LABELS, b"\0\0\x0d\x01" + b"\0\0\0\1" + b"\0" * 4, f"{LABELS} is damaged"),
         (f"{LABELS}.gz", b"no gzip", f"{LABELS}.gz is damaged"),
-        (f"{LABELS}.gz", gzip.compress(readers.idx(SOUND[0, 0]), mtime=0)[:-9], f"{LABELS}.gz is damaged"),
+        (
+            f"{LABELS}.gz",
+            gzip.compress(readers.idx(SOUND[0, 0]), mtime=0)[:-9],
+            f"{LABELS}.gz is damaged",
+        ),
     ],
 )
 def test_files_that_are_not_right_are_named(tmp_path: Path, name, content, words):
