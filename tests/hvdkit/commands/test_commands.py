@@ -135,8 +135,9 @@ def test_code_is_run_of_a_fork_only_that_others_cannot_change(tmp_path: Path):
     ],
 )
 def test_a_checkpoint_that_is_not_there_is_named(folder, digits, run, which, words):
+    task = SimpleNamespace(main_metric="accuracy")
     with pytest.raises(ValueError, match=words):
-        load_run.chosen(folder / run / "checkpoints", which, task=None)
+        load_run.chosen(folder / run / "checkpoints", which, task=task)
 
 
 @pytest.mark.slow  # checks_errors.py has it for a run
