@@ -170,7 +170,10 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
         ("p,label\n7,x\n8,y", "first 7; '007' is spelled otherwise"),
         ("p,label\nK.png,x\n1.png,y", "first K.png; 'k.png' is spelled otherwise"),
         ("1.png,x\n2.png,y", "its first line must name the columns; 1.png is no name"),
-        ("a,b,c\n90,80,70", "names no picture, and start is for pictures: `hvdkit example tabular`"),
+        (
+            "a,b,c\n90,80,70",
+            "names no picture, and start is for pictures: `hvdkit example tabular`",
+        ),
         ("p,label\n1,x\n1,y", "p has a picture twice"),
         ("p,label\n2.png,x\n2,y", "p has a picture twice, in rows 1 and 2 (2.png, 2), and one"),
         ("p,label,split\nmore/4.png,x,train\n4,y,val", "in rows 1 and 2 (more/4.png, 4)"),
