@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 from hvdkit.data.place import Place
-from hvdkit.data.sampler import Sampler, Shards, shards_of, share
+from hvdkit.data.sampler import NO_SHARDS, Sampler, Shards, shards_of, share
 from hvdkit.data.source import Synthetic
 
 # Seeds that a mix of too few bits takes for one.
@@ -22,7 +22,9 @@ properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=Tru
 
 
 @functools.cache
-def order(n: int, seed: int, epoch: int, places: int | None = None, *, shards=None) -> np.ndarray:
+def order(
+    n: int, seed: int, epoch: int, places: int | None = None, *, shards: Shards = NO_SHARDS
+) -> np.ndarray:
     """Ids at the first `places` places (all) of an epoch."""
     positions = epoch * n + tf.range(n if places is None else places, dtype=tf.int64)
     return Sampler(n, 1, 1, seed, 0, 1, shards=shards).order(positions).numpy()
@@ -81,7 +83,7 @@ STARTS = [(3, 16, 2, 2, 0), (4, 8, 1, 1, 0), (1, 5, 1, 3, 0), (2, 21, 3, 2, 7), 
 
 @pytest.mark.parametrize("shuffle", [None, 3], ids=["plain", "by shards"])
 def test_other_batches_from_start_to_start_repeat_and_leave_out_nothing(shuffle):
-    shards = in_shards(48, 10, shuffle) if shuffle else None
+    shards = in_shards(48, 10, shuffle) if shuffle else NO_SHARDS
     place = Place()
     samples = []  # rows of position, id and key
     for steps, batch, micro, size, virtual in STARTS:
@@ -195,7 +197,7 @@ def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
 @pytest.mark.parametrize("shuffle", [None, 12], ids=["plain", "by shards"])
 def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
     parts = in_shards(n, 120, 12)
-    shards = parts if shuffle else None
+    shards = parts if shuffle else NO_SHARDS
     sizes = parts.sizes[:-1]
     shard = np.repeat(np.arange(120), sizes)  # shard of each sample id
     pairs = [*itertools.combinations(orders_of(n, shards), 2)]
@@ -212,7 +214,7 @@ def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
         neighbours += (np.abs(np.diff(second[one])) < 1.5 / n).sum()
 
     expected = 2 * len(pairs)
-    if shards:
+    if shards.sizes:
         # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
         expected *= 10 * (1 / 12 + 11 / 12 * 11 / 119)
     assert abs(neighbours - expected) < SIGMAS * np.sqrt(expected)
@@ -224,13 +226,13 @@ def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
         assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
 
 
-def orders_of(n: int, shards: Shards | None) -> list[np.ndarray]:
+def orders_of(n: int, shards: Shards) -> list[np.ndarray]:
     """Of eight epochs and all seeds, and that of the files; of a large set, of two epochs."""
     if n > 10**6:
         return [order(n, 1, epoch, shards=shards) for epoch in range(2)]
     orders = [order(n, 1, epoch, shards=shards) for epoch in range(8)]
     orders += [order(n, seed, 0, shards=shards) for seed in SEEDS if seed != 1]
-    if not shards:
+    if not shards.sizes:
         orders.append(np.arange(n))
     return orders
 
