@@ -148,7 +148,6 @@ class Teacher(Whole):
         super().__init__(config)
         keras.utils.set_random_seed(5)
         self.parts = {"teacher": Whole(None).build_model()}
-        self.parts["teacher"].trainable = False
 
     def predict(self, model, inputs):
         return self.parts["teacher"](inputs, training=False)

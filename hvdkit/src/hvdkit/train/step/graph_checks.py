@@ -276,10 +276,32 @@ def _operations(graph: tf.Graph, types: re.Pattern) -> str:
     return join(sorted({node.op for node in nodes(graph) if types.fullmatch(node.op)}))
 
 
+def read(variable: tf.Variable) -> tf.Tensor:
+    """As read_value, without an identity that runs even if nothing uses it."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+
+
+def read_all(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    """The variables' values, by one operation; it is no use of those that nothing takes."""
+
+    @tf.function(autograph=False)
+    def values_at_the_start():
+        return [read(variable) for variable in variables]
+
+    return values_at_the_start()
+
+
 def _is_used(resource: tf.Tensor) -> bool:
     """Whether a graph does more with this argument than read what nothing uses."""
     for op in resource.consumers():
-        if op.type != "ReadVariableOp" or op.outputs[0].consumers():
+        values = list(op.outputs)
+        if "values_at_the_start" in op.node_def.attr["f"].func.name:
+            # It gives the values in the order of its arguments.
+            places = [place for place, tensor in enumerate(op.inputs) if tensor is resource]
+            values = [values[place] for place in places]
+        elif op.type != "ReadVariableOp":
+            return resource.dtype == tf.resource
+        if any(value.consumers() for value in values):
             return resource.dtype == tf.resource
     return False
 

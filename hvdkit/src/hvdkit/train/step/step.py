@@ -214,7 +214,7 @@ class Step:
         readable = [variable for variable in self._untrained if variable.device == device]
 
         def passes(batch: Example, votes: tf.Tensor):
-            old_values = [_read(variable) for variable in readable]
+            old_values = [graph_checks.read(variable) for variable in readable]
             targets, sums, gradients = self._micro_batches.gradients(forward, batch)
             changed = {}
             for place, variable in enumerate(readable):
@@ -488,9 +488,8 @@ class Step:
         self, function: StepFunction, batch: Example, votes: tf.Tensor
     ) -> tuple[Result, Tracing]:
         """What the step's function returns, and what became known of it on the way."""
-        read_all = tf.function(lambda: [_read(v) for v in self._guarded], autograph=False)
         ids = [id(variable) for variable in self._guarded]
-        old_values = dict(zip(ids, read_all()))
+        old_values = dict(zip(ids, graph_checks.read_all(self._guarded)))
         self._tracing = tracing = Tracing(votes, old_values)
         try:
             outside = self._rows._replace(refused="it belongs into the losses of run.loss")
@@ -578,8 +577,3 @@ class Step:
 def _sums_and_votes(received: tf.Tensor) -> list[tf.Tensor]:
     numbers = reduction.join(received)
     return tf.split(numbers, [numbers.shape[0] - agreement.NUM_VOTES, agreement.NUM_VOTES])
-
-
-def _read(variable: tf.Variable) -> tf.Tensor:
-    """As read_value, without an identity that runs even if nothing uses it."""
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
