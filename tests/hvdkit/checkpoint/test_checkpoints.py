@@ -429,6 +429,9 @@ def test_a_counter_that_is_wider_now_takes_the_values_of_an_older_checkpoint(kep
     wider = {"count": tf.Variable(0, dtype=tf.int64), "weight": tf.Variable([0.0])}
     kept.restore(kept.find("auto"), wider, Settings())
     assert int(wider["count"]) == 7 and wider["weight"].numpy().tolist() == [0.5]
+    other = {"count": tf.Variable(0.0, dtype=tf.float64), "weight": tf.Variable([0.0])}
+    found = kept.find("auto")
+    refused(lambda: kept.restore(found, other, Settings()), "count is int32", kind=Stop)
     narrower = {"count": tf.Variable(0, dtype=tf.int16), "weight": tf.Variable([0.0])}
     words = ["count is int32 in the checkpoint, int16 in the model"]
     refused(lambda: kept.restore(kept.find("auto"), narrower, Settings()), *words, kind=Stop)

@@ -53,6 +53,13 @@ def test_a_program_is_compiled_once(tmp_path):
     assert files_of(cache) == kept
 
 
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    ended = start(tmp_path / "file")
+    assert ended.returncode == 2 and "--jit_cache=" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "mode", "words"),
     [("open", 0o777, "may be changed by other users"), ("a blank", 0o700, "no path with a blank")],

@@ -450,7 +450,7 @@ def load(path: Path, variables: Variables) -> None:
                 f"{name} has shape {value.shape} in the checkpoint, {shape} in the model. Use a "
                 "checkpoint of this model, another --run_dir or --resume=never"
             )
-        is_wider = value.dtype.kind == "i" and np.can_cast(value.dtype, dtype)
+        is_wider = value.dtype.kind == dtype.kind == "i" and np.can_cast(value.dtype, dtype)
         if value.dtype != dtype and not is_wider:
             raise ValueError(
                 f"{name} is {value.dtype.name} in the checkpoint, {dtype.name} in the model. Use "

@@ -8,7 +8,7 @@ import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,6 +17,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from hvdkit import whole_files
 from hvdkit.logs import say
+from hvdkit.ranks.messages import heartbeat
 
 _MOST_OPERATIONS = 100  # entries of operations.json
 # A host's events of this form are operations: NAME:TYPE.
@@ -29,12 +30,13 @@ class Recorder:
     """The profiler of this process; leaving its `with` ends what is recorded still.
 
     `folder`: where this rank's record goes; `table`: the file with the costliest operations, or
-    None.
+    None; `steps`: the first and the last. What it cannot record or write is a note: no run ends.
     """
 
-    def __init__(self, folder: Path, table: Path | None) -> None:
+    def __init__(self, folder: Path, table: Path | None, *, steps: tuple[int, int]) -> None:
         self._folder = folder
         self._table = table
+        self.first, self.last = steps
         self._is_on = False
 
     def __enter__(self) -> Self:
@@ -47,33 +49,41 @@ class Recorder:
     def start(self) -> None:
         try:
             tf.profiler.experimental.start(str(self._folder))
+            self._is_on = True
         except tf.errors.OpError as error:
             say(f"note: --profile records nothing: {error.message}")
-        else:
-            self._is_on = True
 
-    def stop(self, steps: int) -> None:
-        """Writes what was recorded of so many steps."""
+    def stop(self) -> None:
+        """Writes what was recorded."""
         if not self._is_on:
             return
         self._is_on = False
-        tf.profiler.experimental.stop()
-        [*_, newest] = sorted(self._folder.glob("plugins/profile/*/*.xplane.pb"))
-        space = xplane_pb2.XSpace.FromString(newest.read_bytes())
-        with gzip.open(newest.with_name("trace.json.gz"), "wt") as file:
-            json.dump({"traceEvents": trace(space)}, file)
+        try:
+            tf.profiler.experimental.stop()
+            say(f"profile of steps {self.first} to {self.last}: {self._write()}")
+        except (OSError, tf.errors.OpError) as error:
+            say(f"note: the profile is not written: {error}")
+
+    def _write(self) -> Path:
+        """The trace and the table, beside TensorFlow's record; returns their folder."""
+        records = sorted(self._folder.glob("plugins/profile/*/*.xplane.pb"))
+        if not records:
+            raise FileNotFoundError(f"TensorFlow left no record in {self._folder}")
+        events = [*_events(xplane_pb2.XSpace.FromString(records[-1].read_bytes()))]
+        with gzip.open(records[-1].with_name("trace.json.gz"), "wt") as file:
+            json.dump({"traceEvents": trace(events)}, file)
         if self._table:
-            costs = operations(space)
+            costs = operations(events)
             rows = []
             for name, picoseconds in costs.most_common(_MOST_OPERATIONS):
                 row = {
                     "operation": name,
-                    "ms_a_step": picoseconds / 1e9 / steps,
+                    "ms_a_step": picoseconds / 1e9 / (self.last - self.first + 1),
                     "share": picoseconds / costs.total(),
                 }
                 rows.append(row)
             whole_files.write_json(self._table, rows)
-        say(f"profile of {steps} steps: {newest.parent}")
+        return records[-1].parent
 
 
 class _Event(NamedTuple):
@@ -89,6 +99,7 @@ def _events(space: Any) -> Iterator[_Event]:
     for plane in space.planes:
         names = {number: entry.name for number, entry in plane.stat_metadata.items()}
         for line in plane.lines:
+            heartbeat.beat()  # A long record is none that hangs.
             for event in line.events:
                 metadata = plane.event_metadata[event.metadata_id]
                 operation = ""
@@ -107,14 +118,14 @@ def _events(space: Any) -> Iterator[_Event]:
                 )
 
 
-def operations(space: Any) -> Counter[str]:
+def operations(events: Sequence[_Event]) -> Counter[str]:
     """Picoseconds of each operation: on devices where there are some, else on the host.
 
     A device's work counts for the operation that started it, or by its own name.
     """
     costs: Counter[str] = Counter()
     costs_on_devices: Counter[str] = Counter()
-    for event in _events(space):
+    for event in events:
         if event.place.startswith("/device:"):
             costs_on_devices[event.operation or event.name] += event.duration_ps
         elif event.operation and event.operation.rpartition(":")[2] not in _CONTAINERS:
@@ -122,10 +133,11 @@ def operations(space: Any) -> Counter[str]:
     return costs_on_devices or costs
 
 
-def trace(space: Any) -> list[dict[str, Any]]:
+def trace(events: Sequence[_Event]) -> list[dict[str, Any]]:
     """Events of Chrome's format for traces: times in microseconds."""
-    return [
-        {
+    lines = []
+    for event in events:
+        line = {
             "ph": "X",
             "pid": event.place,
             "tid": event.line,
@@ -133,5 +145,5 @@ def trace(space: Any) -> list[dict[str, Any]]:
             "ts": event.start_ps / 1e6,
             "dur": event.duration_ps / 1e6,
         }
-        for event in _events(space)
-    ]
+        lines.append(line)
+    return lines

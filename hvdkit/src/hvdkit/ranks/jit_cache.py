@@ -15,6 +15,7 @@ from pathlib import Path
 from hvdkit import whole_files
 from hvdkit.logs import refuse
 from hvdkit.ranks import fingerprint
+from hvdkit.stop import NOT_NOW, WRONG_USE, passes
 
 _GPU = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
 _PACKAGES = ("tensorflow", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -23,7 +24,8 @@ _PACKAGES = ("tensorflow", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 def use(cache_dir: str) -> None:
     """Has XLA keep its programs in a folder of `cache_dir`; call it before TensorFlow starts.
 
-    The process ends with exit code 2 where another user could put programs there.
+    The process ends with exit code 2 where another user could put programs there, and with 76 where
+    the disk or the driver of this host fails.
     """
     if re.search(r"\s", cache_dir):
         refuse(f"--jit_cache={cache_dir!r}: TensorFlow takes no path with a blank here")
@@ -34,7 +36,9 @@ def use(cache_dir: str) -> None:
     except ValueError as error:
         refuse(str(error))
     except (OSError, subprocess.SubprocessError) as error:
-        refuse(f"--jit_cache={cache_dir}: {error}")
+        is_of_host = passes(error) or isinstance(error, subprocess.SubprocessError)
+        text = f"--jit_cache={cache_dir} on {os.uname().nodename}: {error}"
+        refuse(text, NOT_NOW if is_of_host else WRONG_USE)
     flags = f"{os.environ.get('TF_XLA_FLAGS', '')} {fingerprint.XLA_CACHE}{folder}"
     os.environ["TF_XLA_FLAGS"] = flags.strip()
 

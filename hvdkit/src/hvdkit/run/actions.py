@@ -15,7 +15,6 @@ from hvdkit import scores
 from hvdkit.checkpoint.checkpoints import CheckpointInfo
 from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
-from hvdkit.observe import profile
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.run import health
@@ -92,37 +91,20 @@ class Log:
             self._telemetry.gradients(step, paths, result["layers"].numpy())
 
 
-class StartProfile:
-    """Begins to record the steps of --profile; the last action of the step before them."""
+class AtStep:
+    """Calls a function after one step."""
 
     settles = True
 
-    def __init__(self, steps: tuple[int, int], recorder: profile.Recorder) -> None:
-        self._before = steps[0] - 1
-        self._recorder = recorder
+    def __init__(self, step: int, function: Callable[[], None]) -> None:
+        self._step = step
+        self._function = function
 
     def due(self, step: int) -> bool:
-        return step == self._before
+        return step == self._step
 
     def __call__(self, step: int, result: Result) -> None:
-        self._recorder.start()
-
-
-class StopProfile:
-    """Writes the record of the steps of --profile; the first action of the last of them."""
-
-    settles = True
-
-    def __init__(self, steps: tuple[int, int], recorder: profile.Recorder) -> None:
-        self._steps = steps
-        self._recorder = recorder
-
-    def due(self, step: int) -> bool:
-        return step == self._steps[1]
-
-    def __call__(self, step: int, result: Result) -> None:
-        first, last = self._steps
-        self._recorder.stop(last - first + 1)
+        self._function()
 
 
 DRIFT_EVERY = 1000  # steps

@@ -19,13 +19,12 @@ from hvdkit.ranks.world import World, say
 from hvdkit.run import dry_run, find_lr, model_doctor
 from hvdkit.run.actions import (
     Action,
+    AtStep,
     CheckDrift,
     CheckNumbers,
     Evaluate,
     Log,
     Save,
-    StartProfile,
-    StopProfile,
     Sync,
     TaskAction,
 )
@@ -116,7 +115,7 @@ def profiler(parts: RunParts) -> profile.Recorder | None:
         return None
     folder = Path(config.run_dir) / "profile"
     table = folder / "operations.json" if world.is_chief else None
-    return profile.Recorder(folder / f"rank-{world.rank}", table)
+    return profile.Recorder(folder / f"rank-{world.rank}", table, steps=steps)
 
 
 def actions(
@@ -134,10 +133,10 @@ def actions(
     and begins after those of the step before.
     """
     ordered = _actions(parts, task_actions, save=save, evaluate=evaluate, benchmark=benchmark)
-    steps = parts.config.profiled_steps
-    if recorder and steps:
-        return [StopProfile(steps, recorder), *ordered, StartProfile(steps, recorder)]
-    return ordered
+    if not recorder:
+        return ordered
+    before = AtStep(recorder.first - 1, recorder.start)
+    return [AtStep(recorder.last, recorder.stop), *ordered, before]
 
 
 def _actions(
