@@ -59,7 +59,9 @@ def occupant(name: str) -> Path | None:
 
 
 def same(mine: Path, theirs: Path) -> bool:
-    return mine.is_file() and theirs.is_file() and mine.read_bytes() == theirs.read_bytes()
+    return (
+        mine.is_file() and theirs.is_file() and mine.read_bytes() == theirs.read_bytes()
+    )
 
 
 def listed(names: list[str]) -> str:

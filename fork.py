@@ -41,7 +41,9 @@ def main() -> None:
     reason = refusal(folder)
     if reason:
         sys.exit(f"error: NAME={typed}: {reason}")
-    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, text=True)
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, text=True
+    )
     command = ["copier", "copy", "--vcs-ref", commit.strip(), *options]
     os.execvp("copier", [*command, str(REPOSITORY), str(folder)])
 

@@ -80,7 +80,9 @@ class Transformer(Small):
             inner = keras.layers.Dense(2 * WIDTH, activation="gelu")(y)
             y = y + keras.layers.Dropout(0.1)(keras.layers.Dense(WIDTH)(inner))
         y = keras.layers.GlobalAveragePooling1D()(y)
-        return keras.Model(words, keras.layers.Dense(3, dtype="float32")(y), name="transformer")
+        return keras.Model(
+            words, keras.layers.Dense(3, dtype="float32")(y), name="transformer"
+        )
 
 
 USUAL = "--virtual_ranks=8 --log_every=1 --checkpoint_every=0 --warmup_steps=0 --eval_batch_size=8"
@@ -144,7 +146,9 @@ def main() -> int:
     return table(rows, columns, cells)
 
 
-def table(rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict]) -> int:
+def table(
+    rows: list[str], columns: list[str], cells: dict[tuple[str, str], dict]
+) -> int:
     """Prints the table; returns the exit code."""
     print(f"| {' | '.join(['run', *columns])} |")
     print(f"| {' | '.join('---' for _ in ['run', *columns])} |")
@@ -168,13 +172,17 @@ def worker(out_dir: str, *names: str) -> None:
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
     out = Path(out_dir)
     world = world_lib.connect()
-    world_lib.set_up(world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"]))
+    world_lib.set_up(
+        world, settings_lib.parse(["train.py", "--task=none", "--virtual_ranks=8"])
+    )
     if world.is_chief:
         scenes.ensure_demo(out / "data", scenes.Settings(train=60, val=12, size=64))
     world.gather_objects(None, "bits.data")
     for name in names:
         _, flags, task = ROWS[name]
-        words = f"{USUAL} {flags} --run_dir={out}/{name}".format(data=out / "data").split()
+        words = f"{USUAL} {flags} --run_dir={out}/{name}".format(
+            data=out / "data"
+        ).split()
         ended = fit_config(settings_lib.parse(["train.py", *words]), world, task)
         assert ended.code == DONE, f"{name}: {ended.message}"
         if world.is_chief:

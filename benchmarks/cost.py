@@ -56,7 +56,9 @@ def rows(ranks: int, data: Path) -> dict[str, Row]:
     resnet = RESNET.format(size=64, batch=8 * ranks)
     rows["--jit, ResNet-50, 64 px, 8 samples each"] = Row(resnet, "", "--jit")
     rows["--virtual_ranks, 64 px, 8 samples each, V = N"] = _virtual(ranks, 64, 8, 1)
-    rows["--virtual_ranks, 128 px, 16 samples each, V = N"] = _virtual(ranks, 128, 16, 1)
+    rows["--virtual_ranks, 128 px, 16 samples each, V = N"] = _virtual(
+        ranks, 128, 16, 1
+    )
     rows["--virtual_ranks, 64 px, 8 samples each, V = 4 N"] = _virtual(ranks, 64, 8, 4)
     return rows
 
@@ -75,13 +77,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of rows' names")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="beginnings of rows' names"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         all_rows = rows(args.ranks, data)
         wanted = tuple(args.names) or ("",)
-        chosen = {name: row for name, row in all_rows.items() if name.startswith(wanted)}
+        chosen = {
+            name: row for name, row in all_rows.items() if name.startswith(wanted)
+        }
         if not chosen:
             parser.error(f"no row begins with {args.names}; there are {list(all_rows)}")
         if any(str(data) in row.both for row in chosen.values()):
@@ -94,7 +100,9 @@ def main() -> None:
         for _ in range(args.rounds):
             for line, measured in seconds.items():
                 measured.append(_seconds_a_step(line, args.ranks, args.steps))
-    print(f"| setting, {args.ranks} ranks, {args.rounds} rounds | time a step over plain |")
+    print(
+        f"| setting, {args.ranks} ranks, {args.rounds} rounds | time a step over plain |"
+    )
     print("| --- | --- |")
     for name, row in chosen.items():
         plain, setting = (seconds[line] for line in _both_lines(row))

@@ -28,11 +28,15 @@ def main() -> int:
     args = parser.parse_args()
     ranks = [int(count) for count in args.ranks.split(",")]
     if ranks[0] != 1:
-        parser.error(f"--ranks={args.ranks} must begin with 1, which the others are compared to")
+        parser.error(
+            f"--ranks={args.ranks} must begin with 1, which the others are compared to"
+        )
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        settings = scenes.Settings(train=60, val=4, size=32, box=(12, 16), digits=(1, 3))
+        settings = scenes.Settings(
+            train=60, val=4, size=32, box=(12, 16), digits=(1, 3)
+        )
         scenes.ensure_demo(root / "data", settings)
         times = {count: _train(root, count) for count in ranks}
         return _table(root, ranks, times)
@@ -62,7 +66,11 @@ def _table(root: Path, ranks: list[int], times: dict[int, dict[str, float]]) -> 
             on_many = root / str(count) / f"{name}.npz"
             difference = equivalence.largest_difference(on_one, on_many)
             cells.append(f"{difference:.0e}, {times[count][name]:.0f} ms a step")
-            if name.startswith("float64") and "local" not in name and difference > 1e-12:
+            if (
+                name.startswith("float64")
+                and "local" not in name
+                and difference > 1e-12
+            ):
                 code = 1
         print(f"| {' | '.join(cells)} |")
     return code

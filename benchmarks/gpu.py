@@ -39,7 +39,9 @@ V_IS_N = "--virtual_ranks={ranks}"
 USUAL = "--optimizer=sgd --momentum=0.9 --base_lr=0.01 --lr_policy=constant --weight_decay=0"
 LARGE = f"--task=classification {USUAL} --model=resnet50 --image_size=224"
 LOSS_SCALE = 2.0**10  # float16: fixed, as nothing here looks for overflow
-SMALL = f"--task=classification {USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
+SMALL = (
+    f"--task=classification {USUAL} --model=resnet20 --image_size=64 --cpu_threads=1"
+)
 RANDOM = "--synthetic_data --num_classes=1000"
 PHOTOS = "--data_format=class_folders --data_dir={photos} --num_classes=4"
 DEEPLAB = f"--task=segmentation {USUAL} --model=deeplabv3plus --image_size=512"
@@ -80,13 +82,17 @@ def rows(gpus: bool) -> dict[str, Row]:
         rows_by_name |= {
             "float32, TF32 on": Row("", bare=True, torch="tf32", over=plain),
             "DeepLabV3+, TF32 on": Row("", deeplab=True),
-            "DeepLabV3+, bfloat16": Row(bfloat16, over="DeepLabV3+, TF32 on", deeplab=True),
+            "DeepLabV3+, bfloat16": Row(
+                bfloat16, over="DeepLabV3+, TF32 on", deeplab=True
+            ),
         }
     return rows_by_name | {
         "bfloat16": Row(bfloat16, bare=True, torch="bfloat16", over=plain),
         "float16": Row("--precision=float16", bare=True, over=plain),
         "bfloat16, input on": Row(bfloat16, over="bfloat16", data=PHOTOS),
-        "bfloat16, --bn_sync=full": Row(f"{bfloat16} --bn_sync=full", over="bfloat16", fewest=2),
+        "bfloat16, --bn_sync=full": Row(
+            f"{bfloat16} --bn_sync=full", over="bfloat16", fewest=2
+        ),
         "bfloat16, --jit": Row(f"{bfloat16} --jit", over="bfloat16"),
         f"{plain}, --virtual_ranks": Row(V_IS_N, over=plain, fewest=2, env=tf32_off),
     }
@@ -94,10 +100,16 @@ def rows(gpus: bool) -> dict[str, Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", help="with commas; by default powers of two, as many as GPUs")
-    parser.add_argument("--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: 1/8")
+    parser.add_argument(
+        "--ranks", help="with commas; by default powers of two, as many as GPUs"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=64, help="samples a GPU; DeepLabV3+: 1/8"
+    )
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--torch", type=Path, metavar="PYTHON", help="interpreter that has PyTorch")
+    parser.add_argument(
+        "--torch", type=Path, metavar="PYTHON", help="interpreter that has PyTorch"
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help="beginnings of names")
     args = parser.parse_args()
     gpus = check()
@@ -111,10 +123,16 @@ def main() -> int:
 
     all_rows = rows(gpus > 0)
     beginnings = tuple(args.names) or ("",)
-    wanted_rows = {name: row for name, row in all_rows.items() if name.startswith(beginnings)}
-    wanted_checks = {name: run for name, run in CHECKS.items() if name.startswith(beginnings)}
+    wanted_rows = {
+        name: row for name, row in all_rows.items() if name.startswith(beginnings)
+    }
+    wanted_checks = {
+        name: run for name, run in CHECKS.items() if name.startswith(beginnings)
+    }
     if not wanted_rows and not wanted_checks:
-        parser.error(f"nothing begins with {args.names}; there are {[*CHECKS, *all_rows]}")
+        parser.error(
+            f"nothing begins with {args.names}; there are {[*CHECKS, *all_rows]}"
+        )
 
     failures = []
     if wanted_checks:
@@ -199,7 +217,11 @@ def one_too_many(folder: Path, ranks: int, gpus: int) -> str:
 
 def same_bits(folder: Path, ranks: int, gpus: int) -> str:
     """The demo with virtual ranks: again, resumed half-way, on each power of two of ranks."""
-    flags = ["--num_steps=40", "--checkpoint_every=20", f"--virtual_ranks={max(ranks, 4)}"]
+    flags = [
+        "--num_steps=40",
+        "--checkpoint_every=20",
+        f"--virtual_ranks={max(ranks, 4)}",
+    ]
     half = f"--resume={folder}/1/checkpoints/step-00000020"
     runs: dict[str, tuple[int, list[str]]] = {
         "once": (1, flags),
@@ -240,12 +262,21 @@ def check() -> int:
     host = json.loads(in_own_process("check").splitlines()[-1])
     gpus = host["gpus"]
     if gpus:
-        print(f"{len(gpus)} GPU(s): {', '.join(set(gpus))}", host["versions"], sep="\n", flush=True)
+        print(
+            f"{len(gpus)} GPU(s): {', '.join(set(gpus))}",
+            host["versions"],
+            sep="\n",
+            flush=True,
+        )
         query = "--query-gpu=name,memory.total,driver_version"
         with contextlib.suppress(OSError):
-            subprocess.run(["nvidia-smi", query, "--format=csv"], timeout=60, check=False)
+            subprocess.run(
+                ["nvidia-smi", query, "--format=csv"], timeout=60, check=False
+            )
     else:
-        print("No GPU here: the small form on CPUs; its figures say nothing about GPUs.")
+        print(
+            "No GPU here: the small form on CPUs; its figures say nothing about GPUs."
+        )
         print(host["versions"], flush=True)
     if host["fault"]:
         raise SystemExit(f"error: {host['fault']}")
@@ -262,7 +293,9 @@ def in_own_process(*words: str) -> str:
     return ended.stdout
 
 
-def table(wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path) -> list[str]:
+def table(
+    wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path
+) -> list[str]:
     """Prints the rows as they come; returns those that failed."""
     print(f"| {' | '.join(HEAD)} |")
     print(f"| {' | '.join('---' for _ in HEAD)} |", flush=True)
@@ -298,7 +331,9 @@ def table(wanted: dict[str, Row], counts: list[int], rate: Rate, *, photos: Path
     return failures
 
 
-def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, Any], str]:
+def torch_rate(
+    python: Path, ranks: int, words: list[str]
+) -> tuple[dict[str, Any], str]:
     """PyTorch's samples a second as `measure` gives ours: peers.py run by a Python with PyTorch."""
     import hvdkit.ranks.quiet  # noqa: F401
 
@@ -308,7 +343,15 @@ def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, An
 
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = str(held.getsockname()[1])
-    command = [python.absolute(), peers.__file__, "--worker", "cuda", "10", *words, port]
+    command = [
+        python.absolute(),
+        peers.__file__,
+        "--worker",
+        "cuda",
+        "10",
+        *words,
+        port,
+    ]
     ended = launched(ranks, [*peers.BECOME, *command], "mpirun", timeout=600)
     seconds_a_step = peers.shown(ended.output)
     if ended.code or not seconds_a_step:
@@ -319,7 +362,11 @@ def torch_rate(python: Path, ranks: int, words: list[str]) -> tuple[dict[str, An
 
 
 def cells(
-    records: dict[str, dict[str, Any]], row: Row, *, over: dict[str, Any], alone: dict[str, Any]
+    records: dict[str, dict[str, Any]],
+    row: Row,
+    *,
+    over: dict[str, Any],
+    alone: dict[str, Any],
 ) -> list[str]:
     """A row of the table, without number of ranks and name.
 
@@ -387,7 +434,9 @@ def measure(
     """A run's benchmark.json; or {} and why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*flags, "--benchmark", f"--run_dir={folder}/run"]
-        ended = launched(ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env)
+        ended = launched(
+            ranks, [Path(__file__), "--worker", kind, *flags], timeout=1800, env=env
+        )
         file = Path(folder) / "run" / "benchmark.json"
         if "the update is not compiled" in ended.output:
             return {}, "the step ends in a branch, at which a GPU waits for the host"

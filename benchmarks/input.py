@@ -53,7 +53,8 @@ PICTURES, WIDTH, HEIGHT = 192, 500, 375
 SHORT_SIDE, QUALITY = 256, 90  # of the packed set
 BATCH = 32  # samples
 WARM_UP = 3  # batches before the clock starts
-REMOTE = ["local", "filling", "full"]  # pipelines of --remote, with so many shards at this address
+# Pipelines of --remote, with so many shards at this address.
+REMOTE = ["local", "filling", "full"]
 SHARDS, WINDOW, URL = 60, 6, "s3://bucket/set"
 SIZES = {"photos": 224, "pairs": 512, "demo": 64}  # pixels a side of the samples
 SLOW_DISK = """
@@ -92,11 +93,19 @@ def main() -> None:
     parser.add_argument("--sets", default="photos,pairs,demo")
     parser.add_argument("--cores", default="1,2")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement")
-    parser.add_argument("--torch", metavar="PYTHON", help="interpreter that has PyTorch")
+    parser.add_argument(
+        "--seconds", type=float, default=6.0, help="of each measurement"
+    )
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="interpreter that has PyTorch"
+    )
     far = parser.add_mutually_exclusive_group()
-    far.add_argument("--slow", action="store_true", help="opens and reads take long; needs cc")
-    far.add_argument("--remote", action="store_true", help="packed sets on a server of S3's")
+    far.add_argument(
+        "--slow", action="store_true", help="opens and reads take long; needs cc"
+    )
+    far.add_argument(
+        "--remote", action="store_true", help="packed sets on a server of S3's"
+    )
     args = parser.parse_args()
     if args.remote:
         args.seconds = np.inf
@@ -121,7 +130,9 @@ def main() -> None:
             environment = served(data) if args.remote else contextlib.nullcontext(slow)
             with environment as env:
                 for cores in args.cores.split(","):
-                    rates = measure(kind, data, names, env=env, cores=int(cores), args=args)
+                    rates = measure(
+                        kind, data, names, env=env, cores=int(cores), args=args
+                    )
                     print(f"| {kind} | {cores} | {row(rates, pairs)} |", flush=True)
 
 
@@ -169,7 +180,9 @@ def measure(
             pipeline = name.removesuffix(", near")
             words = [python, __file__, "--worker", pipeline, kind]
             words += [folder_of.get(name, data), args.seconds]
-            rates[name].append(rate(words, cores, {} if name == "packed, near" else env))
+            rates[name].append(
+                rate(words, cores, {} if name == "packed, near" else env)
+            )
     return rates
 
 
@@ -198,7 +211,9 @@ def served(data: Path) -> Iterator[dict[str, str]]:
     meta = json.loads((train / records.META).read_text())
     index = np.fromfile(train / records.INDEX, records.PLACE)
     (shard,) = meta["shards"]
-    meta["shards"] = [shard | {"name": f"{number}.tfrecord"} for number in range(SHARDS)]
+    meta["shards"] = [
+        shard | {"name": f"{number}.tfrecord"} for number in range(SHARDS)
+    ]
     for copy in meta["shards"]:
         (train / copy["name"]).hardlink_to(train / shard["name"])
     records.write_meta(train, meta, np.tile(index, SHARDS))
@@ -301,7 +316,9 @@ def _photos(root: Path) -> None:
             path = root / split / f"class{number % 4}" / f"{number}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_jpeg(rng))
-            with tarfile.open(root.with_name(f"{split}{number // 4 % 4}.tar"), "a") as tar:
+            with tarfile.open(
+                root.with_name(f"{split}{number // 4 % 4}.tar"), "a"
+            ) as tar:
                 tar.add(path, f"{number % 4}-{number}.jpg")
 
 
@@ -322,7 +339,9 @@ def _pairs(root: Path) -> None:
 def _jpeg(rng: np.random.Generator) -> bytes:
     """A photograph's size and detail: smooth areas and some noise, about 66 KB."""
     areas = Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8))
-    smooth = np.asarray(areas.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+    smooth = np.asarray(
+        areas.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32
+    )
     noisy = smooth + rng.normal(0, 11, (HEIGHT, WIDTH, 1))
     file = io.BytesIO()
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG", quality=83)
@@ -382,7 +401,9 @@ def template(
 
 
 def packed(kind: str, folder: Path, workers: int) -> Iterator[object]:
-    return template(kind, folder.with_name(f"{folder.name}-packed"), workers, layout="records")
+    return template(
+        kind, folder.with_name(f"{folder.name}-packed"), workers, layout="records"
+    )
 
 
 def plain(kind: str, folder: Path, workers: int) -> Iterator[object]:
@@ -421,7 +442,9 @@ def _plain_photo(path, label):
         max_attempts=100,
         use_image_if_no_bounding_boxes=True,
     )
-    image = tf.image.decode_and_crop_jpeg(data, tf.concat([begin[:2], size[:2]], 0), channels=3)
+    image = tf.image.decode_and_crop_jpeg(
+        data, tf.concat([begin[:2], size[:2]], 0), channels=3
+    )
     image = tf.image.resize(image, [SIZES["photos"]] * 2)
     return tf.image.random_flip_left_right(image), label
 
@@ -429,7 +452,9 @@ def _plain_photo(path, label):
 def _plain_pair(side: int, image_path, label_path):
     import tensorflow as tf
 
-    image = tf.io.decode_image(tf.io.read_file(image_path), channels=3, expand_animations=False)
+    image = tf.io.decode_image(
+        tf.io.read_file(image_path), channels=3, expand_animations=False
+    )
     image = tf.ensure_shape(image, [None, None, 3])
     label = tf.io.decode_png(tf.io.read_file(label_path), channels=1)
     scale = 2.0 ** tf.random.uniform([], -1.0, 1.0)  # evenly in its logarithm, as ours
@@ -453,14 +478,23 @@ def torch_loader(kind: str, folder: Path, workers: int) -> Iterator[object]:
 
     torch.set_num_threads(1)
     if kind == "photos":
-        steps = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+        steps = [
+            v2.RandomResizedCrop(SIZES[kind]),
+            v2.RandomHorizontalFlip(),
+            v2.PILToTensor(),
+        ]
         data = torchvision.datasets.ImageFolder(folder / "train", v2.Compose(steps))
     else:
         data = _Pairs(folder, SIZES[kind])
     # Epochs of many batches, as sets have that are not made for a benchmark.
     data = torch.utils.data.ConcatDataset([data] * 50)
     loader = torch.utils.data.DataLoader(
-        data, BATCH, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=True
+        data,
+        BATCH,
+        shuffle=True,
+        num_workers=workers,
+        drop_last=True,
+        persistent_workers=True,
     )
     return itertools.chain.from_iterable(itertools.repeat(loader))
 
@@ -472,12 +506,18 @@ def web_tars(kind: str, folder: Path, workers: int) -> Iterator[object]:
     from torchvision.transforms import v2
 
     torch.set_num_threads(1)
-    steps = [v2.RandomResizedCrop(SIZES[kind]), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    steps = [
+        v2.RandomResizedCrop(SIZES[kind]),
+        v2.RandomHorizontalFlip(),
+        v2.PILToTensor(),
+    ]
     tars = [str(folder.with_name(f"train{number}.tar")) for number in range(4)]
     data = webdataset.WebDataset(tars, resampled=True, shardshuffle=False).shuffle(1000)
     data = data.decode("pil").to_tuple("jpg", "__key__")
     data = data.map_tuple(v2.Compose(steps), lambda name: int(name[0]))
-    return iter(torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers))
+    return iter(
+        torch.utils.data.DataLoader(data.batched(BATCH), None, num_workers=workers)
+    )
 
 
 class _Pairs:

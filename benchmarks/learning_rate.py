@@ -55,9 +55,13 @@ def trained(folder: Path, task: str, *flags: str) -> str:
     """What the run printed, "" if it diverged; ends this program where it fails otherwise."""
     command = [sys.executable, "train.py", *TASKS[task].split(), *SHORT.split(), *flags]
     command.append(f"--data_dir=datasets/{task}")
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
     if ended.returncode not in (0, 3):
-        sys.exit(f"error: {' '.join(command)}: exit code {ended.returncode}: {ended.stderr}")
+        sys.exit(
+            f"error: {' '.join(command)}: exit code {ended.returncode}: {ended.stderr}"
+        )
     return ended.stdout if ended.returncode == 0 else ""
 
 
@@ -82,7 +86,9 @@ def main() -> None:
         parser.error(f"no task {sorted(unknown)}; there are {list(TASKS)}")
     folder = Path(tempfile.mkdtemp(prefix="learning-rate-"))
     project(folder)
-    print("| task | suggested | its score | best of sweep | its score | share | sweep's scores |")
+    print(
+        "| task | suggested | its score | best of sweep | its score | share | sweep's scores |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for task in tasks:
         output = trained(folder, task, "--find_lr", f"--run_dir={folder}/runs/{task}")

@@ -76,7 +76,13 @@ def _linear(x):
     return layers.Dense(10)(x)
 
 
-NETWORKS = {"linear": _linear, "mlp": _mlp, "cnn": _cnn, "gru": _gru, "digits": _pictures}
+NETWORKS = {
+    "linear": _linear,
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "gru": _gru,
+    "digits": _pictures,
+}
 
 
 class Task(blank.Task):

@@ -17,7 +17,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("template", "tests/helpers", "tests/ranks")]
+sys.path[:0] = [
+    str(ROOT / folder) for folder in ("template", "tests/helpers", "tests/ranks")
+]
 
 from ranks import launch_well
 
@@ -28,15 +30,21 @@ MOST_OF_SEVERAL = 32
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="1,2", help="with commas")
-    parser.add_argument("--weights", default="12,204", help="with commas: multiples of 4")
+    parser.add_argument(
+        "--weights", default="12,204", help="with commas: multiples of 4"
+    )
     args = parser.parse_args()
-    print("| ranks | weights | flags | programs | operations outside of them | the update |")
+    print(
+        "| ranks | weights | flags | programs | operations outside of them | the update |"
+    )
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     too_many = []
     for ranks in [int(number) for number in args.ranks.split(",")]:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "counts.json"
-            launch_well(ranks, [Path(__file__), "--worker", out, args.weights], timeout=1200)
+            launch_well(
+                ranks, [Path(__file__), "--worker", out, args.weights], timeout=1200
+            )
             lines = json.loads(out.read_text())
         for line in lines:
             print(f"| {ranks} | {' | '.join(str(cell) for cell in line)} |", flush=True)
@@ -45,7 +53,9 @@ def main() -> int:
             if flags and (operations > most or update != "a program"):
                 too_many.append(f"{weights} weights on {ranks} rank(s)")
     for failure in too_many:
-        print(f"\nfailed: {failure}: more operations than wanted, or the update is a branch")
+        print(
+            f"\nfailed: {failure}: more operations than wanted, or the update is a branch"
+        )
     return int(bool(too_many))
 
 
@@ -69,7 +79,12 @@ def worker(out: str, weights: str) -> None:
                 parts += [keras.layers.Dense(1), keras.layers.BatchNormalization()]
             model = keras.Sequential(parts)
             config = dataclasses.replace(
-                PLAIN, jit=jit, momentum=0.9, weight_decay=1e-4, clip_norm=1.0, ema_decay=0.9
+                PLAIN,
+                jit=jit,
+                momentum=0.9,
+                weight_decay=1e-4,
+                clip_norm=1.0,
+                ema_decay=0.9,
             )
             do, _ = regression_step(world, config, model)
             programs, others = programs_and_others(do.step.graph)

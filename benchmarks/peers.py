@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--windows", type=int, default=4, help="in a run")
-    parser.add_argument("--torch", metavar="PYTHON", help="interpreter that has PyTorch")
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="interpreter that has PyTorch"
+    )
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(NAMES))
     args = parser.parse_args()
     unknown = set(args.ways) - set(NAMES)
@@ -70,25 +72,41 @@ def main() -> None:
         # There and back, so that a slow drift affects both sides of a ratio.
         for way in ways if number % 2 == 0 else reversed(ways):
             median = statistics.median(run(way, torch, args.windows, ranks=args.ranks))
-            print(f"round {number + 1}: {way}: {median * 1e3:.2f} ms a step", file=sys.stderr)
+            print(
+                f"round {number + 1}: {way}: {median * 1e3:.2f} ms a step",
+                file=sys.stderr,
+            )
             seconds[way].append(median)
     table(seconds, args.ranks)
 
 
 def run(way: str, torch: Path, windows: int, *, ranks: int) -> list[float]:
     """Seconds a step of each window, as rank 0 saw them, in processes of their own."""
-    from ranks import last_lines, launch  # not in `worker`: PyTorch's Python has no hvdkit
+    # Not in `worker`: PyTorch's Python has no hvdkit.
+    from ranks import last_lines, launch
 
     # Ways without a launcher of their own are started by mpirun, which gives them their rank.
     launcher = "gloo" if way.startswith(("template", "bare")) else "mpirun"
     with tempfile.TemporaryDirectory() as folder, ExitStack() as held:
-        ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(ranks)]
+        ports = [
+            held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            for _ in range(ranks)
+        ]
         numbers = [port.getsockname()[1] for port in ports]
         held.close()
-        command = [Path(__file__), "--worker", way, windows, Path(folder) / "run", *numbers]
+        command = [
+            Path(__file__),
+            "--worker",
+            way,
+            windows,
+            Path(folder) / "run",
+            *numbers,
+        ]
         if way == "ddp":
             command = [*BECOME, torch, *command]
-        ended = launch(ranks, command, launcher, timeout=TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
+        ended = launch(
+            ranks, command, launcher, timeout=TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""}
+        )
     seconds = shown(ended.output)
     if ended.code or not seconds:
         raise SystemExit(f"{way}: exit code {ended.code}\n{last_lines(ended.output)}")
@@ -118,7 +136,9 @@ def table(seconds: dict[str, list[float]], ranks: int) -> None:
         if way.endswith("small"):
             samples = SMALL_BATCH
             digits = 2
-        print(f"| {name} | {median * 1e3:.{digits}f} | {ranks * samples / median:.1f} | {ratio} |")
+        print(
+            f"| {name} | {median * 1e3:.{digits}f} | {ranks * samples / median:.1f} | {ratio} |"
+        )
 
 
 class Clock:
@@ -159,13 +179,17 @@ def bare_step(model, optimizer, scale: float = 1.0):
     import tensorflow as tf
 
     values = [v.value for v in model.trainable_variables]
-    hvd.broadcast_variables([v.value for v in [*model.variables, *optimizer.variables]], 0)
+    hvd.broadcast_variables(
+        [v.value for v in [*model.variables, *optimizer.variables]], 0
+    )
 
     @tf.function(autograph=False)
     def step(inputs, label):
         with tf.GradientTape() as tape:
             logits = model(inputs, training=True)
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits))
+            loss = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
+            )
             scaled = loss * scale
         grads = hvd.DistributedGradientTape(tape).gradient(scaled, values)
         if scale != 1:
@@ -185,7 +209,9 @@ def bare(clock: Clock, kind: str) -> None:
     run_bare(clock, task, rank=hvd.rank(), size=hvd.size(), fed=kind == "input")
 
 
-def run_bare(clock: Clock, task, *, rank: int, size: int, scale: float = 1.0, fed: bool = False):
+def run_bare(
+    clock: Clock, task, *, rank: int, size: int, scale: float = 1.0, fed: bool = False
+):
     """Trains in the plainest loop, on one batch, or with `fed` on those that train.py takes."""
     model, optimizer = _built(task)
     step = bare_step(model, optimizer, scale)
@@ -260,7 +286,8 @@ def mwms(clock: Clock, ports: list[str]) -> None:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
             loss = tf.reduce_sum(losses) / (BATCH * size)
         values = [v.value for v in model.trainable_variables]
-        optimizer.apply(tape.gradient(loss, values), model.trainable_variables)  # sums them first
+        # Sums them first.
+        optimizer.apply(tape.gradient(loss, values), model.trainable_variables)
         return loss
 
     step = tf.function(lambda *batch: strategy.run(replica, batch), autograph=False)
@@ -288,7 +315,9 @@ def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
         world_size=size,
     )
     torch.manual_seed(rank)
-    image = torch.rand(batch, 3, side, side, device=device).contiguous(memory_format=layout)
+    image = torch.rand(batch, 3, side, side, device=device).contiguous(
+        memory_format=layout
+    )
     label = torch.randint(0, CLASSES, (batch,), device=device)
     model = torchvision.models.resnet50().to(device, memory_format=layout)
     model = torch.nn.parallel.DistributedDataParallel(model)
@@ -308,7 +337,11 @@ def ddp(clock: Clock, precision: str, batch: int, port: str) -> None:
 
 def _flags(clock: Clock, kind: str, size: int) -> list[str]:
     if kind == "small":
-        flags = ["--task=blank", "--num_classes=3", f"--global_batch_size={SMALL_BATCH * size}"]
+        flags = [
+            "--task=blank",
+            "--num_classes=3",
+            f"--global_batch_size={SMALL_BATCH * size}",
+        ]
     else:
         flags = [
             "--task=classification",
@@ -380,7 +413,9 @@ def _batch(feed):
     import tensorflow as tf
 
     batch = feed.next()
-    return tf.nest.map_structure(lambda part: part[0], (batch["inputs"], batch["targets"]))
+    return tf.nest.map_structure(
+        lambda part: part[0], (batch["inputs"], batch["targets"])
+    )
 
 
 def worker(way: str, windows: str, folder: str, *ports: str) -> None:

@@ -23,10 +23,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / ".cache" / "reproduce"
 WORK = SITE / "work"
 # Test accuracies, in percent: the paper's table, and the text that comes with the digits.
-PUBLISHED = {"linear": 32, "mlp": 68, "cnn": 94, "gru": 91, "digits": 98, "fashion": 93.4}
+PUBLISHED = {
+    "linear": 32,
+    "mlp": 68,
+    "cnn": 94,
+    "gru": 91,
+    "digits": 98,
+    "fashion": 93.4,
+}
 FLAGS = [
     *("--task=mnist1d", "--optimizer=adam", "--base_lr=0.01", "--lr_policy=constant"),
-    *("--global_batch_size=100", "--eval_batch_size=500", "--num_steps=6000", "--warmup_steps=0"),
+    *(
+        "--global_batch_size=100",
+        "--eval_batch_size=500",
+        "--num_steps=6000",
+        "--warmup_steps=0",
+    ),
     *("--weight_decay=0", "--eval_every=0", "--checkpoint_every=0", "--log_every=1000"),
 ]
 FASHION = [
@@ -61,7 +73,9 @@ def trained(network: str, ranks: int, seed: int) -> float:
         check=False,
     )
     if ended.returncode:
-        sys.exit(f"error: {network}, {ranks} rank(s), seed {seed}: exit code {ended.returncode}")
+        sys.exit(
+            f"error: {network}, {ranks} rank(s), seed {seed}: exit code {ended.returncode}"
+        )
     _, result = seeds.score(folder)
     return 100 * result.value
 
@@ -75,12 +89,16 @@ def main() -> None:
     networks = args.networks.split(",")
     unknown = set(networks) - PUBLISHED.keys()
     if unknown:
-        parser.error(f"--networks: {', '.join(unknown)} is none of {', '.join(PUBLISHED)}")
+        parser.error(
+            f"--networks: {', '.join(unknown)} is none of {', '.join(PUBLISHED)}"
+        )
     for name in COPIED:
         (WORK / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "template" / name, WORK / name)
     shutil.copy(ROOT / "benchmarks" / "mnist1d.py", WORK / "tasks")
-    print("| network | ranks | published | ours | least to most | difference | s a run |")
+    print(
+        "| network | ranks | published | ours | least to most | difference | s a run |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for network in networks:
         for ranks in args.ranks.split(","):

@@ -76,7 +76,9 @@ PARTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--torch", metavar="PYTHON", help="interpreter that has PyTorch")
+    parser.add_argument(
+        "--torch", metavar="PYTHON", help="interpreter that has PyTorch"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "RESULTS.md")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PARTS))
     args = parser.parse_args()
@@ -86,13 +88,20 @@ def main() -> int:
     if not args.out.parent.is_dir():
         parser.error(f"--out={args.out}: there is no folder {args.out.parent}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    chosen = {name: part for name, part in PARTS.items() if name in (args.names or PARTS)}
+    chosen = {
+        name: part for name, part in PARTS.items() if name in (args.names or PARTS)
+    }
     return run_all(chosen, args.torch, args.out)
 
 
 def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
     """Runs the parts and adds their output to `out`; 0 if all of them ended with 0, else 1."""
-    head = ["# Benchmarks, as `make bench` last printed them", "", *machine(), versions(torch)]
+    head = [
+        "# Benchmarks, as `make bench` last printed them",
+        "",
+        *machine(),
+        versions(torch),
+    ]
     out.write_text("\n".join(head) + "\n")
     failed = []
     for name, part in parts.items():
@@ -110,7 +119,9 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
         with out.open("a") as results:
             results.write(f"\n## {part.title}\n\n")
             results.write(f"`python benchmarks/{part.command}`: ")
-            results.write(f"{outcome} after {minutes} min {seconds} s. {part.about}\n\n")
+            results.write(
+                f"{outcome} after {minutes} min {seconds} s. {part.about}\n\n"
+            )
             results.write(f"{output.strip()}\n")
     if failed:
         print(f"{out}; failed: {', '.join(failed)}", file=sys.stderr)
@@ -165,7 +176,9 @@ def versions(torch: str | None) -> str:
         code = "import torch, torchvision; print(torch.__version__, torchvision.__version__)"
         ended = subprocess.run([torch, "-c", code], capture_output=True, text=True)
         if ended.returncode:
-            raise SystemExit(f"--torch={torch}: {ended.stderr.strip().splitlines()[-1]}")
+            raise SystemExit(
+                f"--torch={torch}: {ended.stderr.strip().splitlines()[-1]}"
+            )
         torch_version, torchvision_version = ended.stdout.split()
         shown.append(f"torch {torch_version}, torchvision {torchvision_version}")
     return ", ".join(shown)

@@ -41,7 +41,9 @@ def main() -> None:
     unknown = set(args.runs) - set(RUNS)
     if unknown:
         parser.error(f"no run {sorted(unknown)}; there are {list(RUNS)}")
-    print("| run | ranks | MB a checkpoint | ms a step | ms a save | at a save every 100 steps |")
+    print(
+        "| run | ranks | MB a checkpoint | ms a step | ms a save | at a save every 100 steps |"
+    )
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for name in args.runs or RUNS:
         for ranks in (2, 1):
@@ -61,10 +63,14 @@ def row(name: str, ranks: int, saves: int) -> None:
             "--eval_every=0",
             "--log_every=1000000",
         ]
-        ended = launch(ranks, command, "gloo", TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""})
+        ended = launch(
+            ranks, command, "gloo", TIMEOUT, env={"CUDA_VISIBLE_DEVICES": ""}
+        )
         seconds = peers.shown(ended.output)
         if ended.code or not seconds:
-            raise SystemExit(f"{name}: exit code {ended.code}\n{last_lines(ended.output)}")
+            raise SystemExit(
+                f"{name}: exit code {ended.code}\n{last_lines(ended.output)}"
+            )
         files = list(Path(folder).glob("run/checkpoints/step-*/*"))
         checkpoints = {file.parent for file in files}
         size = sum(file.stat().st_size for file in files) / len(checkpoints)
@@ -93,7 +99,9 @@ def cost(seconds: list[float], every: int) -> tuple[float, float, float]:
         added.append(while_written - after)
     # A median's standard error, from the median distance to it, as of a normal distribution.
     middle = statistics.median(added)
-    spread = 1.4826 * statistics.median(abs(seconds_added - middle) for seconds_added in added)
+    spread = 1.4826 * statistics.median(
+        abs(seconds_added - middle) for seconds_added in added
+    )
     error = math.sqrt(math.pi / 2) * spread / math.sqrt(len(added))
     return statistics.median(quiet) / half, middle, error
 

@@ -44,10 +44,16 @@ def main() -> None:
     if sys.argv[1:2] == ["rank"]:
         sys.exit(rank(float(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="1,2,4,8", help="real ones; 16,24 take minutes")
+    parser.add_argument(
+        "--ranks", default="1,2,4,8", help="real ones; 16,24 take minutes"
+    )
     parser.add_argument("--mocked", default="128,1024,8192")
-    parser.add_argument("--steps", type=int, default=0, help="growth over so many steps instead")
-    parser.add_argument("--samples", type=int, default=0, help="opens a packed set instead")
+    parser.add_argument(
+        "--steps", type=int, default=0, help="growth over so many steps instead"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=0, help="opens a packed set instead"
+    )
     args = parser.parse_args()
     if args.steps:
         growth(args.steps)
@@ -64,8 +70,12 @@ def _numbers(text: str) -> list[int]:
 
 def exchanges(real: list[int], mocked: list[int]) -> None:
     """Prints the table of numbers of ranks."""
-    print(f"Rank 0 of the blank task; real ranks share {len(os.sched_getaffinity(0))} cores.\n")
-    print("| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |")
+    print(
+        f"Rank 0 of the blank task; real ranks share {len(os.sched_getaffinity(0))} cores.\n"
+    )
+    print(
+        "| ranks | start, s | log, ms | save, ms | together, ms | MB | files | exchanges | kB |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for ranks in real:
         _print_row(f"{ranks:,}", run(ranks, False, _short_run(ranks)))
@@ -94,7 +104,9 @@ def opening(samples: int) -> None:
     ways = {
         "rank 0": lambda: shared_listing.kept(findings),
         "a rank on rank 0's host": lambda: shared_listing.given(findings, look=False),
-        "the first rank of another host": lambda: shared_listing.given(findings, look=True),
+        "the first rank of another host": lambda: shared_listing.given(
+            findings, look=True
+        ),
     }
     print("| who | s | MB of its own | files opened |\n| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as folder:
@@ -118,10 +130,14 @@ def opening(samples: int) -> None:
             seconds = time.perf_counter() - start
             files = len(opened)
             megabytes = own_memory() - memory_before
-            print(f"| {who} | {seconds:.1f} | {megabytes:.0f} | {files:,} |", flush=True)
+            print(
+                f"| {who} | {seconds:.1f} | {megabytes:.0f} | {files:,} |", flush=True
+            )
 
 
-def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 100_000) -> None:
+def hollow_pack(
+    folder: Path, samples: int, shards: int = 1000, length: int = 100_000
+) -> None:
     """A packed split whose files take no space: 100 kB a sample, zeros."""
     import numpy as np
 
@@ -140,14 +156,19 @@ def hollow_pack(folder: Path, samples: int, shards: int = 1000, length: int = 10
         index["offset"][first:last] = places + records.BEFORE
         with (folder / f"{number}").open("wb") as file:
             file.truncate(count * record_bytes)
-        listed.append({"name": f"{number}", "records": count, "bytes": count * record_bytes})
+        listed.append(
+            {"name": f"{number}", "records": count, "bytes": count * record_bytes}
+        )
     meta = {"kind": "class", "num_classes": 1, "packed_from": "", "shards": listed}
     records.write_meta(folder, meta, index)
 
 
 def own_memory() -> float:
     """MB that no other process and no file shares."""
-    return int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1]) / 1e3
+    return (
+        int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+        / 1e3
+    )
 
 
 _COLUMNS = {  # name: digits
@@ -166,7 +187,9 @@ def growth(steps: int) -> None:
     """Prints the table of a long run."""
     tenth = steps // 10
     flags = [f"--num_steps={steps}", "--log_every=20", f"--checkpoint_every={tenth}"]
-    print("| step | s a 1,000 | MB | files | metrics.jsonl | tensorboard | checkpoints | other |")
+    print(
+        "| step | s a 1,000 | MB | files | metrics.jsonl | tensorboard | checkpoints | other |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in run(1, False, [*flags, f"--eval_every={tenth}"])[:-1]:
         cells = [
@@ -185,7 +208,13 @@ _WRITTEN = ("metrics.jsonl", "tensorboard", "checkpoints", "other")
 def run(count: int, mocked: bool, flags: list[str]) -> list[dict]:
     """What rank 0 printed of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, __file__, "rank", repr(time.time()), count if mocked else 0]
+        words = [
+            sys.executable,
+            __file__,
+            "rank",
+            repr(time.time()),
+            count if mocked else 0,
+        ]
         if count > 1 and not mocked:
             words = [ROOT / "launch/hosts.sh", "-np", count, *words]
         words += ["--flagfile=configs/blank.cfg", f"--run_dir={folder}/run", *flags]
@@ -231,7 +260,11 @@ class Watch:
         config = action._run.config
         now = time.perf_counter()
         if 10 * step in (config.num_steps, 5 * config.num_steps, 10 * config.num_steps):
-            row = {"step": step, "steps": step - self._last_step, "seconds": now - self._last_time}
+            row = {
+                "step": step,
+                "steps": step - self._last_step,
+                "seconds": now - self._last_time,
+            }
             say(row | held() | {"bytes": written(Path(config.run_dir))})
             self._last_step = step
             self._last_time = now
@@ -306,10 +339,13 @@ def rank(typed: float, mocked: int, flags: list[str]) -> int:
     watch = Watch(typed)
     for name in ("allreduce", "allgather", "broadcast"):
         count(hvd, name, mocked=mocked, exchanged=watch.exchanged)
-    count(functions, "broadcast", mocked=mocked, exchanged=watch.exchanged)  # of variables
+    # Of variables.
+    count(functions, "broadcast", mocked=mocked, exchanged=watch.exchanged)
     mpi = messages.Mpi  # what Horovod does not carry
     after(mpi, "largest", lambda s, _, numbers: watch.exchanged(8 * len(numbers)))
-    after(mpi, "gather", lambda s, _, own, ranks: watch.exchanged((8 + own.size) * ranks))
+    after(
+        mpi, "gather", lambda s, _, own, ranks: watch.exchanged((8 + own.size) * ranks)
+    )
     after(mpi, "broadcast", lambda s, _, part, *rest: watch.exchanged(part.size))
     after(health.Pace, "add", watch.judged)
     after(actions.Log, "__call__", watch.logged)

@@ -74,9 +74,13 @@ def fork(folder: Path) -> None:
 def seconds(words: list[object], folder: Path) -> float:
     begin = time.monotonic()
     command = [str(word) for word in (sys.executable, *words)]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
     if ended.returncode:
-        raise SystemExit(f"{command}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
+        raise SystemExit(
+            f"{command}: exit code {ended.returncode}\n{ended.stderr[-2000:]}"
+        )
     return time.monotonic() - begin
 
 
@@ -116,7 +120,10 @@ def main() -> None:
                 batch = min(args.batch, rows)
                 keras += sign * seconds(["-c", KERAS, rows, batch, part], folder)
                 hvdkit += sign * ours(folder, rows=rows, batch=batch, part=part)
-            print(f"| {part} | {keras:.1f} | {hvdkit:.1f} | {hvdkit / keras:.2f} |", flush=True)
+            print(
+                f"| {part} | {keras:.1f} | {hvdkit:.1f} | {hvdkit / keras:.2f} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

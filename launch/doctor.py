@@ -38,11 +38,34 @@ def main() -> int:
     add = parser.add_argument
     add("--data_dir", default="", help="data folder of the run; each host opens it")
     add("--run_dir", default="", help="run folder of the run")
-    add("--device", default="auto", choices=("auto", "gpu", "cpu"), help="as in training")
-    add("--mb", type=int, default=16, help="size of the allreduce that is timed (default 16)")
-    add("--timeout", type=float, default=120.0, help="seconds after which a stage counts as hung")
-    add("--security", action="store_true", help="print what of SECURITY.md holds on each host")
-    add("command", nargs="*", help="after --: a training command, which names folders and device")
+    add(
+        "--device",
+        default="auto",
+        choices=("auto", "gpu", "cpu"),
+        help="as in training",
+    )
+    add(
+        "--mb",
+        type=int,
+        default=16,
+        help="size of the allreduce that is timed (default 16)",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=120.0,
+        help="seconds after which a stage counts as hung",
+    )
+    add(
+        "--security",
+        action="store_true",
+        help="print what of SECURITY.md holds on each host",
+    )
+    add(
+        "command",
+        nargs="*",
+        help="after --: a training command, which names folders and device",
+    )
     options = parser.parse_args()
     take_folders(options)
     hold_output()
@@ -62,7 +85,9 @@ def main() -> int:
         return 0
 
     present = ranks.roll_call()
-    with watch("looking at its own host", options.timeout, "a disk, a mount or a driver hangs"):
+    with watch(
+        "looking at its own host", options.timeout, "a disk, a mount or a driver hangs"
+    ):
         own_facts = facts.collect(options.data_dir, options.run_dir, options.device)
     link = connect(own_facts, present, options)
     if not link:
@@ -75,7 +100,9 @@ def hold_output() -> None:
     try:
         from hvdkit import streams
     except ImportError:  # a missing hvdkit is reported later, with what all hosts lack
-        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
+        sys.stdout.reconfigure(
+            errors="backslashreplace", line_buffering=True, write_through=False
+        )
     else:
         streams.hold()
 
@@ -118,7 +145,12 @@ def connect(
     if launcher.in_mpi_world() and own_facts["alike"]["MPI"] != "none":
         # Rank 0 knows who is missing, so it gives up first.
         limit = options.timeout + (10 if launcher.launch_rank() else 0)
-        with watch("waiting for all ranks to start MPI", limit, _NETWORK, known=name_the_missing):
+        with watch(
+            "waiting for all ranks to start MPI",
+            limit,
+            _NETWORK,
+            known=name_the_missing,
+        ):
             return ranks.Mpi()
 
     host = own_facts["host"]
@@ -135,7 +167,8 @@ def connect(
         controller = "mpi" if unheard else "gloo"
         os.environ["HOROVOD_CONTROLLER"] = controller
         os.environ["HOROVOD_CPU_OPERATIONS"] = controller
-        os.environ |= {"OMPI_MCA_ess_singleton_isolated": "1"}  # Open MPI looks for no daemon
+        # Open MPI looks for no daemon.
+        os.environ |= {"OMPI_MCA_ess_singleton_isolated": "1"}
     start_horovod(options)
     return ranks.Horovod()
 
@@ -164,7 +197,8 @@ def start_horovod(options: argparse.Namespace) -> None:
     if options.device == "cpu" or not gpus:
         tf.config.set_visible_devices([], "GPU")
         return
-    gpu = gpus[min(hvd.local_rank(), len(gpus) - 1)]  # a rank that sees one GPU sees its own
+    # A rank that sees one GPU sees its own.
+    gpu = gpus[min(hvd.local_rank(), len(gpus) - 1)]
     tf.config.set_visible_devices([gpu], "GPU")
     tf.config.experimental.set_memory_growth(gpu, True)
 
@@ -216,7 +250,8 @@ def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
     def reduce(tensor: Any) -> Any:
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, process_set=process_set)
 
-    is_right = bool(tf.reduce_all(reduce(numbers) == size))  # this also makes the connections
+    # This also makes the connections.
+    is_right = bool(tf.reduce_all(reduce(numbers) == size))
     reduce(tf.zeros([1]))  # all ranks start together
     seconds = math.inf
     # Other work of the hosts makes one of the five slow; a bad cable makes all of them slow.
@@ -253,7 +288,9 @@ class Examination:
 
     def run(self) -> int:
         """The exit code, the same on all ranks."""
-        self.own_facts["door"] = ranks.open_door() | {"addresses": self.own_facts["addresses"]}
+        self.own_facts["door"] = ranks.open_door() | {
+            "addresses": self.own_facts["addresses"]
+        }
         plan = self.exchange_facts()
         timed = []
         if self.look_around(plan):
@@ -273,7 +310,9 @@ class Examination:
 
     def known(self) -> str:
         """The findings so far, notes last."""
-        findings_in_order = sorted(self.found, key=lambda finding: finding.level == "note")
+        findings_in_order = sorted(
+            self.found, key=lambda finding: finding.level == "note"
+        )
         return "\n".join(str(finding) for finding in findings_in_order)
 
     def exchange_facts(self) -> dict[str, Any]:
@@ -288,7 +327,11 @@ class Examination:
     def check_facts(self) -> dict[str, Any]:
         """Returns the plan that rank 0 sends to the others."""
         dealt = ranks.dealt()
-        gone = [rank for rank, facts_of_rank in enumerate(self.facts) if facts_of_rank is None]
+        gone = [
+            rank
+            for rank, facts_of_rank in enumerate(self.facts)
+            if facts_of_rank is None
+        ]
         if gone:
             print(findings.missing(gone, dealt, self.options.timeout), flush=True)
             os._exit(1)  # the launcher then ends the others
@@ -312,7 +355,9 @@ class Examination:
         """The first rank of each host tries the others; whether Horovod can be started."""
         view = None
         firsts = plan["leaders"]
-        with self.watch("looking at the other hosts", "a disk or a name server hangs", times=3):
+        with self.watch(
+            "looking at the other hosts", "a disk or a name server hangs", times=3
+        ):
             if self.link.rank in firsts:
                 view = self.view_of(plan)
             views = self.link.gather(view, 2 * self.options.timeout)
@@ -321,9 +366,13 @@ class Examination:
                     os.unlink(plan["mark"])
                 gone = [rank for rank in firsts if not views[rank]]
                 if gone:
-                    self.found.append(findings.missing(gone, self.hosts, 2 * self.options.timeout))
+                    self.found.append(
+                        findings.missing(gone, self.hosts, 2 * self.options.timeout)
+                    )
                 view_by_rank = {rank: view for rank, view in enumerate(views) if view}
-                self.found += findings.of_views(self.facts, view_by_rank, self.options.run_dir)
+                self.found += findings.of_views(
+                    self.facts, view_by_rank, self.options.run_dir
+                )
             can_start = not any(finding.level == "fatal" for finding in self.found)
             return self.link.broadcast(can_start)
 
@@ -345,7 +394,9 @@ class Examination:
         start_horovod(self.options)
         import horovod.tensorflow as hvd
 
-        advice = "look at links and firewalls; NCCL_DEBUG=INFO says more; try a smaller --mb"
+        advice = (
+            "look at links and firewalls; NCCL_DEBUG=INFO says more; try a smaller --mb"
+        )
         with self.watch("timing an allreduce of all ranks", advice):
             timed = [allreduce(self.options.mb, hvd.global_process_set)]
         network = network_of_nccl()
@@ -370,7 +421,9 @@ class Examination:
     def report(self, timed: list[dict[str, Any]]) -> None:
         """Prints the result on rank 0; adds slow hosts and wrong sums to `found`."""
         firsts = leaders(self.hosts)
-        print(f"\n{self.link.size} rank(s) on {len(firsts)} host(s), by {self.link.name}")
+        print(
+            f"\n{self.link.size} rank(s) on {len(firsts)} host(s), by {self.link.name}"
+        )
         alike = self.facts[0]["alike"].items()
         print(", ".join(f"{name} {value}" for name, value in alike if value != "none"))
         for rank in firsts:
@@ -392,7 +445,8 @@ class Examination:
             )
         self.found += findings.of_times(self.hosts, timed_by_pair)
         self.found += findings.of_links(self.facts, timed_by_pair)
-        of_all_ranks = timed_by_pair.get((), [])  # none where hosts do not reach each other
+        # None where hosts do not reach each other.
+        of_all_ranks = timed_by_pair.get((), [])
         self.found += findings.of_nccl(self.facts, of_all_ranks)
         if of_all_ranks and of_all_ranks[0]["network"]:
             print(f"NCCL sends by {of_all_ranks[0]['network']}")

@@ -30,7 +30,9 @@ try:
     import psutil
     from preflight import facts
 except ImportError as missing:
-    print(f"error: {sys.executable}: {missing}: activate the environment", file=sys.stderr)
+    print(
+        f"error: {sys.executable}: {missing}: activate the environment", file=sys.stderr
+    )
     sys.exit(2)
 
 _START_LIMIT = 600  # the default of --start_limit_s, for programs that do not have it
@@ -38,7 +40,8 @@ _ANSWER = 60  # seconds that a login shell may take
 _SHOWN = 8  # hosts that are named
 _WRONG_USE = 2
 _NOT_NOW = 76
-_PORTS = "OMPI_MCA_oob_tcp_dynamic_ipv4_ports"  # those that mpirun may take: 10000-10100,11000
+# Those that mpirun may take: 10000-10100,11000.
+_PORTS = "OMPI_MCA_oob_tcp_dynamic_ipv4_ports"
 
 
 @dataclasses.dataclass
@@ -49,7 +52,8 @@ class Answer:
     origin: str = ""  # this host's address, as ssh came from it
     network: str = ""  # the other host's address with its network, 10.0.0.7/24; or lo
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
-    reached: list[str] = dataclasses.field(default_factory=list)  # addresses of this host
+    # Addresses of this host.
+    reached: list[str] = dataclasses.field(default_factory=list)
     missing: str = ""  # a file or folder of the command that is not there
 
 
@@ -102,7 +106,14 @@ def ask(
     """What daemon.sh says on that host; or why it says nothing, as an error's text."""
     script = Path(__file__).resolve().with_name("daemon.sh")
     addresses = [address for _, address in facts.ways() if ":" not in address]
-    words = ["bash", shlex.quote(str(script)), "prove", door.word, str(door.port), *addresses]
+    words = [
+        "bash",
+        shlex.quote(str(script)),
+        "prove",
+        door.word,
+        str(door.port),
+        *addresses,
+    ]
     words += ["--", *(shlex.quote(path) for path in paths)]
     seconds = min(_ANSWER, limit or _ANSWER)
     try:
@@ -121,7 +132,10 @@ def ask(
     lines = output.strip().splitlines()
     last_line = lines[-1] if lines else "nothing"
     if answer.missing:
-        return None, f"cannot start on {name}: no {answer.missing} there: is its disk mounted?"
+        return (
+            None,
+            f"cannot start on {name}: no {answer.missing} there: is its disk mounted?",
+        )
     if answer.runs:
         return answer, ""
     if ended.returncode == 255:
@@ -135,7 +149,9 @@ def ask(
 
 def _unreached(name: str, ssh: list[str], why: str) -> str:
     """An error's text, with the port that ssh takes for this host."""
-    options = subprocess.run([*ssh, "-G", name], capture_output=True, text=True, check=False)
+    options = subprocess.run(
+        [*ssh, "-G", name], capture_output=True, text=True, check=False
+    )
     port = "unknown"
     for line in options.stdout.splitlines():
         if line.startswith("port "):
@@ -221,10 +237,14 @@ def closed_ways(answers: dict[str, Answer], network: str, door: Door) -> list[st
         wanted = set(facts.addresses_in(network))
     errors = []
     for name, answer in answers.items():
-        tried = {address: why for address, why in answer.refused.items() if address in wanted}
+        tried = {
+            address: why for address, why in answer.refused.items() if address in wanted
+        }
         if not tried or wanted.intersection(answer.reached):
             continue
-        reasons = "; ".join(f"{address}: {why}" for address, why in sorted(tried.items()))
+        reasons = "; ".join(
+            f"{address}: {why}" for address, why in sorted(tried.items())
+        )
         if ":" in answer.origin:
             errors.append(
                 f"cannot start on {name}: ssh reaches it over IPv6, and Open MPI needs IPv4, "
@@ -261,7 +281,10 @@ def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -
         here = list(pool.map(is_here, names))
         others = [name for name, is_this_host in zip(names, here) if not is_this_host]
         paths = needed(command)
-        futures = [pool.submit(ask, name, ssh, door, limit=limit, paths=paths) for name in others]
+        futures = [
+            pool.submit(ask, name, ssh, door, limit=limit, paths=paths)
+            for name in others
+        ]
         for name, future in zip(others, futures):
             answer, error = future.result()
             if answer:

@@ -79,7 +79,9 @@ def two_convolutions(size: int, num_classes: int, dropout: float) -> keras.Model
         )(x)
         x = layers.MaxPooling2D(2)(x)
         x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
-    x = layers.Dense(256, use_bias=False, kernel_initializer="he_normal")(layers.Flatten()(x))
+    x = layers.Dense(256, use_bias=False, kernel_initializer="he_normal")(
+        layers.Flatten()(x)
+    )
     x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
     inputs, x = _dropped(image, x, dropout)
     logits = layers.Dense(num_classes, dtype=wide(), name="logits")(x)
@@ -99,10 +101,14 @@ def _dropped(image, x, dropout: float):
     if not dropout:
         return {"image": image}, x
     key = keras.Input((2,), dtype="int32", name="key")
-    return {"image": image, "key": key}, SampleDropout(dropout, name="dropout")([x, key])
+    return {"image": image, "key": key}, SampleDropout(dropout, name="dropout")(
+        [x, key]
+    )
 
 
-def _conv(x, filters: int, kernel: int, *, strides=1, activation="relu", momentum=_BN_MOMENTUM):
+def _conv(
+    x, filters: int, kernel: int, *, strides=1, activation="relu", momentum=_BN_MOMENTUM
+):
     """Convolution, batch norm, activation."""
     x = layers.Conv2D(
         filters, kernel, strides, "same", use_bias=False, kernel_initializer="he_normal"
@@ -113,6 +119,8 @@ def _conv(x, filters: int, kernel: int, *, strides=1, activation="relu", momentu
 
 def _residual(x, filters: int):
     y = _conv(x, filters, 3)
-    y = layers.Conv2D(filters, 3, padding="same", use_bias=False, kernel_initializer="he_normal")(y)
+    y = layers.Conv2D(
+        filters, 3, padding="same", use_bias=False, kernel_initializer="he_normal"
+    )(y)
     y = layers.BatchNormalization(momentum=_BN_MOMENTUM, gamma_initializer="zeros")(y)
     return layers.ReLU()(layers.Add()([x, y]))

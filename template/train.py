@@ -31,7 +31,8 @@ import tensorflow as tf
 def make_step(run: hvdkit.Run):
     """One step: every rank takes gradients of its share of the batch, Horovod sums them."""
 
-    @run.function  # a tf.function, traced now; the run stops here if ranks trace different ones
+    # A tf.function, traced now; the run stops here if ranks trace different ones.
+    @run.function
     def step(batch):
         with tf.GradientTape() as tape:
             loss = run.loss(batch)  # this rank's part of the sum over the global batch
@@ -48,8 +49,10 @@ def train(run: hvdkit.Run) -> None:
     # Another step than this is refused with --virtual_ranks, --pack_bytes, --gradient_groups and
     # --compression=bf16.
     step = run.make_step(make_step)
-    for batch in run.batches():  # from where the run resumes; ends early on a stop signal
-        run.after_step(step(batch))  # average batch norm's statistics, log, save, evaluate
+    # From where the run resumes; ends early on a stop signal.
+    for batch in run.batches():
+        # Average batch norm's statistics, log, save, evaluate.
+        run.after_step(step(batch))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A supervised run on three hosts ends with the bits of one to which nothing happened.
 
-    python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--minutes=M] [--folder=FOLDER] [KIND ...]
+    python tests/chaos.py [--seed=1] [--events=N] [--every=SECONDS] [--minutes=M]
+        [--folder=FOLDER] [KIND ...]
 
 `make chaos`: each kind once, in random order; `make soak`: one a minute, or as soon as the last one
 is mended, for two hours. As root, with sshfs, fish, tcsh and a
@@ -40,7 +41,8 @@ from hosts import ROOT, Host, Hosts, executable, require, run, start
 
 from hvdkit.data.prepare import scenes
 
-SLOWEST = 900  # seconds to the next new step: the longest fault, and what TCP waits after it
+# Seconds to the next new step: the longest fault, and what TCP waits after it.
+SLOWEST = 900
 CLOCK = """
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -61,7 +63,12 @@ int gettimeofday(struct timeval *now, void *zone) {
 EVERYWHERE = "node1:1\nnode2:1\nnode3:1\n"
 WITH_A_SPARE = "node1:3\nnode2:3\nnode3:3\n"  # a run has six ranks at most
 LISTED_TWICE = "node1:1\nnode3:1\nnode1:1\n"
-OTHERS = ("node1:2\nnode3:1\n", "node1:1\n", "node1:1\nnode2:1\n", "node1:2\nnode2:2\nnode3:2\n")
+OTHERS = (
+    "node1:2\nnode3:1\n",
+    "node1:1\n",
+    "node1:1\nnode2:1\n",
+    "node1:2\nnode2:2\nnode3:2\n",
+)
 USUAL = [
     f"--flagfile={ROOT}/template/configs/demo.cfg",
     "--virtual_ranks=6",
@@ -161,7 +168,9 @@ class Job:
 
     def _stand_in(self, path: Path) -> Path:
         """The driver's program, which fails on the host whose name is in `without_gpu`."""
-        return executable(path, f'[ "$(cat {self.without_gpu} 2>/dev/null)" != "$(hostname)" ]')
+        return executable(
+            path, f'[ "$(cat {self.without_gpu} 2>/dev/null)" != "$(hostname)" ]'
+        )
 
     def start(self) -> None:
         env = {"CUDA_VISIBLE_DEVICES": "", "LAUNCH_JOB": "chaos"}
@@ -175,15 +184,21 @@ class Job:
                 log.write(line)
                 self.lines.append(line)
                 # Two ranks' words may stand in one line.
-                self.steps += [int(step) for step in re.findall(r"step (\d+)/\d+  loss", line)]
+                self.steps += [
+                    int(step) for step in re.findall(r"step (\d+)/\d+  loss", line)
+                ]
 
-    def wait_for(self, what: str, there: Callable[[], object], seconds: float = SLOWEST) -> None:
+    def wait_for(
+        self, what: str, there: Callable[[], object], seconds: float = SLOWEST
+    ) -> None:
         end = time.monotonic() + seconds
         while not there():
             if time.monotonic() > end:
                 raise Failed(f"{what}: not within {seconds} s{self.tail()}")
             if self.process.poll() is not None and not there():
-                raise Failed(f"{what}: ended before, with {self.process.returncode}{self.tail()}")
+                raise Failed(
+                    f"{what}: ended before, with {self.process.returncode}{self.tail()}"
+                )
             time.sleep(0.01)
 
     def wait_for_line(self, text: str, since: int) -> None:
@@ -191,7 +206,9 @@ class Job:
 
     def inside(self, *hosts: Host) -> set[psutil.Process]:
         """All processes of these hosts, by default of those that train."""
-        spaces = {os.readlink(f"/proc/{host.pid}/ns/pid") for host in hosts or self.workers}
+        spaces = {
+            os.readlink(f"/proc/{host.pid}/ns/pid") for host in hosts or self.workers
+        }
         found = set()
         for process in psutil.process_iter():
             with contextlib.suppress(OSError):
@@ -250,7 +267,9 @@ def _fork(folder: Path, last: Path) -> Path:
             time.sleep(1)
         elif run.step >= int(last.read_text()):
             break"""
-    code, changed = re.subn(r"\n +run\.after_step\(.*", lambda line: line[0] + ends, code)
+    code, changed = re.subn(
+        r"\n +run\.after_step\(.*", lambda line: line[0] + ends, code
+    )
     assert changed == 1
     (fork / "train.py").write_text(code)
     return fork
@@ -281,7 +300,10 @@ def crash(number: int, rank: int, when: str) -> Callable[[Job], None]:
         else:
             job.send(signal.SIGKILL)
             which = rank % len(before)
-            job.wait_for("a start", lambda: job.ranks().get(which, before[which]) != before[which])
+            job.wait_for(
+                "a start",
+                lambda: job.ranks().get(which, before[which]) != before[which],
+            )
         if when == "in the first step":
             job.wait_for_line("resuming from", since)
         job.send(number, rank)
@@ -299,7 +321,8 @@ def killed(number: int, *words: str) -> Callable[[Job], None]:
 
 
 def lost_supervisor(job: Job) -> None:
-    """And all that it started on its host, but the ranks; a new one comes at once, as a pod would."""
+    """And all that it started on its host, but the ranks; a new one comes at once, as a pod
+    would."""
     supervisor = job.process
     for process in [*job.named("launch/hosts.sh"), *job.named("hvdkit", "supervise")]:
         send(process, signal.SIGKILL)
@@ -346,7 +369,9 @@ def full_disk(job: Job) -> None:
 
 def docker0(job: Job) -> None:
     for host in job.workers:
-        host.sh("PATH=$PATH:/sbin; ip link set docker0 down; sleep 0.5; ip link set docker0 up")
+        host.sh(
+            "PATH=$PATH:/sbin; ip link set docker0 down; sleep 0.5; ip link set docker0 up"
+        )
 
 
 def other_hosts(job: Job) -> None:
@@ -365,12 +390,15 @@ def _go_on_with_a_spare(job: Job) -> list[str]:
     """Names of the hosts that the next start, too, takes first."""
     since = len(job.lines)
     job.listed.write_text(WITH_A_SPARE)
-    job.send(signal.SIGTERM)  # after a kill, the host that mpirun names would be left out
+    # After a kill, the host that mpirun names would be left out.
+    job.send(signal.SIGTERM)
     job.wait_for_line("resuming from", since)
     return _used_hosts(job, since)
 
 
-def lost_on_a_host(lose: Callable, mend: Callable, message: str) -> Callable[[Job], None]:
+def lost_on_a_host(
+    lose: Callable, mend: Callable, message: str
+) -> Callable[[Job], None]:
     """One of two hosts lacks something at the next start: the run goes on with the spare."""
 
     def event(job: Job) -> None:
@@ -455,7 +483,8 @@ def damage(spoil: Callable[[Job, Path], None]) -> Callable[[Job], None]:
         job.wait_for("the ranks' end", lambda: not job.ranks(), 60)
         spoil(job, job.checkpoints()[-1])
         send(supervisor, signal.SIGCONT)
-        job.process.send_signal(signal.SIGCONT)  # nsenter, which stops with what it has started
+        # Nsenter, which stops with what it has started.
+        job.process.send_signal(signal.SIGCONT)
 
     return event
 
@@ -476,7 +505,9 @@ def crashes() -> dict[str, Callable[[Job], None]]:
     for number in (signal.SIGABRT, signal.SIGSEGV):
         for rank in range(3):
             for when in ("at its start", "in the first step", "in a save"):
-                events[f"{number.name} of rank {rank} {when}"] = crash(number, rank, when)
+                events[f"{number.name} of rank {rank} {when}"] = crash(
+                    number, rank, when
+                )
     return events
 
 
@@ -525,10 +556,14 @@ EVENTS = crashes() | {
     "another host's clock an hour ahead": late_clock(2),
     "the newest checkpoint cut short": damage(cut_short),
     "a bit of the newest checkpoint flipped": damage(flip_a_bit),
-    "the newest manifest empty": damage(lambda _, at: (at / "manifest.json").write_text("")),
+    "the newest manifest empty": damage(
+        lambda _, at: (at / "manifest.json").write_text("")
+    ),
 }
 # What a run need not end for.
-GOES_ON = {kind for kind in EVENTS if re.match("docker0|disk|(data|run folder) away", kind)}
+GOES_ON = {
+    kind for kind in EVENTS if re.match("docker0|disk|(data|run folder) away", kind)
+}
 
 
 class Outcome(NamedTuple):
@@ -536,10 +571,13 @@ class Outcome(NamedTuple):
     codes: str
     repeated: int  # steps that were made again
     lost: float  # seconds from the event to the next step that is new
-    held: tuple[int, int, int]  # processes of the hosts, the supervisor's open files and MB
+    # Processes of the hosts, the supervisor's open files and MB.
+    held: tuple[int, int, int]
 
 
-def interrupted(job: Job, kinds: list[str], every: float, minutes: float) -> list[Outcome]:
+def interrupted(
+    job: Job, kinds: list[str], every: float, minutes: float
+) -> list[Outcome]:
     """Makes all events, one after the other, for so many minutes."""
     outcomes = []
     start_time = time.monotonic()
@@ -548,8 +586,11 @@ def interrupted(job: Job, kinds: list[str], every: float, minutes: float) -> lis
             break
         seen = len(job.steps)
         more = job.rng.randint(6, 9)  # the supervisor looks for new steps every 5 s
-        job.wait_for("steps", lambda seen=seen, more=more: len(job.steps) >= seen + more)
-        job.wait_for("the first checkpoint", job.checkpoints)  # for events that damage one
+        job.wait_for(
+            "steps", lambda seen=seen, more=more: len(job.steps) >= seen + more
+        )
+        # For events that damage one.
+        job.wait_for("the first checkpoint", job.checkpoints)
         job.late.unlink(missing_ok=True)  # from the next start on
         since = time.monotonic()
         line = len(job.lines)
@@ -558,13 +599,19 @@ def interrupted(job: Job, kinds: list[str], every: float, minutes: float) -> lis
         if kind not in GOES_ON:
             job.wait_for_line("resuming from", line)
         newest = max(job.steps)
-        job.wait_for(f"{kind}: a new step", lambda newest=newest: max(job.steps) > newest)
+        job.wait_for(
+            f"{kind}: a new step", lambda newest=newest: max(job.steps) > newest
+        )
         lost = time.monotonic() - since
         lines = job.lines[line:]
         codes = re.findall(r"supervise: exit code (\d+)", "".join(lines))
         repeated = sum(step <= newest for step in job.steps[seen:])
-        outcomes.append(Outcome(kind, ", ".join(codes) or "-", repeated, lost, _held(job)))
-        print(f"{kind}: codes {outcomes[-1].codes}; {repeated} steps again, {lost:.1f} s to a new")
+        outcomes.append(
+            Outcome(kind, ", ".join(codes) or "-", repeated, lost, _held(job))
+        )
+        print(
+            f"{kind}: codes {outcomes[-1].codes}; {repeated} steps again, {lost:.1f} s to a new"
+        )
         pattern = "error: |Fatal Python error|Trace"
         errors = [text.strip() for text in lines if re.search(pattern, text)]
         for text in errors[:4]:
@@ -585,7 +632,8 @@ def _held(job: Job) -> tuple[int, int, int]:
 def run_out(job: Job, outcomes: list[Outcome]) -> None:
     """Ends the run in a few steps; raises Failed if it leaves something behind."""
     soon = job.last.with_suffix(".partial")
-    soon.write_text(str(max(job.steps) + 10))  # ranks are at the same step, or at the next
+    # Ranks are at the same step, or at the next.
+    soon.write_text(str(max(job.steps) + 10))
     soon.rename(job.last)
     try:
         code = job.process.wait(3600)
@@ -609,7 +657,9 @@ def run_out(job: Job, outcomes: list[Outcome]) -> None:
 
 
 def table(outcomes: list[Outcome]) -> None:
-    print("\n| what happened | times | exit codes | steps again, at most | s to a new step |")
+    print(
+        "\n| what happened | times | exit codes | steps again, at most | s to a new step |"
+    )
     print("| --- | --- | --- | --- | --- |")
     by_kind: dict[str, list[Outcome]] = {}
     for outcome in sorted(outcomes):
@@ -622,7 +672,9 @@ def table(outcomes: list[Outcome]) -> None:
 
 
 def _order(args: argparse.Namespace, rng: random.Random) -> list[str]:
-    kinds = [kind for kind in EVENTS if not args.kinds or kind.startswith(tuple(args.kinds))]
+    kinds = [
+        kind for kind in EVENTS if not args.kinds or kind.startswith(tuple(args.kinds))
+    ]
     if not kinds:
         raise SystemExit(f"no kind begins with {args.kinds}; there are {list(EVENTS)}")
     order: list[str] = []
@@ -639,15 +691,23 @@ def _undisturbed(folder: Path) -> None:
     words += [f"--data_dir={ROOT}/template/datasets/demo"]
     ended = run(words, 3600, cwd=ROOT / "template")
     if ended.code:
-        raise Failed(f"without any event: exit code {ended.code}\n{ended.output[-2000:]}")
+        raise Failed(
+            f"without any event: exit code {ended.code}\n{ended.output[-2000:]}"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--events", type=int, default=0, help="how many; 0: each kind once")
-    parser.add_argument("--every", type=float, default=0, help="seconds from one to the next")
-    parser.add_argument("--minutes", type=float, default=600, help="no new one after so many")
+    parser.add_argument(
+        "--events", type=int, default=0, help="how many; 0: each kind once"
+    )
+    parser.add_argument(
+        "--every", type=float, default=0, help="seconds from one to the next"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=600, help="no new one after so many"
+    )
     parser.add_argument("--folder", type=Path, help="is left as it was at the end")
     parser.add_argument("kinds", nargs="*", metavar="KIND", help="by default all")
     args = parser.parse_args()
@@ -668,9 +728,19 @@ def main() -> int:
             job.hosts.end()
         _undisturbed(folder)
     except Failed as failed:
-        print(f"error: {failed}\nseed {args.seed}; what is left: {folder}", file=sys.stderr)
+        print(
+            f"error: {failed}\nseed {args.seed}; what is left: {folder}",
+            file=sys.stderr,
+        )
         return 1
-    words = [sys.executable, "-m", "hvdkit", "compare", folder / "whole", folder / "chaos"]
+    words = [
+        sys.executable,
+        "-m",
+        "hvdkit",
+        "compare",
+        folder / "whole",
+        folder / "chaos",
+    ]
     code = subprocess.run(words, cwd=ROOT / "template", check=False).returncode
     if not args.folder and not code:
         shutil.rmtree(folder)

@@ -26,7 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     waiting = [item for item in items if item.path.parent == folder]
     others = [item for item in items if item.path.parent != folder]
     others.sort(key=lambda item: item.path.name != "test_virtual.py")
-    longest = [n for n, item in enumerate(others) if item.path.name == "test_small_runs.py"]
+    longest = [
+        n for n, item in enumerate(others) if item.path.name == "test_small_runs.py"
+    ]
     at = longest[-1] + 1 if longest else len(others)
     items[:] = others[:at] + waiting + others[at:]
 

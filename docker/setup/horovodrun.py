@@ -27,8 +27,10 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WRONG_USE, SAVED, NOT_NOW, ENDED_BY_CTRL_C = 2, 75, 76, 130
 # Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
 TOO_EARLY = {128 + number for number in REQUESTS}
-ONE_PRESS = 0.5  # SIGINTs this close together, in seconds, are one: make passes the terminal's on
-STARTING = 5  # seconds in which ranks that do not listen yet may end by mpirun's own means
+# SIGINTs this close together, in seconds, are one: make passes the terminal's on.
+ONE_PRESS = 0.5
+# Seconds in which ranks that do not listen yet may end by mpirun's own means.
+STARTING = 5
 PR_SET_PDEATHSIG = 1
 execve = os.execve  # Horovod calls become_mpirun by its name
 
@@ -216,7 +218,8 @@ def check_loopback() -> None:
 
 def hold_streams() -> None:
     """A closed output, or one that nobody reads, ends no run."""
-    with contextlib.suppress(ImportError):  # where another project uses this environment
+    # Where another project uses this environment.
+    with contextlib.suppress(ImportError):
         from hvdkit import streams
 
         streams.hold()
@@ -229,7 +232,8 @@ def main() -> int:
     check_shared_memory()
     check_loopback()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while Horovod's own starts
+        # No traceback while Horovod's own starts.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     # mpirun's wait before and after SIGTERM; it ends ranks only where one has failed.
     os.environ.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "1")
     # A batch system's variables (SLURM_JOBID), which may be left of another job, name other hosts.

@@ -6,5 +6,9 @@ import sys
 
 _own = os.path.realpath(sys.prefix)
 _python = os.path.join(_own, "bin", os.path.basename(sys.executable or ""))
-if _own != sys.prefix and os.path.isfile(_python) and os.path.samefile(_python, sys.executable):
+if (
+    _own != sys.prefix
+    and os.path.isfile(_python)
+    and os.path.samefile(_python, sys.executable)
+):
     os.execv(_python, [_python, *sys.orig_argv[1:]])

@@ -14,13 +14,16 @@ import tensorflow as tf
 
 from hvdkit.data.source import Arrays
 
-FEATURES, SIZE, KEPT = 8, 4, 0.9  # the teacher keeps this share of its weights at each step
+# The teacher keeps this share of its weights at each step.
+FEATURES, SIZE, KEPT = 8, 4, 0.9
 
 
 def network(name):
     """Encoder and projector: [..., FEATURES] -> [..., SIZE]."""
     hidden = keras.layers.Dense(32, activation="relu")
-    return keras.Sequential([keras.Input((2, FEATURES)), hidden, keras.layers.Dense(SIZE)], name)
+    return keras.Sequential(
+        [keras.Input((2, FEATURES)), hidden, keras.layers.Dense(SIZE)], name
+    )
 
 
 class MoveTeacher:
@@ -62,7 +65,9 @@ class Task:
         self.teacher.set_weights(self.student.get_weights())
         views = keras.Input((2, FEATURES))
         x = keras.layers.Dense(16, activation="relu")(self.student(views))
-        return keras.Model(views, {"predicted": keras.layers.Dense(SIZE)(x), "views": views})
+        return keras.Model(
+            views, {"predicted": keras.layers.Dense(SIZE)(x), "views": views}
+        )
 
     def actions(self, run):
         return [MoveTeacher(self.teacher, self.student)]
@@ -70,7 +75,10 @@ class Task:
     def _likeness(self, outputs):
         """Cosine between each prediction and the teacher's vector of the other view, [B, 2]."""
         wanted = tf.reverse(self.teacher(outputs["views"], training=False), [1])
-        both = (tf.math.l2_normalize(tf.stop_gradient(wanted), -1), outputs["predicted"])
+        both = (
+            tf.math.l2_normalize(tf.stop_gradient(wanted), -1),
+            outputs["predicted"],
+        )
         return tf.reduce_sum(both[0] * tf.math.l2_normalize(both[1], -1), -1)
 
     def loss(self, outputs, targets):

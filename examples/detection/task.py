@@ -40,14 +40,17 @@ class Task:
         x = keras.layers.Dense(32, activation="relu")(cells)
         heads = {"object": 1, "label": CLASSES, "box": 4}
         return keras.Model(
-            cells, {name: keras.layers.Dense(n, dtype=wide())(x) for name, n in heads.items()}
+            cells,
+            {name: keras.layers.Dense(n, dtype=wide())(x) for name, n in heads.items()},
         )
 
     def loss(self, outputs, targets):
         logits, box = outputs["object"][..., 0], outputs["box"]
         there = tf.cast(targets["object"], logits.dtype)
         apart = tf.reduce_sum(tf.abs(box - tf.cast(targets["box"], box.dtype)), axis=-1)
-        entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(targets["label"], outputs["label"])
+        entropy = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            targets["label"], outputs["label"]
+        )
         found = tf.nn.sigmoid_cross_entropy_with_logits(labels=there, logits=logits)
         return {
             "object": (found, tf.ones_like(found)),  # weights: every cell counts
@@ -57,8 +60,13 @@ class Task:
 
     def sums(self, outputs, targets):
         there = targets["object"]
-        hits = tf.argmax(outputs["label"], axis=-1) == tf.cast(targets["label"], tf.int64)
-        return {"hits": tf.math.count_nonzero(hits & there), "there": tf.math.count_nonzero(there)}
+        hits = tf.argmax(outputs["label"], axis=-1) == tf.cast(
+            targets["label"], tf.int64
+        )
+        return {
+            "hits": tf.math.count_nonzero(hits & there),
+            "there": tf.math.count_nonzero(there),
+        }
 
     def metrics(self, sums):
         return {"accuracy": float(sums["hits"] / max(int(sums["there"]), 1))}
@@ -66,6 +74,10 @@ class Task:
 
 def scenes(seed, size):
     """An object stands in about a quarter of the cells: features say its class and box."""
-    x = np.random.default_rng(seed).normal(size=(size, CELLS, FEATURES)).astype(np.float32)
+    x = (
+        np.random.default_rng(seed)
+        .normal(size=(size, CELLS, FEATURES))
+        .astype(np.float32)
+    )
     label, box = np.argmax(x[..., :CLASSES], -1), np.tanh(x[..., 2:])
     return Arrays(cells=x, object=x[..., 3] > 0.7, label=label, box=box)

@@ -48,10 +48,14 @@ class Task:
     def sources(self):
         series = np.load(self._file, mmap_mode="r")
         if series.ndim != 1 or not np.isfinite(series).all():
-            raise ValueError(f"{self._file} must be one series, [hours], without gaps or infinity")
+            raise ValueError(
+                f"{self._file} must be one series, [hours], without gaps or infinity"
+            )
         end = int(len(series) * (1 - HELD_OUT))
         if min(end, len(series) - end) < PAST + NEXT:
-            raise ValueError(f"{self._file} has {len(series)} hours, too few to hold some out")
+            raise ValueError(
+                f"{self._file} has {len(series)} hours, too few to hold some out"
+            )
         windows = np.lib.stride_tricks.sliding_window_view
         train = windows(series[:end], PAST + NEXT)
         # What is to be forecast lies behind the end; what a forecast looks at may lie before.
@@ -94,7 +98,9 @@ class Task:
     def sums(self, outputs, targets):
         truth = tf.cast(targets["next"], tf.float64)
         error = tf.reduce_sum(tf.abs(tf.cast(outputs, tf.float64) - truth))
-        naive = tf.reduce_sum(tf.abs(tf.cast(targets["week_before"], tf.float64) - truth))
+        naive = tf.reduce_sum(
+            tf.abs(tf.cast(targets["week_before"], tf.float64) - truth)
+        )
         return {"error": error, "naive": naive, "hours": tf.size(truth)}
 
     def metrics(self, sums):

@@ -25,7 +25,10 @@ class Task:
         return points(1, 1000), points(2, 200)
 
     def training_example(self, sample, key):
-        return {"inputs": (sample["x"], tf.random.stateless_normal([4], key)), "targets": ()}
+        return {
+            "inputs": (sample["x"], tf.random.stateless_normal([4], key)),
+            "targets": (),
+        }
 
     def evaluation_example(self, sample):
         return {"inputs": (sample["x"], sample["noise"]), "targets": ()}
@@ -40,8 +43,15 @@ class Task:
     def optimizer(self, model):
         """One for each network, with momenta and a count of updates of its own."""
         return [
-            Group(self.critic.trainable_variables, keras.optimizers.Adam(beta_1=0.5, beta_2=0.9)),
-            Group(self.maker.trainable_variables, keras.optimizers.Adam(beta_1=0.0), rate=0.25),
+            Group(
+                self.critic.trainable_variables,
+                keras.optimizers.Adam(beta_1=0.5, beta_2=0.9),
+            ),
+            Group(
+                self.maker.trainable_variables,
+                keras.optimizers.Adam(beta_1=0.0),
+                rate=0.25,
+            ),
         ]
 
     def loss(self, outputs, targets):
@@ -59,7 +69,10 @@ class Task:
 
 
 def network(inputs, outputs, name):
-    layers = [keras.layers.Dense(32, activation="relu"), keras.layers.Dense(outputs, dtype=wide())]
+    layers = [
+        keras.layers.Dense(32, activation="relu"),
+        keras.layers.Dense(outputs, dtype=wide()),
+    ]
     return keras.Sequential([keras.Input((inputs,)), *layers], name=name)
 
 

@@ -49,7 +49,8 @@ def train(run: hvdkit.Run) -> None:
             between = (real + made) / 2
             inner.watch(between)
             score = critic(between, training=True)
-        slope = tf.norm(inner.gradient(score, between), axis=-1)  # a sample's own: no collective
+        # A sample's own: no collective.
+        slope = tf.norm(inner.gradient(score, between), axis=-1)
         scores = critic(made, training=True) - critic(real, training=True)
         weights = tf.ones_like(slope)
         return {

@@ -22,10 +22,14 @@ class Task:
 
     def __init__(self, config):
         self.config = config
-        self.scores = KerasMetrics(auc=keras.metrics.AUC(multi_label=True, num_labels=3))
+        self.scores = KerasMetrics(
+            auc=keras.metrics.AUC(multi_label=True, num_labels=3)
+        )
 
     def sources(self):
-        return Digits(None, self.config.train_split), Digits(None, self.config.val_split)
+        return Digits(None, self.config.train_split), Digits(
+            None, self.config.val_split
+        )
 
     def evaluation_example(self, sample):
         digit = sample["label"]
@@ -41,7 +45,9 @@ class Task:
 
     def build_model(self):
         image = keras.Input((8, 8, 3))
-        x = keras.layers.Dense(64, activation="relu")(keras.layers.Flatten()(scaled(image)))
+        x = keras.layers.Dense(64, activation="relu")(
+            keras.layers.Flatten()(scaled(image))
+        )
         return keras.Model(image, keras.layers.Dense(3, dtype=wide())(x))
 
     def loss(self, outputs, targets):
@@ -60,7 +66,9 @@ class Task:
         return {"labels": targets, "scores": outputs}
 
     def metrics(self, sums):
-        found = [average_precision(*pair) for pair in zip(sums["labels"].T, sums["scores"].T)]
+        found = [
+            average_precision(*pair) for pair in zip(sums["labels"].T, sums["scores"].T)
+        ]
         return self.scores.figures(sums) | {"average_precision": float(np.mean(found))}
 
 

@@ -39,17 +39,24 @@ class Task:
         tokens, of = tf.cast(sample["tokens"], tf.int32), sample["sequence"]
         # A target is the next byte of the same sequence.
         counts = (of[1:] > 0) & (of[1:] == of[:-1])
-        inputs = {"tokens": tokens[:-1], "sequence": of[:-1], "place": sample["place"][:-1]}
+        inputs = {
+            "tokens": tokens[:-1],
+            "sequence": of[:-1],
+            "place": sample["place"][:-1],
+        }
         return {"inputs": inputs, "targets": {"next": tokens[1:], "counts": counts}}
 
     def build_model(self):
         """Tokens, sequences and places [WINDOW] -> scores of the next token, [WINDOW, TOKENS]."""
         names = ("tokens", "sequence", "place")
-        inputs = {name: keras.Input((WINDOW,), dtype="int32", name=name) for name in names}
+        inputs = {
+            name: keras.Input((WINDOW,), dtype="int32", name=name) for name in names
+        }
         x = keras.layers.Embedding(TOKENS, WIDTH, name="embed")(inputs["tokens"])
         x = x + keras.layers.Embedding(WINDOW, WIDTH, name="places")(inputs["place"])
         of = inputs["sequence"]
-        mask = keras.ops.equal(of[:, :, None], of[:, None, :])  # and not what comes later
+        # And not what comes later.
+        mask = keras.ops.equal(of[:, :, None], of[:, None, :])
         y = keras.layers.LayerNormalization(name="norm1")(x)
         # A bias of keys has no effect, so its gradient is noise.
         attend = keras.layers.MultiHeadAttention(
@@ -57,11 +64,15 @@ class Task:
         )
         x = x + attend(y, y, attention_mask=mask, use_causal_mask=True)
         x = keras.layers.Dense(4 * WIDTH, activation="gelu", name="mlp")(x)
-        return keras.Model(inputs, keras.layers.Dense(TOKENS, name="scores", dtype=wide())(x))
+        return keras.Model(
+            inputs, keras.layers.Dense(TOKENS, name="scores", dtype=wide())(x)
+        )
 
     def loss(self, outputs, targets):
         """Its mean is over all bytes that count, of all ranks: however full their windows are."""
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets["next"], outputs)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            targets["next"], outputs
+        )
         return losses, tf.cast(targets["counts"], losses.dtype)
 
     def sums(self, outputs, targets):
@@ -81,7 +92,8 @@ def packed(texts):
     """
     size = WINDOW + 1
     parts = [text[i : i + size] for text in texts for i in range(0, len(text), size)]
-    windows, with_room = [], [[] for _ in range(size + 1)]  # numbers of windows, by their room
+    # Numbers of windows, by their room.
+    windows, with_room = [], [[] for _ in range(size + 1)]
     for part in sorted(parts, key=len, reverse=True):
         room = next((room for room in range(len(part), size) if with_room[room]), size)
         if room == size:
@@ -89,7 +101,10 @@ def packed(texts):
         number = with_room[room].pop() if room < size else len(windows) - 1
         windows[number].append(part)
         with_room[room - len(part)].append(number)
-    arrays = {n: np.zeros((len(windows), size), np.int32) for n in ("tokens", "sequence", "place")}
+    arrays = {
+        n: np.zeros((len(windows), size), np.int32)
+        for n in ("tokens", "sequence", "place")
+    }
     for number, window in enumerate(windows):
         ends = np.cumsum([len(part) for part in window])
         arrays["tokens"][number, : ends[-1]] = np.frombuffer(b"".join(window), np.uint8)

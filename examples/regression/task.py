@@ -22,7 +22,9 @@ class Task:
         self.scores = KerasMetrics(r2=keras.metrics.R2Score(), rmse=error)
 
     def sources(self):
-        return Digits(None, self.config.train_split), Digits(None, self.config.val_split)
+        return Digits(None, self.config.train_split), Digits(
+            None, self.config.val_split
+        )
 
     def evaluation_example(self, sample):
         ink = tf.cast(sample["image"][..., 0], tf.float32)
@@ -39,7 +41,9 @@ class Task:
 
     def build_model(self):
         image = keras.Input((8, 8, 3))
-        x = keras.layers.Dense(64, activation="relu")(keras.layers.Flatten()(scaled(image)))
+        x = keras.layers.Dense(64, activation="relu")(
+            keras.layers.Flatten()(scaled(image))
+        )
         return keras.Model(image, keras.layers.Dense(2, dtype=wide())(x))
 
     def loss(self, outputs, targets):

@@ -52,18 +52,24 @@ class Task:
             table[name] = column
         if "" in table[LABEL]:
             row = table[LABEL].index("") + 1
-            raise ValueError(f"{path}: row {row} has no {LABEL}: fill it in, or remove the row")
+            raise ValueError(
+                f"{path}: row {row} has no {LABEL}: fill it in, or remove the row"
+            )
         for name in NUMBERS:
             try:
                 table[name] = np.array([float(text or "nan") for text in table[name]])
             except ValueError as error:
                 raise ValueError(f"{path}, column {name}: {error}") from None
             if np.isinf(table[name]).any() or np.isnan(table[name]).all():
-                raise ValueError(f"{path}, column {name} must hold numbers, and finite ones")
+                raise ValueError(
+                    f"{path}, column {name} must hold numbers, and finite ones"
+                )
         return table
 
     def sources(self):
-        return self._source(self.fitted), self._source(self._read(self.config.val_split))
+        return self._source(self.fitted), self._source(
+            self._read(self.config.val_split)
+        )
 
     def _source(self, table):
         if strange := {*table[LABEL]} - {*self.classes}:
@@ -98,7 +104,9 @@ class Task:
             parts.append(keras.ops.cast(missing, "float32"))
         for name in WORDS:
             x = inputs[name] = keras.Input((), name=name, dtype="string")
-            words = keras.layers.StringLookup(vocabulary=self.words[name], output_mode="one_hot")
+            words = keras.layers.StringLookup(
+                vocabulary=self.words[name], output_mode="one_hot"
+            )
             parts.append(words(x))
         x = keras.layers.Concatenate()(parts) if len(parts) > 1 else parts[0]
         for _ in range(2):
@@ -112,7 +120,10 @@ class Task:
 
     def sums(self, outputs, targets):
         hits = tf.argmax(outputs, axis=-1) == targets
-        return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+        return {
+            "hits": tf.math.count_nonzero(hits),
+            "samples": tf.size(targets, tf.int64),
+        }
 
     def metrics(self, sums):
         return {"accuracy": float(sums["hits"] / sums["samples"])}

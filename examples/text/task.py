@@ -74,7 +74,9 @@ class Task:
         known = keras.ops.cast(words > 0, vectors.dtype)[..., None]
         count = keras.ops.maximum(keras.ops.sum(known, axis=1), 1.0)
         mean = keras.ops.sum(vectors * known, axis=1) / count
-        logits = keras.layers.Dense(self.config.num_classes, dtype=wide(), name="logits")(mean)
+        logits = keras.layers.Dense(
+            self.config.num_classes, dtype=wide(), name="logits"
+        )(mean)
         return keras.Model({"text": text}, logits, name="text")
 
     def loss(self, outputs, targets):
@@ -83,7 +85,10 @@ class Task:
 
     def sums(self, outputs, targets):
         hits = tf.argmax(outputs, axis=-1) == targets
-        return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+        return {
+            "hits": tf.math.count_nonzero(hits),
+            "samples": tf.size(targets, tf.int64),
+        }
 
     def metrics(self, sums):
         return {"accuracy": float(sums["hits"] / sums["samples"])}
@@ -96,7 +101,12 @@ def small_bert():
     """
     words = keras.Input((WORDS,), dtype="int64", name="numbers")
     x = keras.layers.Embedding(VOCABULARY, WIDTH, name="embed")(words)
-    x = x + keras.layers.Embedding(WORDS, WIDTH, name="places")(keras.ops.arange(WORDS))[None]
+    x = (
+        x
+        + keras.layers.Embedding(WORDS, WIDTH, name="places")(keras.ops.arange(WORDS))[
+            None
+        ]
+    )
     x = keras.layers.LayerNormalization(name="norm")(x)
     mask = keras.ops.expand_dims(words > 0, axis=1)
     for number in range(LAYERS):

@@ -24,7 +24,8 @@ from hvdkit.data.source import Arrays
 from hvdkit.train.preprocessing import wide
 
 TOKENS, WINDOW, WIDTH, HEADS, LAYERS = 256, 64, 64, 4, 2
-RECOMPUTE = True  # without it the weights are the same, and steps take less time and more memory
+# Without it the weights are the same, and steps take less time and more memory.
+RECOMPUTE = True
 HELD_OUT = 0.05  # of the text, its end
 
 
@@ -97,7 +98,9 @@ class Task:
         for number in range(LAYERS):
             x = Block(name=f"block{number}")(x)
         x = keras.layers.LayerNormalization(name="norm")(x)
-        return keras.Model(tokens, keras.layers.Dense(TOKENS, name="scores", dtype=wide())(x))
+        return keras.Model(
+            tokens, keras.layers.Dense(TOKENS, name="scores", dtype=wide())(x)
+        )
 
     def loss(self, outputs, targets):
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
@@ -107,7 +110,11 @@ class Task:
         losses, _ = self.loss(outputs, targets)
         hits = tf.argmax(outputs, axis=-1, output_type=tf.int32) == targets
         nats = tf.reduce_sum(tf.cast(losses, tf.float64))
-        return {"hits": tf.math.count_nonzero(hits), "nats": nats, "tokens": tf.size(targets)}
+        return {
+            "hits": tf.math.count_nonzero(hits),
+            "nats": nats,
+            "tokens": tf.size(targets),
+        }
 
     def metrics(self, sums):
         """Accuracy of the next byte, and bits a byte."""

@@ -23,7 +23,15 @@ import psutil
 from . import ranks
 from .ranks import launcher
 
-_PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "numpy", "mpi4py", "absl-py")
+_PACKAGES = (
+    "tensorflow",
+    "tensorflow-cpu",
+    "keras",
+    "horovod",
+    "numpy",
+    "mpi4py",
+    "absl-py",
+)
 _MOST_FILES = 300_000  # of a larger data folder, the first files by name are compared
 _NETWORK = "OMPI_MCA_btl_tcp_if_include"
 
@@ -32,7 +40,8 @@ _CARD_FILES = Path("/dev/infiniband")
 _DEVICES = Path("/sys/class/net")
 _CAP_IPC_LOCK = 1 << 14
 
-Fault = tuple[str, str, str]  # what is wrong, how to fix it, level as in `findings.Finding`
+# What is wrong, how to fix it, level as in `findings.Finding`.
+Fault = tuple[str, str, str]
 
 
 def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
@@ -83,7 +92,13 @@ def import_faults() -> list[Fault]:
             importlib.import_module(name)
         except Exception as error:  # whatever a broken installation raises
             todo = f"install the requirements for {sys.executable} on that host"
-            return [(f"cannot import {name}: {type(error).__name__}: {error}", todo, "fatal")]
+            return [
+                (
+                    f"cannot import {name}: {type(error).__name__}: {error}",
+                    todo,
+                    "fatal",
+                )
+            ]
     return []
 
 
@@ -133,7 +148,9 @@ def gpus_of_driver() -> tuple[dict[str, Any], list[Fault]]:
     except pynvml.NVMLError_LibraryNotFound:
         return gpus, []
     except pynvml.NVMLError as error:
-        return gpus, [(f"the GPU driver fails: {error}", "look at nvidia-smi and dmesg", "wrong")]
+        return gpus, [
+            (f"the GPU driver fails: {error}", "look at nvidia-smi and dmesg", "wrong")
+        ]
     # GPUs that CUDA_VISIBLE_DEVICES hides are not idle.
     first_visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if first_visible not in ("", "-1"):
@@ -179,7 +196,11 @@ def link() -> float:
     rates = [0.0]
     for name, address in ways():
         speed = _read(_DEVICES / name / "speed")  # in Mbit/s, -1 if not known
-        if address in taken and (_DEVICES / name / "device").exists() and speed.isdecimal():
+        if (
+            address in taken
+            and (_DEVICES / name / "device").exists()
+            and speed.isdecimal()
+        ):
             rates.append(int(speed) * 1e6 / 8)
     return max(rates)
 
@@ -193,10 +214,14 @@ def card_faults(cards: dict[str, float]) -> list[Fault]:
 
     if not list(_CARD_FILES.glob("uverbs*")):
         what = f"InfiniBand is there ({names}), but {_CARD_FILES} is not: NCCL takes Socket"
-        faults.append((what, f"give the container {_CARD_FILES}: launch/README.md", "note"))
+        faults.append(
+            (what, f"give the container {_CARD_FILES}: launch/README.md", "note")
+        )
 
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    capabilities = re.search(r"^CapEff:\s*(\w+)", _read(Path("/proc/self/status")), re.MULTILINE)
+    capabilities = re.search(
+        r"^CapEff:\s*(\w+)", _read(Path("/proc/self/status")), re.MULTILINE
+    )
     may_lock = capabilities and int(capabilities[1], 16) & _CAP_IPC_LOCK
     if limit != resource.RLIM_INFINITY and not may_lock:
         what = f"{limit / 1024:,.0f} KiB of memory may be locked; InfiniBand ({names}) locks more"
@@ -251,7 +276,9 @@ def addresses() -> tuple[list[str], list[Fault]]:
 
     taken = addresses_in(setting)
     # horovodrun names the loopback interface where all ranks are on one host.
-    on_loopback = any(word == "lo" or word.startswith("127.") for word in setting.split(","))
+    on_loopback = any(
+        word == "lo" or word.startswith("127.") for word in setting.split(",")
+    )
     if taken or on_loopback:
         return taken, []
     interfaces = ", ".join(f"{name} ({address})" for name, address in usable)
@@ -266,10 +293,14 @@ def addresses() -> tuple[list[str], list[Fault]]:
 def addresses_in(setting: str) -> list[str]:
     """Those of all `ways` that Open MPI takes by interfaces and networks: eth0,10.0.0.0/24."""
     words = setting.split(",")
-    networks = [ipaddress.ip_network(word, strict=False) for word in words if "/" in word]
+    networks = [
+        ipaddress.ip_network(word, strict=False) for word in words if "/" in word
+    ]
     taken = []
     for name, address in ways():
-        in_network = any(ipaddress.ip_address(address) in network for network in networks)
+        in_network = any(
+            ipaddress.ip_address(address) in network for network in networks
+        )
         if name in words or in_network:
             taken.append(address)
     return taken
@@ -314,7 +345,9 @@ def run_folder_faults(path: str) -> list[Fault]:
             return _lock_faults(file.fileno(), folder)
     except OSError as error:
         what = f"the run folder cannot be written to: {folder}: {error.strerror}"
-        todo = "free some space there, give the right to write, or choose another folder"
+        todo = (
+            "free some space there, give the right to write, or choose another folder"
+        )
         return [(what, todo, "wrong")]
     finally:
         with contextlib.suppress(OSError):
@@ -351,7 +384,10 @@ def listing(folder: str) -> tuple[str, list[Fault]]:
     except OSError as error:
         problem = error.strerror or str(error)
     if files and not problem:
-        return f"{files:,} files of {size:,} bytes (SHA-256 {digest.hexdigest()[:8]})", []
+        return (
+            f"{files:,} files of {size:,} bytes (SHA-256 {digest.hexdigest()[:8]})",
+            [],
+        )
     what = f"the data folder {os.path.abspath(folder)}: {problem or 'it is empty'}"
     todo = "copy or mount it there (launch/README.md: rsync), or give --data_dir"
     return "", [(what, todo, "wrong")]

@@ -16,7 +16,8 @@ except ImportError:  # which `facts.import_faults` reports
 
 Facts = dict[str, Any]
 _OVERHEAD = 0.002  # seconds of an allreduce in which nothing is sent
-_MPI_RATE = 1.25e9  # bytes a second that one rank sends by TCP without NCCL, on any faster link
+# Bytes a second that one rank sends by TCP without NCCL, on any faster link.
+_MPI_RATE = 1.25e9
 _SLOW = 4  # a pair with so many times less bandwidth than the fast pairs is slow
 _MOST_RANKS_SHOWN = 8
 _MOST_HOSTS_SHOWN = 6
@@ -121,7 +122,11 @@ def gpu_fault(gpus: Facts, gpu: int, wanted: bool) -> tuple[str, str, str] | Non
         )
     if count and gpu < 0:
         what = f"other ranks there take all of the {count} visible GPU(s)"
-        return what, "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES", "fatal"
+        return (
+            what,
+            "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES",
+            "fatal",
+        )
     if count and not gpus["nccl"]:
         what = "Horovod is built without NCCL: gradients would go through the hosts' memory"
         return what, "build it for GPUs: make setup DEVICE=gpu", "note"
@@ -145,7 +150,9 @@ def _alike(name: str, facts: Sequence[Facts], hosts: Sequence[str]) -> list[Find
     return found
 
 
-def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> list[Finding]:
+def of_views(
+    facts: Sequence[Facts], views: dict[int, Facts], run_dir: str
+) -> list[Finding]:
     """What the hosts see of each other.
 
     `views`, by the first rank of each host: "closed", from `ranks.closed`; "names", for each
@@ -168,7 +175,9 @@ def of_views(facts: Sequence[Facts], views: dict[int, Facts], run_dir: str) -> l
     return found + _names(facts, views, hosts)
 
 
-def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) -> list[Finding]:
+def _names(
+    facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]
+) -> list[Finding]:
     """Names that do not resolve, or to another host.
 
     ssh and MPI's daemons use the names that the launcher was given; a host's own name is a guess.
@@ -176,8 +185,12 @@ def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) ->
     # By what goes wrong and its level: names, and the ranks that see it.
     names_by_fault: dict[tuple[str, str], dict[str, list[int]]] = {}
     for rank, view in views.items():
-        for other, (name, given, (addresses, reason)) in zip(leaders(hosts), view["names"]):
-            if other == rank or set(facts[other]["every_address"]).intersection(addresses):
+        for other, (name, given, (addresses, reason)) in zip(
+            leaders(hosts), view["names"]
+        ):
+            if other == rank or set(facts[other]["every_address"]).intersection(
+                addresses
+            ):
                 continue
             fault = f"does not resolve: {reason}"
             if addresses:
@@ -197,11 +210,17 @@ def _names(facts: Sequence[Facts], views: dict[int, Facts], hosts: list[str]) ->
         for seen_by in ranks_by_name.values():
             ranks.update(seen_by)
         todo = f"in DNS or /etc/hosts there, give {names} the address that other hosts reach"
-        found.append(Finding(place(hosts, sorted(ranks)), f"the name {names} {fault}", todo, level))
+        found.append(
+            Finding(
+                place(hosts, sorted(ranks)), f"the name {names} {fault}", todo, level
+            )
+        )
     return found
 
 
-def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list[Finding]:
+def of_times(
+    hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]
+) -> list[Finding]:
     """Sums that are wrong, and hosts or pairs of hosts that are slow.
 
     `hosts`: of each rank; `seen`: by the ranks of a pair (empty: all), `doctor.allreduce` of each.
@@ -212,7 +231,9 @@ def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list
         wrong.update(one["rank"] for one in timed if not one["right"])
     if wrong:
         todo = "do not train: look at Horovod's build and the network card"
-        found.append(Finding(place(hosts, sorted(wrong)), "an allreduce's sum is wrong", todo))
+        found.append(
+            Finding(place(hosts, sorted(wrong)), "an allreduce's sum is wrong", todo)
+        )
 
     rates = {pair: timed[0]["rate"] / 1e6 for pair, timed in seen.items() if pair}
     usual = 0.0
@@ -232,7 +253,9 @@ def of_times(hosts: list[str], seen: dict[tuple[int, ...], list[Facts]]) -> list
     return found
 
 
-def of_links(facts: Sequence[Facts], seen: dict[tuple[int, ...], list[Facts]]) -> list[Finding]:
+def of_links(
+    facts: Sequence[Facts], seen: dict[tuple[int, ...], list[Facts]]
+) -> list[Finding]:
     """Allreduces between hosts that take long for the slowest of their links.
 
     `seen`: as in `of_times`; its "network" is what NCCL sends by, or "".
@@ -246,7 +269,9 @@ def of_links(facts: Sequence[Facts], seen: dict[tuple[int, ...], list[Facts]]) -
         first = timed[0]
         seconds = first["seconds"]
         rate = first["rate"]
-        slowest_link = min(_link(facts[rank], first.get("network", "")) for rank in ranks)
+        slowest_link = min(
+            _link(facts[rank], first.get("network", "")) for rank in ranks
+        )
         if not slowest_link:
             continue
         expected = rate * seconds / slowest_link + _OVERHEAD

@@ -257,7 +257,11 @@ def closed(this_host: int, doors: list[dict[str, Any]]) -> list[tuple[int, str]]
         for host, door in enumerate(doors):
             if host != this_host:
                 reasons[host] = pool.submit(_why_closed, door)
-        return [(host, reason.result()) for host, reason in reasons.items() if reason.result()]
+        return [
+            (host, reason.result())
+            for host, reason in reasons.items()
+            if reason.result()
+        ]
 
 
 def _why_closed(door: dict[str, Any]) -> str:
@@ -266,7 +270,9 @@ def _why_closed(door: dict[str, Any]) -> str:
     for address in door["addresses"]:
         why = "something else is there"
         try:
-            with socket.create_connection((address, door["port"]), timeout=_DOOR_SECONDS) as link:
+            with socket.create_connection(
+                (address, door["port"]), timeout=_DOOR_SECONDS
+            ) as link:
                 link.sendall(bytes.fromhex(door["token"]))
                 if link.recv(1) == b"k":
                     return ""

@@ -66,7 +66,9 @@ class Task:
         logits = keras.layers.Dense(self.config.num_classes, dtype=wide())(x)
         return keras.Model(numbers, logits, name="blank")
 
-    def loss(self, outputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def loss(
+        self, outputs: tf.Tensor, targets: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """A loss for every example (or pixel, or word), and its weight: 0 leaves it out.
 
         Not their mean: the run takes it, over the global batch of all ranks.
@@ -81,7 +83,10 @@ class Task:
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
         """Counts of one batch, which are added up over the validation set; no means."""
         hits = tf.argmax(outputs, axis=-1) == targets
-        return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+        return {
+            "hits": tf.math.count_nonzero(hits),
+            "samples": tf.size(targets, tf.int64),
+        }
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
         """Metrics from the added counts. `loss` is added by itself."""
@@ -91,7 +96,9 @@ class Task:
         """What the outputs mean, for `hvdkit predict` and `export`: probabilities and classes."""
         return softmax(outputs)
 
-    def draw(self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor) -> np.ndarray:
+    def draw(
+        self, inputs: tf.Tensor, targets: tf.Tensor, outputs: tf.Tensor
+    ) -> np.ndarray:
         """A picture for the report: a row an example, a square a class, bright: likely.
 
         uint8 [n, height, width, 3].
@@ -104,5 +111,7 @@ class Task:
 def numbers(split: str, size: int, num_classes: int) -> Arrays:
     """Random numbers, float32 [size, FEATURES], and a class that can be learned from them."""
     rule = np.random.default_rng(0).normal(size=(FEATURES, num_classes))
-    x = np.random.default_rng({"train": 1, "val": 2}[split]).normal(size=(size, FEATURES))
+    x = np.random.default_rng({"train": 1, "val": 2}[split]).normal(
+        size=(size, FEATURES)
+    )
     return Arrays(numbers=x.astype(np.float32), label=np.argmax(x @ rule, axis=-1))

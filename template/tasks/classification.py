@@ -29,7 +29,8 @@ MODELS: dict[str, Callable[[int, int, float], keras.Model]] = {
     "resnet50": resnet.resnet50,
     "resnet50_keras": resnet.resnet50_keras,
 }
-PICTURES, COLUMNS, TILE = 32, 8, 96  # shown at an evaluation: how many, in a row, pixels each
+# Shown at an evaluation: how many, in a row, pixels each.
+PICTURES, COLUMNS, TILE = 32, 8, 96
 MOST_CONFUSED = 1000  # classes: with more, there is no confusion matrix
 LARGE = 64  # pixels: pictures from this size on are augmented as photographs
 
@@ -41,7 +42,9 @@ class Task:
         self.config = config
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
-            raise ValueError(f"--model={config.model}: classification has {sorted(MODELS)}")
+            raise ValueError(
+                f"--model={config.model}: classification has {sorted(MODELS)}"
+            )
         # Mirrored digits are invalid. For other data, only you know.
         digits = config.data_format in ("", "digits")
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
@@ -58,7 +61,8 @@ class Task:
 
     def sources(self) -> tuple[Source, Source]:
         train, val = open_sources(self.config, default="digits")
-        if getattr(train, "is_demo", False) and self.config.mirror == "auto":  # packed digits
+        # Packed digits.
+        if getattr(train, "is_demo", False) and self.config.mirror == "auto":
             self.mirror = False
         self.class_names = classes.of(train)
         return train, val
@@ -105,7 +109,9 @@ class Task:
         if self.operations:
             count, magnitude = self.operations
             operations_key = image_ops.keys(key, 3)[2]
-            image = rand_augment.applied(image, operations_key, count=count, magnitude=magnitude)
+            image = rand_augment.applied(
+                image, operations_key, count=count, magnitude=magnitude
+            )
         return augment.coloured(image, key, self.colour)
 
     def picture_inputs(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -123,11 +129,15 @@ class Task:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
 
     def _label(self, sample: dict[str, tf.Tensor]) -> tf.Tensor:
-        return tf.cast(losses.require_classes(sample["label"], self.config.num_classes), tf.int64)
+        return tf.cast(
+            losses.require_classes(sample["label"], self.config.num_classes), tf.int64
+        )
 
     def build_model(self) -> keras.Model:
         config = self.config
-        return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
+        return MODELS[self.model_name](
+            config.image_size, config.num_classes, config.dropout
+        )
 
     def loss(
         self, outputs: tf.Tensor, targets: tf.Tensor | dict[str, tf.Tensor]
@@ -148,7 +158,10 @@ class Task:
     def sums(self, outputs: tf.Tensor, targets: tf.Tensor) -> dict[str, tf.Tensor]:
         """Counts of a batch, from logits [B, classes] and labels [B]; `metrics` gets the totals."""
         hits = metrics.in_top(targets, outputs, k=1)
-        sums = {"hits": tf.math.count_nonzero(hits), "samples": tf.size(targets, tf.int64)}
+        sums = {
+            "hits": tf.math.count_nonzero(hits),
+            "samples": tf.size(targets, tf.int64),
+        }
         if self.config.num_classes <= MOST_CONFUSED:
             # argmax takes the first of equal scores; in_top, and so `hits`, the last.
             count = outputs.shape[-1]
@@ -157,7 +170,9 @@ class Task:
                 targets, predicted, tf.ones_like(targets, tf.bool), num_classes=count
             )
         if self.config.num_classes > 5:
-            sums["hits_of_5"] = tf.math.count_nonzero(metrics.in_top(targets, outputs, k=5))
+            sums["hits_of_5"] = tf.math.count_nonzero(
+                metrics.in_top(targets, outputs, k=5)
+            )
         return sums
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
@@ -178,12 +193,17 @@ class Task:
             tiles.append(_tile(image, self._name(label), self._name(prediction)))
         while len(tiles) % COLUMNS:
             tiles.append(np.zeros_like(tiles[0]))
-        rows = [np.concatenate(tiles[i : i + COLUMNS], 1) for i in range(0, len(tiles), COLUMNS)]
+        rows = [
+            np.concatenate(tiles[i : i + COLUMNS], 1)
+            for i in range(0, len(tiles), COLUMNS)
+        ]
         return np.concatenate(rows)[None]
 
     def _name(self, number: int) -> str:
         """The class's name in the data; its number where they name none."""
-        return self.class_names[number] if number < len(self.class_names) else str(number)
+        return (
+            self.class_names[number] if number < len(self.class_names) else str(number)
+        )
 
 
 def _tile(image: np.ndarray, label: str, prediction: str) -> np.ndarray:

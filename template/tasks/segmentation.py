@@ -34,14 +34,17 @@ class Task:
     # None: that of --model. Set it with a `build_model` of your own: 32 for a U-Net that halves
     # five times.
     stride: int | None = None
-    _built_here = False  # whether the model was built here, so that --model gives its stride
+    # Whether the model was built here, so that --model gives its stride.
+    _built_here = False
 
     def __init__(self, config: Settings) -> None:
         self.config = config
         self.root = Path(config.data_dir)
         self.model_name = config.model or next(iter(MODELS))
         if self.model_name not in MODELS:
-            raise ValueError(f"--model={config.model}: segmentation has {sorted(MODELS)}")
+            raise ValueError(
+                f"--model={config.model}: segmentation has {sorted(MODELS)}"
+            )
         self.options = self._augmentation(demo=False)
         self.passes = self._passes()
 
@@ -49,7 +52,11 @@ class Task:
         """How evaluation goes over a picture."""
         config, stride = self.config, self._stride()
         if config.eval_window % stride:
-            whose = f"--model={self.model_name}" if self.stride is None else "the task's model"
+            whose = (
+                f"--model={self.model_name}"
+                if self.stride is None
+                else "the task's model"
+            )
             raise ValueError(
                 f"--eval_window={config.eval_window}: {whose} needs a multiple of {stride}"
             )
@@ -59,7 +66,9 @@ class Task:
         )
 
     def _stride(self) -> int:
-        if self.stride is not None and not (isinstance(self.stride, int) and self.stride > 0):
+        if self.stride is not None and not (
+            isinstance(self.stride, int) and self.stride > 0
+        ):
             raise ValueError(
                 f"{_name(self)}: stride = {self.stride!r} must be a whole number from 1 up"
             )
@@ -114,7 +123,10 @@ class Task:
             targets["all_pixels"] = height * width
             crop = dataclasses.replace(self.options, size=(side, side))
             image, label = augment.evaluation_pair(sample, crop)
-        return {"inputs": self.picture_inputs(image), "targets": {"label": label} | targets}
+        return {
+            "inputs": self.picture_inputs(image),
+            "targets": {"label": label} | targets,
+        }
 
     def _inputs(self, image: tf.Tensor, key: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"image": image, "key": key} if self.config.dropout else {"image": image}
@@ -122,14 +134,18 @@ class Task:
     def build_model(self) -> keras.Model:
         config = self.config
         self._built_here = True
-        return MODELS[self.model_name](config.image_size, config.num_classes, config.dropout)
+        return MODELS[self.model_name](
+            config.image_size, config.num_classes, config.dropout
+        )
 
     def predict(self, model: keras.Model, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
         """Logits [B, H, W, classes] of pictures of any size, by the --eval flags.
 
         Raises ValueError if the model's stride is unknown.
         """
-        has_own_model = type(self).build_model is not Task.build_model and not self._built_here
+        has_own_model = (
+            type(self).build_model is not Task.build_model and not self._built_here
+        )
         if self.stride is None and has_own_model:
             raise ValueError(
                 f"{_name(self)} has a build_model of its own: add `stride = N` to the class, where "
@@ -157,11 +173,16 @@ class Task:
     def decode(self, outputs: tf.Tensor) -> dict[str, tf.Tensor]:
         return softmax(outputs)
 
-    def sums(self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    def sums(
+        self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]
+    ) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)
         labels = tf.squeeze(targets["label"], -1)
-        classes = max(self.config.num_classes, outputs.shape[-1])  # a model may have more
-        sums = {name: tf.reduce_sum(x) for name, x in targets.items() if name != "label"}
+        # A model may have more.
+        classes = max(self.config.num_classes, outputs.shape[-1])
+        sums = {
+            name: tf.reduce_sum(x) for name, x in targets.items() if name != "label"
+        }
         sums["confusion"] = metrics.confusion_matrix(
             labels, predictions, labels != IGNORE, num_classes=classes
         )
@@ -184,7 +205,10 @@ class Task:
         ]
 
     def draw(
-        self, inputs: dict[str, tf.Tensor], targets: dict[str, tf.Tensor], outputs: tf.Tensor
+        self,
+        inputs: dict[str, tf.Tensor],
+        targets: dict[str, tf.Tensor],
+        outputs: tf.Tensor,
     ) -> np.ndarray:
         """Input | label | prediction, side by side; ignored pixels white.
 
@@ -195,7 +219,9 @@ class Task:
         predictions = tf.argmax(outputs[:PICTURES], axis=-1).numpy()
         side = self.config.eval_crop or max(self.config.image_size, SIDE)
         parts = zip(images, COLOURS[labels], COLOURS[predictions])
-        return np.stack([np.hstack([_fitted(part, side) for part in row]) for row in parts])
+        return np.stack(
+            [np.hstack([_fitted(part, side) for part in row]) for row in parts]
+        )
 
 
 def _name(task: Task) -> str:
@@ -211,5 +237,7 @@ def _fitted(picture: np.ndarray, side: int) -> np.ndarray:
     square = Image.new("RGB", (side, side))
     corner = ((side - size[0]) // 2, (side - size[1]) // 2)
     # Nearest: a mix of two classes' colours may be a third class's.
-    square.paste(Image.fromarray(picture).resize(size, Image.Resampling.NEAREST), corner)
+    square.paste(
+        Image.fromarray(picture).resize(size, Image.Resampling.NEAREST), corner
+    )
     return np.asarray(square)

@@ -34,7 +34,9 @@ MESSAGES = {
 }
 
 
-def say(port: list, message: bytes, *, source: tuple | None = None, half_closed=False) -> int:
+def say(
+    port: list, message: bytes, *, source: tuple | None = None, half_closed=False
+) -> int:
     """Bytes of the answer to a message, from an address and port of this host."""
     got = 0
     link_to = socket.create_connection
@@ -76,7 +78,9 @@ def borrowing(port: list) -> list[int]:
             for half_closed in (True, False):
                 source = (address, number)
                 answers.append(
-                    say(port, MESSAGES["PMIx's"], source=source, half_closed=half_closed)
+                    say(
+                        port, MESSAGES["PMIx's"], source=source, half_closed=half_closed
+                    )
                 )
     return answers
 
@@ -90,7 +94,9 @@ got = {}
 for port in task["ports"]:
     got |= answers_of(port)
 # A port that answers with a nonce is that of a rank's watch.
-strangers.hold([port for port in task["ports"] if got[f"{port}, random"] == 16], task["seconds"])
+strangers.hold(
+    [port for port in task["ports"] if got[f"{port}, random"] == 16], task["seconds"]
+)
 time.sleep(task["seconds"])
 tried = {f"{port}": len(ranks_ports(port)) for port in task["ports"]}
 places = {"ps": subprocess.run(["ps", "auxeww"], capture_output=True).stdout}
@@ -102,4 +108,6 @@ shown = []
 for place, text in places.items():
     if any(secret in text for secret in secrets):
         shown.append(place)
-print(json.dumps({"user": os.getuid(), "shown": shown, "got": got, "ranks_ports": tried}))
+print(
+    json.dumps({"user": os.getuid(), "shown": shown, "got": got, "ranks_ports": tried})
+)

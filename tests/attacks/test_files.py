@@ -1,4 +1,5 @@
-"""Hostile files: links in a run's folder, records that lie, pictures and weights that claim much."""
+"""Hostile files: links in a run's folder, records that lie, pictures and weights that claim
+much."""
 
 import contextlib
 import dataclasses
@@ -75,7 +76,9 @@ def a_run(folder: Path, reason: str = "done") -> Path:
     )
     for name, text in zip(RECORDS, texts):
         (folder / name).write_text(text)
-    metrics.write_confusion(folder / "confusion.csv", [reason, "b"], np.ones([2, 2], np.int64))
+    metrics.write_confusion(
+        folder / "confusion.csv", [reason, "b"], np.ones([2, 2], np.int64)
+    )
     readers.save(folder / "predictions.png", readers.noise(1))
     return folder
 
@@ -102,7 +105,18 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
         lambda: report.write(run),
     ]
     run.chmod(0o777)
-    words = [*NOBODY, PYTHON, "-c", LINKS, run, secret, *RECORDS, "report.html", ".lock", ".lease"]
+    words = [
+        *NOBODY,
+        PYTHON,
+        "-c",
+        LINKS,
+        run,
+        secret,
+        *RECORDS,
+        "report.html",
+        ".lock",
+        ".lease",
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as stranger:
         stranger.stdout.readline()
         for write in writes * 60:
@@ -124,7 +138,9 @@ for path in sys.argv[1:]:
 """
 
 
-def test_nobody_locks_what_a_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_nobody_locks_what_a_run_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Nobody may read the folders; a lock that they could take would end a run, or hold it up."""
     require("setpriv")
     run = tmp_path / "run"
@@ -142,7 +158,9 @@ def test_nobody_locks_what_a_run_waits_for(tmp_path: Path, monkeypatch: pytest.M
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {".lock", ".shard.lock", "shard"} <= {path.name for path in files}
     words = [*NOBODY, PYTHON, "-c", LOCKS, *files]
-    locked = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    locked = subprocess.run(
+        words, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
     # Not every file is locked by a run: these are here to show that the stranger can lock some.
     assert locked == [
         str(path) for path in files if path in (packed / "shard", run / "summary.json")
@@ -150,7 +168,9 @@ def test_nobody_locks_what_a_run_waits_for(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("when", ["between saves", "in a save"])
-def test_a_link_that_takes_the_place_of_the_checkpoints_harms_no_other_run(when: str, kept):
+def test_a_link_that_takes_the_place_of_the_checkpoints_harms_no_other_run(
+    when: str, kept
+):
     other = kept.folder.parent / "other"
     elsewhere = dataclasses.replace(kept, folder=other, keep=9)
     before = {}
@@ -209,7 +229,9 @@ HUGE = "x," * (2**21 - 1) + "x\n"
             id="a huge text",
         ),
         pytest.param("metrics.jsonl", many_scores(), id="many scores"),
-        pytest.param("metrics.jsonl", losses_of_both_signs(), id="losses of both signs"),
+        pytest.param(
+            "metrics.jsonl", losses_of_both_signs(), id="losses of both signs"
+        ),
         pytest.param(
             "starts.jsonl",
             '{"step": 1, "time": 1.0}\n' * 20_000,
@@ -217,7 +239,9 @@ HUGE = "x," * (2**21 - 1) + "x\n"
         ),
     ],
 )
-def test_records_that_are_hard_to_show_are_shown_or_one_sentence(name, text, tmp_path, capsys):
+def test_records_that_are_hard_to_show_are_shown_or_one_sentence(
+    name, text, tmp_path, capsys
+):
     run = a_run(tmp_path / "run")
     other = a_run(tmp_path / "other")
     report.main(["", str(other)])  # loads what drawing itself needs
@@ -244,7 +268,10 @@ def test_a_hostile_record_is_one_sentence(kind: str, name: str, tmp_path: Path, 
         codes = [report.main(["", str(run)]), compare.main(["", str(other), str(run)])]
     out, err = capsys.readouterr()
     assert 2 in codes and f"{name}'" in err and SECRET not in out + err, err
-    assert not (run / "report.html").exists() or SECRET not in (run / "report.html").read_text()
+    assert (
+        not (run / "report.html").exists()
+        or SECRET not in (run / "report.html").read_text()
+    )
 
 
 def test_what_runs_say_is_text_for_a_terminal(tmp_path: Path, capsys):
@@ -262,10 +289,17 @@ def test_what_runs_say_is_text_for_a_terminal(tmp_path: Path, capsys):
 def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
     pictures.limit(64_000_000)
     claim = "13,000 x 13,000 pixels, more than --max_pixels=64000000"
-    readers.write_pairs(tmp_path, {"x": (readers.noise(1), readers.noise(2)[..., 0] % 3)})
+    readers.write_pairs(
+        tmp_path, {"x": (readers.noise(1), readers.noise(2)[..., 0] % 3)}
+    )
     pairs = ImageLabelFolder(tmp_path, "train", 3)
     pack.pack(pairs, tmp_path / "packed", "train")
-    for name, kind in (("labels", "PNG"), ("images", "PNG"), ("images", "JPEG"), ("images", "BMP")):
+    for name, kind in (
+        ("labels", "PNG"),
+        ("images", "PNG"),
+        ("images", "JPEG"),
+        ("images", "BMP"),
+    ):
         file = tmp_path / name / "x.png"
         Image.new("1", (13_000, 13_000)).save(file, kind)
         assert kind != "PNG" or file.stat().st_size < 40_000
@@ -290,14 +324,22 @@ def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
     (tmp_path / "images/x.png").write_bytes(scans.getvalue() + b"\xff\xda" * 100)
     refused(lambda: predict.load(tmp_path / "images/x.png"), "more than 100 scans")
     os.mkfifo(tmp_path / "pipe")
-    refused(lambda: predict.load(tmp_path / "pipe"), "pipe", "no regular file", kind=OSError)
+    refused(
+        lambda: predict.load(tmp_path / "pipe"), "pipe", "no regular file", kind=OSError
+    )
     monkeypatch.setattr(pictures, "most_pixels", 100)
-    readers.explained(records.Records(tmp_path / "packed", "train"), 0, "sample 0", "16 x 12")
+    readers.explained(
+        records.Records(tmp_path / "packed", "train"), 0, "sample 0", "16 x 12"
+    )
 
 
 def test_records_that_lie_about_lengths_and_names_are_refused(tmp_path: Path):
-    readers.write_pairs(tmp_path, {"x": (readers.noise(1), readers.noise(2)[..., 0] % 3)})
-    folder = pack.pack(ImageLabelFolder(tmp_path, "train", 3), tmp_path / "packed", "train")
+    readers.write_pairs(
+        tmp_path, {"x": (readers.noise(1), readers.noise(2)[..., 0] % 3)}
+    )
+    folder = pack.pack(
+        ImageLabelFolder(tmp_path, "train", 3), tmp_path / "packed", "train"
+    )
     meta = json.loads((folder / "pack.json").read_text())
     index = np.fromfile(folder / "index.bin", records.PLACE)
     (shard,) = meta["shards"]
@@ -319,7 +361,9 @@ def test_pictures_that_have_no_end_or_are_no_files_are_named_and_not_read(
     tmp_path: Path, capsys, monkeypatch
 ):
     readers.write_classes(tmp_path)
-    (folder, *_) = sorted(path for path in (tmp_path / "train").iterdir() if path.is_dir())
+    (folder, *_) = sorted(
+        path for path in (tmp_path / "train").iterdir() if path.is_dir()
+    )
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 2**40)
@@ -338,30 +382,46 @@ def test_pictures_that_have_no_end_or_are_no_files_are_named_and_not_read(
 
     for name, end in ends.items():
         (folder / f"{name}.png").symlink_to(end)
-        refused(lambda name=name: predict.load(folder / f"{name}.png"), name, kind=OSError)
+        refused(
+            lambda name=name: predict.load(folder / f"{name}.png"), name, kind=OSError
+        )
     # A run too looks at some files before it reads.
-    refused(lambda: ClassFolders(tmp_path, "train"), f"{folder}/~dead.png: No such file")
+    refused(
+        lambda: ClassFolders(tmp_path, "train"), f"{folder}/~dead.png: No such file"
+    )
     assert f"{folder}/~dead.png: No such file" in checked()
     monkeypatch.setattr(source, "_MOST_SAMPLED", 1)
     printed = checked()
     for name in ("~zero", "~pipe", "~folder"):
-        assert f"{folder}/{name}.png leads to what is no regular file; remove it" in printed
-    assert f"{folder}/~large.png has 1,099,511,627,776 bytes, more than 1,073,741,824" in printed
-    assert f"{folder}/~dead.png: No such file" in printed and "5 fault(s)" in printed, printed
+        assert (
+            f"{folder}/{name}.png leads to what is no regular file; remove it"
+            in printed
+        )
+    assert (
+        f"{folder}/~large.png has 1,099,511,627,776 bytes, more than 1,073,741,824"
+        in printed
+    )
+    assert f"{folder}/~dead.png: No such file" in printed and "5 fault(s)" in printed, (
+        printed
+    )
     for name, make in (("x.jpg", os.mkdir), ("y.jpg", os.mkfifo)):
         make(folder / name)
         assert f"{folder}/{name} is a folder or no regular file" in checked()
         (folder / name).rename(tmp_path / name)
 
 
-def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(tmp_path: Path, monkeypatch):
+def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(
+    tmp_path: Path, monkeypatch
+):
     """A table with 4 KB of text that every row has, and zeros, which compress to a thousandth."""
     for module in (tables, examples):
         assert module._MORE_BYTES == 2**30  # in a test a smaller one
         monkeypatch.setattr(module, "_MORE_BYTES", 2**24)
     text = pyarrow.array(["x" * 2**12], pyarrow.string())
     rows = pyarrow.DictionaryArray.from_arrays(np.zeros(2**17, np.int32), text)
-    parquet.write_table(pyarrow.table({"file": rows, "label": rows}), tmp_path / "of.parquet")
+    parquet.write_table(
+        pyarrow.table({"file": rows, "label": rows}), tmp_path / "of.parquet"
+    )
     np.savez_compressed(tmp_path / "x.npz", age=np.zeros(2**22))
     assert all(path.stat().st_size < 2**18 for path in tmp_path.iterdir())
     os.mkfifo(tmp_path / "pipe.csv")
@@ -372,7 +432,13 @@ def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(tmp_path: Path
         return tables.understood(tmp_path / name, "", tmp_path)
 
     with little_memory():  # 1 GB of text
-        refused(lambda: table("of.parquet"), "of.parquet", "its values need more than 16,9")
-    refused(lambda: examples.read(tmp_path / "x.npz", inputs), "x.npz", "parts claim 33,554,")
+        refused(
+            lambda: table("of.parquet"), "of.parquet", "its values need more than 16,9"
+        )
+    refused(
+        lambda: examples.read(tmp_path / "x.npz", inputs),
+        "x.npz",
+        "parts claim 33,554,",
+    )
     for name in ("pipe.csv", "zero.csv"):
         refused(lambda name=name: table(name), name, "it is no regular file")

@@ -29,7 +29,14 @@ from hvdkit.observe import records as run_records
 from hvdkit.ranks import encoding
 
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "1000"))  # of all parsers together
-LINE = {"step": 1, "time": 1.0, "loss": 2.0, "eval_loss": 1.0, "eval_miou": 0.5, "eval_iou_1": 0}
+LINE = {
+    "step": 1,
+    "time": 1.0,
+    "loss": 2.0,
+    "eval_loss": 1.0,
+    "eval_miou": 0.5,
+    "eval_iou_1": 0,
+}
 RUN = {
     "config.cfg": b"--num_steps=9\n--nojit\n",
     "metrics.jsonl": LINE,
@@ -93,7 +100,9 @@ def manifest(file: Path) -> None:
     folder = file.parent / "step-00000001"
     with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
         record = json.loads(data)
-        data = raw(record | {"checksum": files.checksum_of(record, record.get("format"))})
+        data = raw(
+            record | {"checksum": files.checksum_of(record, record.get("format"))}
+        )
     folder.mkdir(exist_ok=True)
     (folder / files.MANIFEST).write_bytes(data)
     files.best(files.scored([folder, folder]), {"main_metric": "miou"})
@@ -115,7 +124,10 @@ def idx(file: Path) -> None:
 def image(file: Path) -> None:
     data = tf.constant(file.read_bytes())
     with contextlib.suppress(tf.errors.OpError, UnicodeDecodeError):
-        assert 1 <= pictures.orientation(data) <= 8 and pictures.decode_image(data).shape[-1] == 3
+        assert (
+            1 <= pictures.orientation(data) <= 8
+            and pictures.decode_image(data).shape[-1] == 3
+        )
     pictures.check_decodes(file)
 
 
@@ -133,7 +145,10 @@ def message(file: Path) -> None:
 
 # By name: the parser, and its sound input: bytes, or values by name, which are changed.
 PARSERS = {
-    "flagfile": (lambda file: settings.parse(["", f"--flagfile={file}"]), b"--seed=1\n--nojit\n"),
+    "flagfile": (
+        lambda file: settings.parse(["", f"--flagfile={file}"]),
+        b"--seed=1\n--nojit\n",
+    ),
     "list": (listing.read_names, b"a\nb/c\n"),
     "index": (index, struct.pack("<4Q", 0, 1000, 1016, 2000)),
     "png": (image, picture("PNG")),
@@ -141,20 +156,33 @@ PARSERS = {
     "idx": (idx, readers.idx(np.arange(9, dtype=np.uint8))),
     "manifest": (manifest, MANIFEST),
     "confusion": (metrics.read_confusion, b"label,a,b\na,1,2\nb,3,4\n"),
-    "message": (message, encoding.pack([np.ones(2), listing.packed(["b"])], "x").tobytes()),
+    "message": (
+        message,
+        encoding.pack([np.ones(2), listing.packed(["b"])], "x").tobytes(),
+    ),
     **{name: (of_a_run(name), content) for name, content in RUN.items()},
 }
-FOUND = [b"", b"[" * 100_000, b'{"step": 1e999, "time": NaN}', b"9" * 5000, b"\xff\xfe\0"]
+FOUND = [
+    b"",
+    b"[" * 100_000,
+    b'{"step": 1e999, "time": NaN}',
+    b"9" * 5000,
+    b"\xff\xfe\0",
+]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner)
+    ),
     max_leaves=6,
 )
 
 
 def inputs(whole: bytes | dict) -> st.SearchStrategy[bytes]:
     if isinstance(whole, dict):
-        changes = st.dictionaries(st.sampled_from([*whole]) | st.text(max_size=3), JSON, max_size=3)
+        changes = st.dictionaries(
+            st.sampled_from([*whole]) | st.text(max_size=3), JSON, max_size=3
+        )
         return changes.map(lambda found: raw(whole | found))
 
     def edited(edits: list) -> bytes:
@@ -163,7 +191,9 @@ def inputs(whole: bytes | dict) -> st.SearchStrategy[bytes]:
             data = data[:at] + new + data[at + length :]
         return data
 
-    places = st.tuples(st.integers(0, len(whole)), st.integers(0, 9), st.binary(max_size=9))
+    places = st.tuples(
+        st.integers(0, len(whole)), st.integers(0, 9), st.binary(max_size=9)
+    )
     return st.lists(places, max_size=4).map(edited)
 
 

@@ -1,4 +1,5 @@
-"""Nobody, the user of that name, on the host of a run: joins, speaks to each port, reads secrets."""
+"""Nobody, the user of that name, on the host of a run: joins, speaks to each port, reads
+secrets."""
 
 import contextlib
 import json
@@ -22,7 +23,10 @@ from hvdkit.testing import kill_session
 from ranks import ROOT
 
 HERE = Path(__file__).parent
-SECRETS = {"WANDB_API_KEY": "key-of-wandb-5071", "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072"}
+SECRETS = {
+    "WANDB_API_KEY": "key-of-wandb-5071",
+    "AWS_SECRET_ACCESS_KEY": "key-of-aws-5072",
+}
 # Prints address and port of everything that listens there for the launch, and its secret.
 LOOK = """
 import json, psutil, sys
@@ -49,7 +53,9 @@ def plain_words(*words: object) -> list[str]:
     return [str(word) for word in words]
 
 
-def attack(words_on: Callable[..., list[str]], run_id: str, *, on_one_host: bool) -> None:
+def attack(
+    words_on: Callable[..., list[str]], run_id: str, *, on_one_host: bool
+) -> None:
     """Lets nobody attack the run's ports on a host, on which words_on(*command) runs a command."""
     look = words_on(sys.executable, "-c", LOOK, run_id)
     ports, secret = json.loads(subprocess.check_output(look))
@@ -59,7 +65,9 @@ def attack(words_on: Callable[..., list[str]], run_id: str, *, on_one_host: bool
     # A rank that is silent for 5 s would end the run, see victim.py.
     task = {"secrets": [secret, *SECRETS.values()], "ports": ports, "seconds": 12}
     stranger = words_on(*NOBODY, PYTHON, HERE / "stranger.py")
-    report = json.loads(subprocess.check_output(stranger, input=json.dumps(task), text=True))
+    report = json.loads(
+        subprocess.check_output(stranger, input=json.dumps(task), text=True)
+    )
     assert report["user"] == 65534 and not report["shown"], report
     sizes = list(report["got"].values())
     # A rank gives 16 bytes, a nonce; Open MPI nothing.
@@ -129,19 +137,34 @@ os.write(1, f"{total} {maps.count('/dev/shm')} {maps.count('/SYSV')} {sizes} in 
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "horovodrun --mpi", f"{ROOT}/launch/hosts.sh"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", "horovodrun --mpi", f"{ROOT}/launch/hosts.sh"]
+)
 def test_nobody_takes_the_memory_that_ranks_share(launcher: str, tmp_path: Path):
-    """A link to a file of the user's, and a file that all may write, are there before MPI starts."""
+    """A link to a file of the user's, and a file that all may write, are there before MPI
+    starts."""
     require("setpriv", "unshare")
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("all of it")
     script = 'mount -t tmpfs -o mode=1777 tmpfs /dev/shm; exec "$@"'
-    words = ["unshare", "--mount", "sh", "-ec", script, "sh", *launcher.split(), "-np", "2"]
+    words = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-ec",
+        script,
+        "sh",
+        *launcher.split(),
+        "-np",
+        "2",
+    ]
     words += [sys.executable, "-c", TAKEN, str(thesis), *NOBODY]
     ended = run(words, 60, {"PYTHONPATH": str(ENGINE.parent)})
     assert ended.code == 0, ended.output
     found = re.findall(r"3 0 (\d+) \[9, 0\] in (\S+)", ended.output)
-    assert len(found) == 2 and all(int(mapped) >= 2 for mapped, _ in found), ended.output
+    assert len(found) == 2 and all(int(mapped) >= 2 for mapped, _ in found), (
+        ended.output
+    )
     assert thesis.read_text() == "all of it"
     # Plain mpirun has files of its own in Open MPI's usual folder.
     for _, folder in found:
@@ -161,7 +184,9 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
         f"LAUNCH_SECRET=$(cat {tmp_path}/secret) "
         f"{sys.executable} {HERE}/victim.py {tmp_path}/end"
     )
-    with running("horovodrun", "--gloo", "--disable-cache", "-np", "2", "sh", "-c", script) as run:
+    with running(
+        "horovodrun", "--gloo", "--disable-cache", "-np", "2", "sh", "-c", script
+    ) as run:
         known: dict[str, str] = {}
         while "HOROVOD_GLOO_RENDEZVOUS_PORT" not in known and run.poll() is None:
             time.sleep(0.2)
@@ -169,7 +194,11 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
             mine = [line for line in commands.splitlines() if str(tmp_path) in line]
             known = dict(re.findall(r"(HOROVOD_\w+)=([\w.,-]+)", "\n".join(mine)))
         packages = f"{ENGINE.parent}:{Path(np.__file__).parents[1]}"
-        known |= {"HOROVOD_RANK": "1", "HOROVOD_LOCAL_RANK": "1", "PYTHONPATH": packages}
+        known |= {
+            "HOROVOD_RANK": "1",
+            "HOROVOD_LOCAL_RANK": "1",
+            "PYTHONPATH": packages,
+        }
         with running(
             *NOBODY,
             *(f"{name}={value}" for name, value in known.items()),
@@ -183,7 +212,9 @@ def test_nobody_is_a_rank_where_a_secret_is_asked_for(secret: bool, tmp_path: Pa
                 if "ready" in line or "error: " in line:
                     break
             joined = any("ready" in line for line in stranger.stdout)
-    assert ("error: rank 1 does not hold this launch's secret" in output) == secret, output
+    assert ("error: rank 1 does not hold this launch's secret" in output) == secret, (
+        output
+    )
     assert output.count(proof.OPEN) == (not secret), output
     assert joined == (not secret)
 

@@ -18,7 +18,9 @@ def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
 
     class Service(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["queries"]
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+                "queries"
+            ]
             ids = [known.get(query["package"]["name"]) for query in asked]
             found = [{"vulns": [{"id": i} | when]} if i else {} for i in ids]
             self.answer({"results": found})
@@ -40,7 +42,9 @@ def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
         makefile = (ROOT / "docker/common.mk").read_text()
         command = re.search(r"uv audit (.*?)\$\(ARGS\)", makefile, re.DOTALL)[1]
         words = ["uv", "audit", *command.replace("\\", "").split(), service]
-        ended = subprocess.run(words, cwd=ROOT / "template", capture_output=True, text=True)
+        ended = subprocess.run(
+            words, cwd=ROOT / "template", capture_output=True, text=True
+        )
         assert ended.returncode == 1 and "CVE-2099-1" in ended.stdout, ended.stderr
         assert "CVE-2024" not in ended.stdout
         server.shutdown()
@@ -73,9 +77,14 @@ def test_a_forks_ci_looks_for_known_weaknesses_every_week():
 
 def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights():
     text = (ROOT / "Dockerfile").read_text()
-    assert len(re.findall(r"^ARG \w+_IMAGE=\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE)) == 2
+    assert (
+        len(re.findall(r"^ARG \w+_IMAGE=\S+@sha256:[0-9a-f]{64}$", text, re.MULTILINE))
+        == 2
+    )
     assert "find / -xdev -type f -perm /6000 -exec chmod a-s {} +" in text
-    for service in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"].values():
+    for service in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())[
+        "services"
+    ].values():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
 
@@ -83,12 +92,19 @@ def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights(
 def test_only_a_jobs_own_pods_reach_its_ports():
     policy = yaml.safe_load((ROOT / "launch/networkpolicy.yaml").read_text())
     kubernetes_validate.validate(policy, "1.27", strict=True)
-    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
+    assert policy["spec"]["ingress"] == [
+        {"from": [{"podSelector": policy["spec"]["podSelector"]}]}
+    ]
     assert policy["spec"]["policyTypes"] == ["Ingress"]
 
 
 def test_doctor_says_what_protects_a_host(tmp_path):
-    doctor = [sys.executable, ROOT / "launch/doctor.py", "--security", f"--run_dir={tmp_path}"]
+    doctor = [
+        sys.executable,
+        ROOT / "launch/doctor.py",
+        "--security",
+        f"--run_dir={tmp_path}",
+    ]
     tmp_path.chmod(0o700)
     assert f"holds: {tmp_path} is this user's alone to write" in run(doctor, 20).output
     tmp_path.chmod(0o777)

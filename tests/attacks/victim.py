@@ -33,7 +33,9 @@ with Peers(world, 600) as peers:
     print("ready", flush=True)
     while not world.broadcast_object(Path(sys.argv[1]).exists(), "the end"):
         time.sleep(0.2)
-        assert len(os.listdir("/proc/self/fd")) < files + 100, "connections take open files"
+        assert len(os.listdir("/proc/self/fd")) < files + 100, (
+            "connections take open files"
+        )
     answers = peers._ask_all()
     assert len(answers) == world.size - 1
     assert all(answer.how == "" for answer in answers.values())

@@ -47,7 +47,9 @@ def test_the_image_and_the_launchers_pin_the_same_transports():
 
 def test_every_source_of_a_copy_is_let_through():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
-    sources = re.findall(r"^COPY (?:--chown=\S+ )?([^-\s]\S*) ", DOCKERFILE, re.MULTILINE)
+    sources = re.findall(
+        r"^COPY (?:--chown=\S+ )?([^-\s]\S*) ", DOCKERFILE, re.MULTILINE
+    )
     for source in sources:
         path = source.replace("${PROJECT}", "template").replace("${ENGINE}", "hvdkit")
         assert f"!{path.split('/')[0]}" in ignored, source
@@ -57,8 +59,12 @@ def test_every_source_of_a_copy_is_let_through():
 @pytest.mark.parametrize("folder", ["", "template"])
 def test_passwords_and_keys_stay_outside(folder: str):
     """A pattern after the last ! counts whatever was let through."""
-    ignored = (ROOT / folder / ".dockerignore").read_text().rpartition("\n!")[2].splitlines()
-    assert {"**/pip.conf", "**/.netrc", "**/.env*", "**/*.pem", "**/id_rsa*"} <= set(ignored)
+    ignored = (
+        (ROOT / folder / ".dockerignore").read_text().rpartition("\n!")[2].splitlines()
+    )
+    assert {"**/pip.conf", "**/.netrc", "**/.env*", "**/*.pem", "**/id_rsa*"} <= set(
+        ignored
+    )
 
 
 @pytest.fixture
@@ -69,20 +75,33 @@ def builder(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "docker/build.sh", checkout / "docker")
     shutil.copy(ROOT / "Dockerfile", checkout)
     where = "https://ada:geheim@git.example.com/train.git"
-    shell(f"git init -q; git add -A; git commit -qm 1; git remote add origin {where}", checkout)
+    shell(
+        f"git init -q; git add -A; git commit -qm 1; git remote add origin {where}",
+        checkout,
+    )
     executable(tmp_path / "docker", 'printf "%s\\n" "BUILDKIT $DOCKER_BUILDKIT" "$@"')
     return checkout / "docker/build.sh"
 
 
 @pytest.mark.parametrize("device, driver", [("cpu", True), ("gpu", False)])
-def test_arguments_of_the_builder(builder: Path, tmp_path: Path, device: str, driver: bool):
+def test_arguments_of_the_builder(
+    builder: Path, tmp_path: Path, device: str, driver: bool
+):
     base = "ubuntu@sha256:" + "ab" * 32
-    env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "BUILDER": "docker", "DEVICE": device}
+    env = {
+        "PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}",
+        "BUILDER": "docker",
+        "DEVICE": device,
+    }
     env |= {"RUNTIME_IMAGE": base, "SOURCE_DATE_EPOCH": "0", **GIT}
     ended = run([builder, "--build-arg", "UID=7"], 20, env)
     assert ended.code == 0, ended.output
     words = ended.output.splitlines()
-    assert words[:2] == ["BUILDKIT 1", "build"] and words[-4:-1] == ["--build-arg", "UID=7", "."]
+    assert words[:2] == ["BUILDKIT 1", "build"] and words[-4:-1] == [
+        "--build-arg",
+        "UID=7",
+        ".",
+    ]
     labels = {
         "created": "1970-01-01T00:00:00Z", "source": "https://git.example.com/train.git",
         "base.name": base, "base.digest": base.split("@")[1],
@@ -138,7 +157,9 @@ def serve(host: Host, home: Path, **env: str) -> subprocess.Popen:
     return server
 
 
-def test_a_container_that_is_ended_lets_its_ranks_save_first(host: Host, tmp_path: Path):
+def test_a_container_that_is_ended_lets_its_ranks_save_first(
+    host: Host, tmp_path: Path
+):
     saved = tmp_path / "saved"
     env = os.environ | ENVIRONMENT | {"HOROVOD_RANK": "0"}
     server = serve(host, tmp_path)
@@ -193,7 +214,9 @@ def ordinary(host: Host) -> Iterator[Path]:
     shutil.rmtree("/tmp/.sshd-4321", ignore_errors=True)
 
 
-def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(host, ordinary, tmp_path):
+def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
+    host, ordinary, tmp_path
+):
     server_folder = Path("/tmp/.sshd-4321")
     server_folder.mkdir(mode=0o777)
     os.chown(server_folder, 4321, 4321)

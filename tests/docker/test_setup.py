@@ -19,11 +19,23 @@ BIN = Path(sys.executable).parent
 OUTSIDE = ":".join(p for p in os.environ["PATH"].split(":") if p != str(BIN))
 SCRIPT = "docker/install-horovod.sh"
 # Variables that `make test` and this machine set.
-_NOT_OURS = ("MAKE", "MFLAGS", "PIP_", "UV_", "HOROVOD_", "CXX", "LDFLAGS", "DEVICE", "PYTHON")
+_NOT_OURS = (
+    "MAKE",
+    "MFLAGS",
+    "PIP_",
+    "UV_",
+    "HOROVOD_",
+    "CXX",
+    "LDFLAGS",
+    "DEVICE",
+    "PYTHON",
+)
 _NOT_OURS += ("CUDA_HOME", "WHEELHOUSE", "VIRTUAL_ENV", "TMPDIR")
 
 
-def run(*command: object, timeout: float = 240, **env: object) -> subprocess.CompletedProcess:
+def run(
+    *command: object, timeout: float = 240, **env: object
+) -> subprocess.CompletedProcess:
     """With the environment of a user who set nothing but `env`."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_OURS)}
     clean |= {"PYTHON": sys.executable, "DEVICE": "cpu", "PATH": OUTSIDE}
@@ -41,7 +53,9 @@ def complaint(result: subprocess.CompletedProcess) -> str:
     """The last line that a failed set-up says, make's own apart: one sentence."""
     assert result.returncode != 0, result.stdout
     lines = [line for line in result.stderr.splitlines() if not line.startswith("make")]
-    assert lines[-1].startswith("error: ") and "Traceback" not in result.stderr, result.stderr
+    assert lines[-1].startswith("error: ") and "Traceback" not in result.stderr, (
+        result.stderr
+    )
     return lines[-1]
 
 
@@ -72,7 +86,9 @@ def stopped(tmp_path: Path) -> dict[str, str]:
 def test_offline_from_a_wheelhouse(checkout: Path, tmp_path: Path):
     """For real, with the Horovod that was built for this Python before; downloads 0.5 GB."""
     require("unshare", "ip")
-    network = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+    network = {
+        name: value for name, value in os.environ.items() if name.startswith("PIP_")
+    }
     result = run("make", "-C", checkout, "wheelhouse", timeout=900, **network)
     assert result.returncode == 0, result.stdout + result.stderr
     script = f"ip link set lo up && exec make -C {checkout} setup"
@@ -88,7 +104,10 @@ def test_offline_from_a_wheelhouse(checkout: Path, tmp_path: Path):
         PATH=f"{OUTSIDE}:/usr/sbin:/sbin",
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "two ranks add up" in result.stdout and os.readlink(checkout / ".venv")[:6] == ".venvs"
+    assert (
+        "two ranks add up" in result.stdout
+        and os.readlink(checkout / ".venv")[:6] == ".venvs"
+    )
     assert not list((checkout / ".venvs").glob(".work*"))
 
 
@@ -126,7 +145,8 @@ def test_it_does_nothing_when_up_to_date_and_switches_back(checkout, stopped, tm
     assert os.readlink(checkout / ".venv") == str(tmp_path / "main/.venv")
 
     (checkout / ".venv").unlink()
-    first.rename(first.with_name("gone"))  # its scripts name the place where it was built
+    # Its scripts name the place where it was built.
+    first.rename(first.with_name("gone"))
     assert wanted(checkout, stopped) == first
 
 
@@ -140,12 +160,19 @@ def test_what_makes_another_environment(checkout, stopped, tmp_path):
     executable(tmp_path / "mpi/mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
     executable(tmp_path / "c++", "echo 'c++ 98.0'")
     found = [before, name(HOROVOD_WITHOUT_GLOO="1"), name(CXX=tmp_path / "c++")]
-    found += [name(CXX=f"env {tmp_path}/c++"), name(PATH=f"{tmp_path}/mpi:{stopped['PATH']}")]
+    found += [
+        name(CXX=f"env {tmp_path}/c++"),
+        name(PATH=f"{tmp_path}/mpi:{stopped['PATH']}"),
+    ]
     for version in {"3.11", "3.12", "3.13"} - {"{}.{}".format(*sys.version_info)}:
         places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python3"))
         if python := (places and str(places[0])) or shutil.which(f"python{version}"):
             found.append(name(PYTHON=python))
-    for file in ("docker/compat/tf_compat.h", "docker/setup/horovod.sh", "template/uv.lock"):
+    for file in (
+        "docker/compat/tf_compat.h",
+        "docker/setup/horovod.sh",
+        "template/uv.lock",
+    ):
         with (checkout / file).open("a") as opened:
             opened.write("\n")
         found.append(name())
@@ -177,9 +204,19 @@ def test_on_a_disk_without_locks_set_up_goes_on(checkout, stopped, tmp_path: Pat
     name = wanted(copy_checkout(checkout.with_name("copy")), stopped).name
     pretend(checkout / ".venvs" / name)
     words = [checkout / SCRIPT, "--venv", checkout / ".venv"]
-    env = {"PYTHON": sys.executable, "DEVICE": "cpu", "LD_PRELOAD": str(no_locks), **stopped}
+    env = {
+        "PYTHON": sys.executable,
+        "DEVICE": "cpu",
+        "LD_PRELOAD": str(no_locks),
+        **stopped,
+    }
     ended = subprocess.run(
-        words, env=os.environ | env, capture_output=True, text=True, timeout=60, check=False
+        words,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert "Function not implemented" in ended.stderr and "waiting" not in ended.stdout
@@ -205,7 +242,10 @@ def test_what_runs_keeps_its_environment_when_the_link_is_switched(tmp_path):
     link.unlink()
     link.symlink_to(".venvs/two")
     file, words = running.communicate("")[0].split("\n")[:2]
-    assert Path(file).is_relative_to(tmp_path / ".venvs/one") and words == "['-c', 'two words'] 1"
+    assert (
+        Path(file).is_relative_to(tmp_path / ".venvs/one")
+        and words == "['-c', 'two words'] 1"
+    )
 
 
 def pins(file: str) -> dict[str, str]:
@@ -227,15 +267,32 @@ def test_the_locks_groups_have_the_versions_of_requirements():
     "env, said",
     [
         ({"DEVICE": "tpu"}, "DEVICE is 'tpu': cpu or gpu"),
-        ({"PYTHON": "python3.99"}, "python3.99 does not run: install or name a Python 3.11"),
-        ({"PYTHON": "{tmp}/3.10"}, "3.10 is 3.10: install or name a Python 3.11 to 3.13"),
-        ({"PATH": "{tmp}/tools"}, r"no c\+\+, .* Horovod: apt-get install build-essential"),
+        (
+            {"PYTHON": "python3.99"},
+            "python3.99 does not run: install or name a Python 3.11",
+        ),
+        (
+            {"PYTHON": "{tmp}/3.10"},
+            "3.10 is 3.10: install or name a Python 3.11 to 3.13",
+        ),
+        (
+            {"PATH": "{tmp}/tools"},
+            r"no c\+\+, .* Horovod: apt-get install build-essential",
+        ),
         ({"PYTHON": "{tmp}/bare"}, "no Python.h .* apt-get install python3-dev"),
-        ({"DEVICE": "gpu", "CUDA_HOME": "{tmp}"}, "no nvcc of CUDA 12, .*CUDA_HOME, or choose"),
-        ({"CXX": "c++ -m1"}, "name, .*, has no address: add a line '127.0.0.1 .* /etc/hosts"),
+        (
+            {"DEVICE": "gpu", "CUDA_HOME": "{tmp}"},
+            "no nvcc of CUDA 12, .*CUDA_HOME, or choose",
+        ),
+        (
+            {"CXX": "c++ -m1"},
+            "name, .*, has no address: add a line '127.0.0.1 .* /etc/hosts",
+        ),
     ],
 )
-def test_what_is_missing_is_named_before_anything_is_built(env, said, checkout, stopped, tmp_path):
+def test_what_is_missing_is_named_before_anything_is_built(
+    env, said, checkout, stopped, tmp_path
+):
     (tmp_path / "tools").mkdir()
     for tool in Path("/usr/bin").iterdir():
         if tool.name not in ("c++", "g++", "mpicxx"):
@@ -273,10 +330,16 @@ def test_no_network_and_a_package_that_is_not_the_locked_one(checkout, tmp_path)
         PIP_CONFIG_FILE=os.devnull,
     )
     said = complaint(ended)
-    assert "no network?" in said and "PIP_INDEX_URL" in said and "make wheelhouse" in said
+    assert (
+        "no network?" in said and "PIP_INDEX_URL" in said and "make wheelhouse" in said
+    )
     assert "uv==" in Path(said.split("log: ")[1]).read_text()
-    assert "make wheelhouse fills" in complaint(setup(checkout, WHEELHOUSE=tmp_path / "none"))
-    (tmp_path / f"uv-{pins('requirements-dev.txt')['uv']}-py3-none-any.whl").write_bytes(b"other")
+    assert "make wheelhouse fills" in complaint(
+        setup(checkout, WHEELHOUSE=tmp_path / "none")
+    )
+    (
+        tmp_path / f"uv-{pins('requirements-dev.txt')['uv']}-py3-none-any.whl"
+    ).write_bytes(b"other")
     assert "is not that of uv.lock" in complaint(setup(checkout, WHEELHOUSE=tmp_path))
 
 
@@ -297,7 +360,9 @@ def test_the_list_of_packages_names_the_engine_and_the_licenses():
     """SPDX names; hvdkit is on no index, so uv does not list it."""
     bare = {"metadata": {"component": {"name": "train"}}, "components": []}
     script = [sys.executable, "docker/setup/own_parts.py", "template", "hvdkit"]
-    ended = subprocess.run(script, input=json.dumps(bare), cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        script, input=json.dumps(bare), cwd=ROOT, capture_output=True, text=True
+    )
     parts = json.loads(ended.stdout)
     mit = [{"license": {"id": "MIT"}}]
     assert parts["metadata"]["component"] == {"name": "train", "licenses": mit}

@@ -28,7 +28,9 @@ USUAL = ["--precision=float64", "--optimizer=adam", "--base_lr=0.01", "--num_ste
 def expected(name, images, digits, outputs):
     """The figures of the model's outputs, by scikit-learn and Keras."""
     if name == "multilabel":
-        labels = np.stack([digits % 2 == 0, digits > 4, np.isin(digits, (2, 3, 5, 7))], 1)
+        labels = np.stack(
+            [digits % 2 == 0, digits > 4, np.isin(digits, (2, 3, 5, 7))], 1
+        )
         auc = keras.metrics.AUC(multi_label=True, num_labels=3, dtype="float64")
         auc.update_state(labels, outputs["probabilities"])
         precision = average_precision_score(labels, outputs["probabilities"])
@@ -45,10 +47,14 @@ def expected(name, images, digits, outputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["multilabel", "regression"])
-def test_weights_and_figures_on_one_and_two_ranks_then_every_command(name, tmp_path, monkeypatch):
+def test_weights_and_figures_on_one_and_two_ranks_then_every_command(
+    name, tmp_path, monkeypatch
+):
     monkeypatch.setattr(project, "_folder", [tmp_path])
     (tmp_path / "tasks").mkdir()
-    shutil.copy(PROJECT / "examples" / name / "task.py", tmp_path / "tasks" / f"{name}.py")
+    shutil.copy(
+        PROJECT / "examples" / name / "task.py", tmp_path / "tasks" / f"{name}.py"
+    )
     for file in ("train.py", "settings.py"):
         shutil.copy(PROJECT / file, tmp_path)
     for ranks in (1, 2):

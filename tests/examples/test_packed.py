@@ -8,7 +8,9 @@ from ranks import ROOT
 
 
 def test_a_packed_sequence_has_the_scores_that_it_has_alone():
-    spec = importlib.util.spec_from_file_location("packed", ROOT / "examples/packed/task.py")
+    spec = importlib.util.spec_from_file_location(
+        "packed", ROOT / "examples/packed/task.py"
+    )
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     lengths = (50, 3, 129, 40, 30, 1, 5, 200, 77)
@@ -33,4 +35,6 @@ def test_a_packed_sequence_has_the_scores_that_it_has_alone():
         np.testing.assert_allclose(packed, alone[: len(packed)], atol=1e-5)
     two_texts = example.packed(texts[:2])
     first = {name: array[0] for name, array in two_texts._arrays.items()}
-    assert np.count_nonzero(task.evaluation_example(first)["targets"]["counts"]) == 49 + 2
+    assert (
+        np.count_nonzero(task.evaluation_example(first)["targets"]["counts"]) == 49 + 2
+    )

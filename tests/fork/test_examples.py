@@ -25,7 +25,9 @@ FLAGS = {
     "forecast": ["--data_dir=series"],
 }
 EXAMPLES = [
-    pytest.param(path.parent.name, marks=[pytest.mark.slow] * (path.parent.name not in QUICK))
+    pytest.param(
+        path.parent.name, marks=[pytest.mark.slow] * (path.parent.name not in QUICK)
+    )
     for path in sorted((ROOT / "examples").glob("*/task.py"))
     if path.parent.name not in ELSEWHERE
 ]
@@ -55,25 +57,40 @@ def fork(tmp_path, monkeypatch):
 def test_an_example_has_equal_weights_on_1_and_2_ranks(name, fork, capsys):
     assert command.main(["hvdkit example", name]) == 0
     printed = capsys.readouterr().out
-    assert f"python train{'_gan' * (name == 'gan')}.py" in printed and f"--task={name}" in printed
+    assert (
+        f"python train{'_gan' * (name == 'gan')}.py" in printed
+        and f"--task={name}" in printed
+    )
     lines = len((fork / "tasks" / f"{name}.py").read_text().splitlines())
     if name == "gan":
         loop = (fork / "train_gan.py").replace(fork / "train.py")
         lines += len(loop.read_text().splitlines())
     assert lines <= 150
-    flags = [f"--task={name}", "--global_batch_size=9", "--trackers=", *FLAGS.get(name, [])]
+    flags = [
+        f"--task={name}",
+        "--global_batch_size=9",
+        "--trackers=",
+        *FLAGS.get(name, []),
+    ]
     testing.assert_same_weights(*flags, steps=4)
 
 
 def test_an_example_is_listed_and_never_replaces_a_file(fork, capsys):
     assert command.main(["hvdkit example"]) == 0
     listed = {line.split()[0] for line in capsys.readouterr().out.splitlines()}
-    assert listed == {path.parent.name for path in (ROOT / "examples").glob("*/task.py")}
+    assert listed == {
+        path.parent.name for path in (ROOT / "examples").glob("*/task.py")
+    }
     (fork / "train_gan.py").write_text("mine")
-    for name, words in (("gan", f"{fork}/train_gan.py is there"), ("nets", "has byol, contrast")):
+    for name, words in (
+        ("gan", f"{fork}/train_gan.py is there"),
+        ("nets", "has byol, contrast"),
+    ):
         assert command.main(["hvdkit example", name]) == 2
         assert words in capsys.readouterr().err
-    assert (fork / "train_gan.py").read_text() == "mine" and not (fork / "tasks/gan.py").exists()
+    assert (fork / "train_gan.py").read_text() == "mine" and not (
+        fork / "tasks/gan.py"
+    ).exists()
 
 
 ASKED = {

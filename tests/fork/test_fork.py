@@ -32,7 +32,13 @@ ONLY = {
     "blank": set(),
 }
 # Files that are made for the project, besides those that are copied.
-MADE = {".copier-answers.yml", "README.md", "LICENSE", "Dockerfile", "configs/default.cfg"}
+MADE = {
+    ".copier-answers.yml",
+    "README.md",
+    "LICENSE",
+    "Dockerfile",
+    "configs/default.cfg",
+}
 MIT = 'license = "MIT"\n'
 LINKS = ("launch", "docker", "examples", "requirements.txt", "requirements-dev.txt")
 ENGINE = "vendor/hvdkit"
@@ -61,7 +67,9 @@ def files(folder: Path) -> set[str]:
 
 
 def owners(fork: Path) -> set[str]:
-    return {name for name in files(fork) if name.split("/")[0] not in (*LINKS, "vendor")}
+    return {
+        name for name in files(fork) if name.split("/")[0] not in (*LINKS, "vendor")
+    }
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -101,18 +109,31 @@ def test_a_fork_is_small_whole_and_does_not_mention_the_template(task, forks):
         if name.endswith((".png", ".lock")):
             continue
         text = path.read_text()
-        assert not re.search(r"\[%|%\]|\[\[ *_?\w+ *(\]\]|\|)|\{\{ *\w+ *\}\}", text), name
-        if name not in (".copier-answers.yml", "README.md") and not name.startswith("vendor/"):
+        assert not re.search(r"\[%|%\]|\[\[ *_?\w+ *(\]\]|\|)|\{\{ *\w+ *\}\}", text), (
+            name
+        )
+        if name not in (".copier-answers.yml", "README.md") and not name.startswith(
+            "vendor/"
+        ):
             # Kubernetes, C++ and a package of that name have templates too.
             assert not re.search(r"(?i)(?<!uri-)\btemplate\b(?!:| <)", text), name
     assert os.access(fork / "launch" / "hosts.sh", os.X_OK)
     readme = (fork / "README.md").read_text()
-    assert readme.startswith(f"# my-{task}\n") and "template" not in readme.split("## Updates")[0]
+    assert (
+        readme.startswith(f"# my-{task}\n")
+        and "template" not in readme.split("## Updates")[0]
+    )
     assert "Copyright (c) Ada" in (fork / "LICENSE").read_text()
     assert MIT in (fork / "pyproject.toml").read_text()
-    assert "Permission is hereby granted" in (fork / "vendor" / "hvdkit" / "LICENSE").read_text()
+    assert (
+        "Permission is hereby granted"
+        in (fork / "vendor" / "hvdkit" / "LICENSE").read_text()
+    )
     dockerfile = (fork / "Dockerfile").read_text()
-    assert f'image.title="my-{task}"' in dockerfile and 'image.licenses="MIT"' in dockerfile
+    assert (
+        f'image.title="my-{task}"' in dockerfile
+        and 'image.licenses="MIT"' in dockerfile
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -127,7 +148,11 @@ def test_everything_that_is_linked_or_named_is_there(task, forks):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page}: {target}"
     of_readers = ("configs/tumours.cfg", "configs/pets.cfg", "configs/mine.cfg")
-    pages = [path for path in fork.rglob("*") if path.suffix in (".md", ".sh", ".yaml", ".cfg")]
+    pages = [
+        path
+        for path in fork.rglob("*")
+        if path.suffix in (".md", ".sh", ".yaml", ".cfg")
+    ]
     for page in pages:
         for flagfile in re.findall(r"flagfile=(configs/\w+\.cfg)", page.read_text()):
             assert (fork / flagfile).exists() or flagfile in of_readers, page
@@ -144,7 +169,11 @@ ELSEWHERE = ("of the engine's repository", "` of the engine's repository")
 
 def test_what_messages_and_docstrings_name_is_there(forks):
     fork = forks["blank"]
-    texts = [fork / name for name in files(fork) if name.endswith((".py", ".sh", ".md", ".yaml"))]
+    texts = [
+        fork / name
+        for name in files(fork)
+        if name.endswith((".py", ".sh", ".md", ".yaml"))
+    ]
     missing = []
     for path in texts:
         text = path.read_text()
@@ -177,7 +206,9 @@ def test_make_fork_takes_what_is_committed(tmp_path):
     (clone / "template" / "photo.jpg").write_text("mine")
     command = f"make -o setup fork NAME={tmp_path}/new ARGS=--defaults"
     shell(command, clone)
-    assert (tmp_path / "new/train.py").exists() and not list((tmp_path / "new").rglob("photo.jpg"))
+    assert (tmp_path / "new/train.py").exists() and not list(
+        (tmp_path / "new").rglob("photo.jpg")
+    )
     before = everything(tmp_path)
     refused = {
         f"{tmp_path}/my fork": "'my fork', is the project's name: use a letter",
@@ -188,7 +219,10 @@ def test_make_fork_takes_what_is_committed(tmp_path):
     for name, message in refused.items():
         with pytest.raises(AssertionError, match=message):
             shell(f"make -o setup fork NAME='{name}' ARGS=--defaults", clone)
-    assert everything(tmp_path) == before and set(os.listdir(tmp_path)) == {"clone", "new"}
+    assert everything(tmp_path) == before and set(os.listdir(tmp_path)) == {
+        "clone",
+        "new",
+    }
     # An update takes the newest commit too, although the last tag is older than the project.
     shell("git init -q && git add -A && git commit -qm mine", tmp_path / "new")
     shell("git tag 2023 && git commit -q --allow-empty -m newer", clone)
@@ -211,7 +245,9 @@ def test_no_license_and_no_ci_mean_no_such_file(source, tmp_path):
     readme = (fork / "README.md").read_text()
     assert not (fork / "LICENSE").exists() and "License" not in readme
     project = (fork / "pyproject.toml").read_text()
-    assert project == (ROOT / "template" / "pyproject.toml").read_text().replace(MIT, "")
+    assert project == (ROOT / "template" / "pyproject.toml").read_text().replace(
+        MIT, ""
+    )
     assert not (fork / ".github").exists() and ".github" not in readme
 
 
@@ -220,7 +256,8 @@ def test_ci_runs_what_there_is_and_a_linter_of_workflows_finds_nothing(forks):
 
     def lint(place: object) -> None:
         shell(
-            "zizmor --offline --strict-collection --no-progress --quiet --pedantic " + str(place),
+            "zizmor --offline --strict-collection --no-progress --quiet --pedantic "
+            + str(place),
             fork,
         )
 
@@ -268,7 +305,9 @@ def test_your_model_in_15_minutes(forks):
     outputs = steps(forks["blank"])
     assert len(outputs) == 6
     assert "step 20/20  evaluated" in outputs[0] and "2 ranks" in outputs[1]
-    accuracies = re.findall(r"step 300/300  evaluated: .* accuracy ([\d.]+)", outputs[4])
+    accuracies = re.findall(
+        r"step 300/300  evaluated: .* accuracy ([\d.]+)", outputs[4]
+    )
     assert len(accuracies) == 2
     assert all(float(accuracy) >= 0.96 for accuracy in accuracies)
     assert "2 passed" in outputs[5]
@@ -295,7 +334,9 @@ def test_own_pictures_in_15_minutes(task, forks, tmp_path):
             Image.fromarray(label).save(pets / "masks" / f"{number}.png")
     replaced = {"~/pets": f"--yes {pets}", "photo.jpg": str(photo)}
     _, started, trained, used = steps(forks[task], replaced)
-    assert f"{task}: 32 pictures to train on" in started and "dry run: it works" in trained
+    assert (
+        f"{task}: 32 pictures to train on" in started and "dry run: it works" in trained
+    )
     scores = re.findall(r"evaluated: .* (?:accuracy|miou) ([\d.]+)", trained)
     assert float(scores[-1]) > 0.9, scores
     assert "equal outputs" in used and "tf.Tensor" in used
@@ -351,15 +392,28 @@ def test_make_elsewhere_says_what_to_type(forks, tmp_path):
 
 
 # An update replaces these at the top of a project. All else is the owner's.
-REPLACED = {".copier-answers.yml", "Dockerfile", "pyproject.toml", "uv.lock", "vendor", *LINKS}
-REWRITTEN = ("launch/stop.sh", "launch/README.md", "examples/gan/train.py", "Dockerfile")
+REPLACED = {
+    ".copier-answers.yml",
+    "Dockerfile",
+    "pyproject.toml",
+    "uv.lock",
+    "vendor",
+    *LINKS,
+}
+REWRITTEN = (
+    "launch/stop.sh",
+    "launch/README.md",
+    "examples/gan/train.py",
+    "Dockerfile",
+)
 # Added by the newer version: the first three at places that are the owner's.
 ADDED = ("notebook.py", "tests/test_more.py", "tasks/more.py", "launch/more.sh")
 
 
 @pytest.fixture(scope="session")
 def newer(source, tmp_path_factory) -> Path:
-    """The repository with a version v1.1.0, and v0.9.0, whose updates brought back what was gone."""
+    """The repository with a version v1.1.0, and v0.9.0, whose updates brought back what was
+    gone."""
     repository = tmp_path_factory.mktemp("newer") / "repository"
     shell(f"git clone -q {source} {repository}", source)
     engine = repository / "hvdkit/src/hvdkit"
@@ -386,12 +440,18 @@ def newer(source, tmp_path_factory) -> Path:
     edit(engine / "ranks/world.py", "import os", "NEWER = True\nimport os")
     (engine / "newer.py").write_text("NEWER = True\n")
     (engine / "testing.py").unlink()
-    owned = ("train.py", "settings.py", "models.py", "tasks/blank.py", "configs/blank.cfg")
+    owned = (
+        "train.py",
+        "settings.py",
+        "models.py",
+        "tasks/blank.py",
+        "configs/blank.cfg",
+    )
     for name in (*owned, "Makefile", "README.md.jinja"):
         edit(template / name, "", "# changed by us\n")
     for name in REWRITTEN:
         edit(repository / name, "\n", "\n# changed by us\n")
-    edit(template / "pyproject.toml", "line-length = 1", "line-length = 11")
+    edit(template / "pyproject.toml", "line-length = 88", "line-length = 110")
     for name in ADDED:
         place = repository if name.startswith("launch/") else template
         (place / name).write_text("# changed by us\n")
@@ -412,16 +472,26 @@ def contents(fork: Path) -> dict[str, str]:
 def project(newer: Path, whole: Path, folder: str, version: str) -> Path:
     """A project of a version, as a folder of a larger repository."""
     fork = make(newer, whole / folder, "segmentation", version=version)
-    shell(f"rm -rf ./{folder}/.git && git init -q && git add -A && git commit -qm mine", whole)
+    shell(
+        f"rm -rf ./{folder}/.git && git init -q && git add -A && git commit -qm mine",
+        whole,
+    )
     return fork
 
 
 @pytest.mark.parametrize(("renamed", "version"), [(False, "v0.9.0"), (True, "v1.0.0")])
-def test_update_leaves_out_what_the_owner_deleted_or_renamed(renamed, version, newer, tmp_path):
+def test_update_leaves_out_what_the_owner_deleted_or_renamed(
+    renamed, version, newer, tmp_path
+):
     """Each file that is the owner's; `copier recopy` brings the missing ones back."""
     fork = project(newer, tmp_path, "models/fork", version)
     owned = contents(fork)
-    assert {"models.py", "tasks/segmentation.py", "configs/demo.cfg", ".dockerignore"} <= set(owned)
+    assert {
+        "models.py",
+        "tasks/segmentation.py",
+        "configs/demo.cfg",
+        ".dockerignore",
+    } <= set(owned)
     for name, text in owned.items():
         (fork / name).unlink()
         if renamed:
@@ -437,7 +507,9 @@ def test_update_leaves_out_what_the_owner_deleted_or_renamed(renamed, version, n
     shell("copier update --trust --quiet --defaults", fork)
     assert "_commit: v1.1.0" in (fork / ".copier-answers.yml").read_text()
     assert contents(fork) == before and set(os.listdir(fork)) == entries
-    assert (fork / ADDED[-1]).exists() and not any((fork / name).exists() for name in gone)
+    assert (fork / ADDED[-1]).exists() and not any(
+        (fork / name).exists() for name in gone
+    )
 
     (fork / "train.py").write_text("# mine\n")
     shell("copier recopy --quiet --defaults --overwrite", fork)
@@ -445,15 +517,21 @@ def test_update_leaves_out_what_the_owner_deleted_or_renamed(renamed, version, n
     assert (fork / "train.py").read_text() == "# mine\n"
 
 
-@pytest.mark.parametrize(("folder", "version"), [("", "v1.0.0"), ("models/fork", "v0.9.0")])
-def test_update_replaces_the_engine_and_leaves_what_is_theirs(folder, version, newer, tmp_path):
+@pytest.mark.parametrize(
+    ("folder", "version"), [("", "v1.0.0"), ("models/fork", "v0.9.0")]
+)
+def test_update_replaces_the_engine_and_leaves_what_is_theirs(
+    folder, version, newer, tmp_path
+):
     fork = project(newer, tmp_path / "whole", folder, version)
     for name in [*contents(fork), "launch/stop.sh"]:
         (fork / name).write_text(f"# mine\n{(fork / name).read_text()}")
     # The newer version has a file of that name, and another line length.
     (fork / "notebook.py").write_text("# mine\n")
-    edit(fork / "pyproject.toml", "line-length = 100", "line-length = 88")
-    edit(fork / ENGINE / "src/hvdkit/ranks/world.py", "import os", "MINE = 1\nimport os")
+    edit(fork / "pyproject.toml", "line-length = 88", "line-length = 79")
+    edit(
+        fork / ENGINE / "src/hvdkit/ranks/world.py", "import os", "MINE = 1\nimport os"
+    )
     shell("git add -A && git commit -qm mine", fork)
     before = contents(fork)
     message = (
@@ -480,7 +558,9 @@ def test_lists_of_what_an_update_is_about_agree():
     rules = yaml.safe_load((ROOT / "copier.yml").read_text())
     rendered = re.findall(r"^!/(.*)$", rules["_exclude"][0], re.M)
     kept = [rule.removeprefix("!") for rule in rules["_skip_if_exists"][1:]]
-    assert set(rendered[1:]) == set(kept[1:]) and "answers_file" in rendered[0] + kept[0]
+    assert (
+        set(rendered[1:]) == set(kept[1:]) and "answers_file" in rendered[0] + kept[0]
+    )
     checked = runpy.run_path(str(ROOT / "before_update.py"))
     merged = {name.removesuffix(".jinja") for name in checked["MERGED"]}
     names = {folder.split("/")[0] for folder in checked["FOLDERS"].values()} | merged
@@ -494,7 +574,11 @@ def test_lists_of_what_an_update_is_about_agree():
 
 
 def everything(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts)
+    files = (
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and ".git" not in path.parts
+    )
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -504,7 +588,9 @@ def test_update_says_what_it_cannot_find_and_refuses_links(newer, tmp_path):
     answers = fork / ".copier-answers.yml"
     original = answers.read_text()
     answers.rename(fork / "answers.yml")
-    with pytest.raises(AssertionError, match=rf"\n?error: .* {answers} is missing, [^\n]*\nmake"):
+    with pytest.raises(
+        AssertionError, match=rf"\n?error: .* {answers} is missing, [^\n]*\nmake"
+    ):
         shell("make -o setup update", fork)
     answers.write_text(original.replace(str(newer), f"{tmp_path}/gone"))
     gone = rf"error: .* git cannot read {tmp_path}/gone, [^\n]* in {answers} and commit\nmake"
@@ -516,7 +602,9 @@ def test_update_says_what_it_cannot_find_and_refuses_links(newer, tmp_path):
     (fork / "launch").symlink_to("../../shared")
     shell("git add -A && git commit -qm mine", fork)
     before = everything(tmp_path)
-    with pytest.raises(AssertionError, match="write through links, as here launch: put the files"):
+    with pytest.raises(
+        AssertionError, match="write through links, as here launch: put the files"
+    ):
         shell("make -o setup update", fork)
     assert everything(tmp_path) == before
 
@@ -525,7 +613,10 @@ def test_update_says_what_it_cannot_find_and_refuses_links(newer, tmp_path):
     shell("git add -A && git commit -qm mine", tmp_path)
     before = everything(fork / "start")
     output = shell("make -o setup update", fork)
-    assert "note: launch/: not here, so not updated, nor under another name; only" in output
+    assert (
+        "note: launch/: not here, so not updated, nor under another name; only"
+        in output
+    )
     assert everything(fork / "start") == before
     assert os.listdir(fork / "launch") == ["more.sh"]
     assert "_commit: v1.1.0" in answers.read_text()
@@ -552,7 +643,9 @@ def test_update_refuses_first_what_would_lose_files_of_the_owners(newer, tmp_pat
     # The way out for the first kind; the owner's file is tracked from here on.
     ignored.unlink()
     shell("git add -A && git commit -qm mine", tmp_path)
-    with pytest.raises(AssertionError, match=f"nothing is updated, .* overwrite yours: {owned}"):
+    with pytest.raises(
+        AssertionError, match=f"nothing is updated, .* overwrite yours: {owned}"
+    ):
         shell("make -o setup update", fork)
     assert everything(fork) == before
     (fork / owned).rename(fork / "launch/mine.sh")

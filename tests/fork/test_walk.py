@@ -9,7 +9,9 @@ import pytest
 from PIL import Image
 from projects import ROOT, repository, shell
 
-PAGES = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/first-hour.md"))
+PAGES = "\n".join(
+    (ROOT / name).read_text() for name in ("README.md", "docs/first-hour.md")
+)
 
 
 def block(section: str, language: str = "sh") -> str:
@@ -25,7 +27,8 @@ def clone(tmp_path_factory) -> Path:
 
 
 def own_pictures(folder: Path, count: int = 12) -> None:
-    """Makes those of docs/first-hour.md: bright squares are class 1, dark 2, the edge is ignored."""
+    """Makes those of docs/first-hour.md: bright squares are class 1, dark 2, the edge is
+    ignored."""
     for part in ("images", "labels", "splits"):
         (folder / part).mkdir(parents=True)
     draws = np.random.default_rng(3)
@@ -62,13 +65,18 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     own = block("Your own data")
     own_pictures(project / "mine")
     printed = shell(f"cd {clone}\n{own}", clone, timeout=600)
-    assert "segmentation: 9 pictures to train on" in printed and "dry run: it works" in printed
+    assert (
+        "segmentation: 9 pictures to train on" in printed
+        and "dry run: it works" in printed
+    )
     assert "try --base_lr=" in printed
     assert (project / "runs/mine-sheet.png").exists()
     assert "report: runs/mine/report.html" in printed.splitlines()[-1]
 
     (project / "folder_of_photos").mkdir()
-    photo = Image.fromarray(np.random.default_rng(1).integers(0, 255, (90, 130, 3), np.uint8))
+    photo = Image.fromarray(
+        np.random.default_rng(1).integers(0, 255, (90, 130, 3), np.uint8)
+    )
     photo.save(project / "photo.jpg")
     photo.save(project / "folder_of_photos" / "one.webp")
     (project / "runs" / "other").symlink_to(project / "runs" / "mine")
@@ -86,8 +94,12 @@ def test_train_look_predict_export_serve_own_pictures_and_fork(clone, tmp_path):
     assert (project / "compared.html").exists()
     assert list(project.glob("runs/demo/evaluation/*/*.csv"))
 
-    served = block("After training", "python").replace("exported/", f"{project}/exported/")
-    (tmp_path / "serve.py").write_text(served.replace("photo.jpg", f"{project}/photo.jpg"))
+    served = block("After training", "python").replace(
+        "exported/", f"{project}/exported/"
+    )
+    (tmp_path / "serve.py").write_text(
+        served.replace("photo.jpg", f"{project}/photo.jpg")
+    )
     printed = shell(f"{clone}/.venv/bin/python -I serve.py", tmp_path)
     assert "(1, 90, 130)" in printed
 

@@ -63,15 +63,20 @@ def main(data_dir: str, out_dir: str, model: str, *names: str) -> None:
     from hvdkit.settings import Settings
     from tasks.segmentation import Task
 
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})  # as users do
+    # As users do.
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
     usual = dataclasses.replace(Settings(), data_dir=data_dir, model=model, **_COMMON)
     world = world_lib.connect()
     for name in names:
-        config = dataclasses.replace(usual, run_dir=str(Path(out_dir, name)), **SETTINGS[name])
+        config = dataclasses.replace(
+            usual, run_dir=str(Path(out_dir, name)), **SETTINGS[name]
+        )
         ended = fit_config(config, world, Task)
         if world.is_chief:
             assert ended.summary["skipped_steps"] == 0
-            arrays = {f"{number:03d}": value for number, value in enumerate(ended.weights())}
+            arrays = {
+                f"{number:03d}": value for number, value in enumerate(ended.weights())
+            }
             arrays["loss"] = np.asarray(ended.losses[-1])
             file = Path(out_dir) / f"{name}.npz"
             np.savez(file, **arrays)

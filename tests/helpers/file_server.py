@@ -16,7 +16,8 @@ class FileServer:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.latency = 0.0  # seconds that each request waits
-        self.asked: Counter[str] = Counter()  # requests for the first byte, by name of file
+        # Requests for the first byte, by name of file.
+        self.asked: Counter[str] = Counter()
         self.port = 0
         self.status = 0  # the answer to each request; 0: the file
         self.surplus = 0  # MiB sent after the bytes of each request

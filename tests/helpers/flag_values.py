@@ -163,7 +163,10 @@ CHANGES: list[tuple[str, list[str]]] = [
             "--plateau_min_lr=0.04",
         ],
     ),
-    ("--optimizer=adam", ["--adam_beta1=0.5", "--adam_beta2=0.5", "--adam_epsilon=1e-3"]),
+    (
+        "--optimizer=adam",
+        ["--adam_beta1=0.5", "--adam_beta2=0.5", "--adam_epsilon=1e-3"],
+    ),
     ("--optimizer=adam", ["--weight_decay=0.01"]),
     ("--optimizer=adamw", ["--weight_decay=0.01"]),
     ("--optimizer=lamb", ["--weight_decay=0.01"]),
@@ -253,7 +256,8 @@ REFUSED = {
         for value in ("2", "0,9", "1.5,9", "2,31", "2,-1", "2,nan")
     },
     "--label_map=no/such": "no/such: No such file",
-    f"--label_map={sys.executable}": "must be pairs of a value",  # the file holds no text
+    # The file holds no text.
+    f"--label_map={sys.executable}": "must be pairs of a value",
     **{
         f"--label_map={value}": f"--label_map='{value}'"
         for value in ("1:x", "256:0", "1:255", "1:0,1:2", "-1:0", ":")

@@ -28,9 +28,16 @@ PORT = 2222
 _SPEED = "root tbf rate 400mbit burst 64kb latency 100ms"
 _T = TypeVar("_T")
 # ssh that learns no host key.
-LEAVES_NO_TRACE = ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-q"]
+LEAVES_NO_TRACE = [
+    "-o",
+    "StrictHostKeyChecking=no",
+    "-o",
+    "UserKnownHostsFile=/dev/null",
+    "-q",
+]
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i"]
-PYTHON = "/usr/bin/python3"  # NOBODY can start it: an environment's may be in a closed home
+# NOBODY can start it: an environment's may be in a closed home.
+PYTHON = "/usr/bin/python3"
 
 
 def require(*programs: str) -> None:
@@ -48,7 +55,9 @@ def require(*programs: str) -> None:
     pytest.skip(reason)
 
 
-def start(words: list, env: dict[str, str] | None = None, **options) -> subprocess.Popen:
+def start(
+    words: list, env: dict[str, str] | None = None, **options
+) -> subprocess.Popen:
     """Starts a command in its own session, with one pipe for all that it prints.
 
     `options`: of subprocess.Popen.
@@ -66,7 +75,9 @@ def start(words: list, env: dict[str, str] | None = None, **options) -> subproce
     )
 
 
-def run(words: list, timeout: float, env: dict[str, str] | None = None, **options) -> Launch:
+def run(
+    words: list, timeout: float, env: dict[str, str] | None = None, **options
+) -> Launch:
     """Runs a command in its own session; an AssertionError with its last lines if it hangs.
 
     `options`: of subprocess.Popen.
@@ -135,12 +146,17 @@ class Host:
             "MaxStartups 100\n"
         )
         users = Path("/etc/passwd").read_text()
-        users = re.sub(r"^(root(?::[^:\n]*){4}):[^:\n]*", rf"\1:{self.home}", users, flags=re.M)
+        users = re.sub(
+            r"^(root(?::[^:\n]*){4}):[^:\n]*", rf"\1:{self.home}", users, flags=re.M
+        )
         (self._folder / "passwd").write_text(users)
         shutil.copy(hosts.key, self.home / ".ssh" / "id_ed25519")
 
     def _connect(self, port: str) -> None:
-        _in_network(self._switch, f"ip link add {port} type veth peer name eth0 netns {self.pid}")
+        _in_network(
+            self._switch,
+            f"ip link add {port} type veth peer name eth0 netns {self.pid}",
+        )
         _in_network(self._switch, f"ip link set {port} master bridge0 up")
         for command in (
             "ip link set lo up",
@@ -173,7 +189,9 @@ class Host:
             *(str(word) for word in command),
         ]
 
-    def run(self, *command: str, timeout: float = 120, env: dict | None = None) -> Launch:
+    def run(
+        self, *command: str, timeout: float = 120, env: dict | None = None
+    ) -> Launch:
         return run(self.words(*command), timeout, env)
 
     def sh(self, script: str) -> str:
@@ -187,7 +205,9 @@ class Host:
         """A login by ssh gets this shell; bash runs `bashrc` first."""
         file = self._folder / "passwd"
         users = file.read_text()
-        file.write_text(re.sub(r"^(root(?::[^:\n]*){5}):.*$", rf"\1:{shell}", users, flags=re.M))
+        file.write_text(
+            re.sub(r"^(root(?::[^:\n]*){5}):.*$", rf"\1:{shell}", users, flags=re.M)
+        )
         (self.home / ".bashrc").write_text(bashrc)
         try:
             yield
@@ -254,7 +274,9 @@ class Hosts:
 
     def cut(self, host: Host, back: bool = False) -> None:
         """Takes it off the network, or `back` on it, like a cable; its processes run on."""
-        _in_network(self.switch, f"ip link set port{host.name[4:]} {'up' if back else 'down'}")
+        _in_network(
+            self.switch, f"ip link set port{host.name[4:]} {'up' if back else 'down'}"
+        )
 
     def end(self) -> None:
         for host in self._hosts:
@@ -287,7 +309,9 @@ def executable(path: Path, script: str = "") -> Path:
 
 
 def make_key(file: Path) -> None:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", file], check=True
+    )
 
 
 def _in_network(pid: int, command: str) -> None:

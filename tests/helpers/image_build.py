@@ -70,7 +70,13 @@ def make_base(folder: Path) -> None:
     buildah("commit", container, BASE)
     if DEVICE == "gpu":
         buildah("run", container, "--", "sh", "-c", _CUDA, timeout=900)
-        buildah("config", "--env=CUDA_HOME=/usr", "--env=CC=gcc-13", "--env=CXX=g++-13", container)
+        buildah(
+            "config",
+            "--env=CUDA_HOME=/usr",
+            "--env=CC=gcc-13",
+            "--env=CXX=g++-13",
+            container,
+        )
         buildah("commit", container, BUILD_BASE, timeout=900)
     buildah("rm", container)
 
@@ -129,19 +135,36 @@ def inside(root: Path, *command: str, image: str = IMAGE, user: str = "") -> lis
         f'sh -c \'cd {about["WorkingDir"]} && exec "$@"\' sh "$@"'
     )
     words = [str(word) for word in command]
-    return ["unshare", "--mount", "sh", "-c", script, "sh", *about["Entrypoint"], *words]
+    return [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        *about["Entrypoint"],
+        *words,
+    ]
 
 
 def test_what_is_in_it(roots: list[Path]):
     root = roots[0]
-    for pattern in ("etc/ssh/ssh_host_*", "home/trainer/.ssh/*", "var/lib/apt/lists/*_Packages*"):
+    for pattern in (
+        "etc/ssh/ssh_host_*",
+        "home/trainer/.ssh/*",
+        "var/lib/apt/lists/*_Packages*",
+    ):
         assert not list(root.glob(pattern)), pattern
     for tool in ("gcc", "c++", "make", "nvcc"):
         assert run(inside(root, "sh", "-c", f"command -v {tool}"), 20).code == 127, tool
     assert run(inside(root, "id", "-u"), 20).output.splitlines()[-1] == "1000"
-    settings = run(inside(root, "cat", "/etc/openmpi/openmpi-mca-params.conf"), 20).output
-    assert "\npml = ob1\nbtl = ^openib\n" in settings  # also under srun without slurm.sbatch
-    assert run(inside(root, "ip", "-4", "route"), 20).code == 0  # hosts.sh finds networks by it
+    settings = run(
+        inside(root, "cat", "/etc/openmpi/openmpi-mca-params.conf"), 20
+    ).output
+    # Also under srun without slurm.sbatch.
+    assert "\npml = ob1\nbtl = ^openib\n" in settings
+    # hosts.sh finds networks by it.
+    assert run(inside(root, "ip", "-4", "route"), 20).code == 0
     built = run(inside(root, "horovodrun", "--check-build"), 400).output
     assert "[X] MPI" in built
     assert "[X] Gloo" in built
@@ -153,7 +176,14 @@ def test_what_is_in_it(roots: list[Path]):
     labels = {}
     for name, text in config(IMAGE)["Labels"].items():
         labels[name.removeprefix(prefix)] = text
-    assert labels.keys() >= {"title", "description", "licenses", "created", "revision", "version"}
+    assert labels.keys() >= {
+        "title",
+        "description",
+        "licenses",
+        "created",
+        "revision",
+        "version",
+    }
     assert labels["base.name"] == BASE
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", labels["created"])
 
@@ -214,7 +244,9 @@ def test_two_ranks_train_in_one_container(roots: list[Path], user: str):
 
 
 def test_exit_codes_arrive(roots: list[Path]):
-    assert run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
+    assert (
+        run(inside(roots[0], "python", "train.py", "--no_such_flag=1"), 100).code == 2
+    )
     command = inside(
         roots[0],
         "python",
@@ -240,15 +272,25 @@ def test_mirrors_and_certificates(sbom: Path, tmp_path: Path):
     end = text.index("\n\n", start)
     before = text[:start]
     after = text[end:]
-    (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://secret.example.com/simple\n")
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://secret.example.com/simple\n"
+    )
     secrets = [
         f"--secret=id=pip.conf,src={tmp_path}/pip.conf",
         f"--secret=id=ca,src={_CERTIFICATES}",
     ]
     cases = [
         ([], "the usual", ""),
-        (secrets, "/run/secrets/ca", "global.index-url='https://secret.example.com/simple'"),
-        (["--build-arg=PIP_INDEX_URL=https://open.example.com"], "the usual", "https://open."),
+        (
+            secrets,
+            "/run/secrets/ca",
+            "global.index-url='https://secret.example.com/simple'",
+        ),
+        (
+            ["--build-arg=PIP_INDEX_URL=https://open.example.com"],
+            "the usual",
+            "https://open.",
+        ),
     ]
     for number, (flags, certificates, index) in enumerate(cases):
         # Each case has other words, since a cached layer prints nothing.
@@ -257,7 +299,14 @@ def test_mirrors_and_certificates(sbom: Path, tmp_path: Path):
             f" && /tmp/pip/bin/pip config list && : {number}"
         )
         (tmp_path / "Dockerfile").write_text(before + command + after)
-        words = ["buildah", "build", "-f", tmp_path / "Dockerfile", "--target=build", *flags]
+        words = [
+            "buildah",
+            "build",
+            "-f",
+            tmp_path / "Dockerfile",
+            "--target=build",
+            *flags,
+        ]
         words += [f"--build-arg=BASE_IMAGE={BASE}", "--build-arg=DEVICE=cpu", ROOT]
         env = {"BUILDAH_LAYERS": "true", "BUILDAH_ISOLATION": "chroot"}
         ended = run(words, 300, env=env)
@@ -271,7 +320,9 @@ def test_system_packages_come_from_a_mirror(sbom: Path):
     """The base names a server that does not exist; the mirror replaces it."""
     container = buildah("from", BASE)
     try:
-        buildah("copy", container, str(ROOT / "docker/apt-install.sh"), "/tmp/apt-install")
+        buildah(
+            "copy", container, str(ROOT / "docker/apt-install.sh"), "/tmp/apt-install"
+        )
         server, path = re.fullmatch(r"(https?://[^/]+.*)(/debian)/?", MIRROR).groups()
         script = (
             f"echo 'deb http://archive.ubuntu.com{path} {RELEASE} main' >/etc/apt/sources.list; "
@@ -301,7 +352,9 @@ def test_a_fork_builds_its_own_image(sbom: Path, tmp_path: Path):
     try:
         root = Path(buildah("mount", container))
         horovodrun = ["horovodrun", "-np", "2"]
-        command = inside(root, *horovodrun, "python", "train.py", "--num_steps=20", image=image)
+        command = inside(
+            root, *horovodrun, "python", "train.py", "--num_steps=20", image=image
+        )
         ended = run(command, 400)
         assert ended.code == 0, ended.output[-4000:]
         assert "2 ranks on 1 host(s)" in ended.output and "step 20/20" in ended.output
@@ -320,7 +373,10 @@ def test_two_containers_train_over_ssh(roots: list[Path], tmp_path: Path):
         make_key(key)
         for root in roots:
             folder = root / "home/trainer/.ssh"
-            for name, source in (("id_ed25519", key), ("authorized_keys", f"{key}.pub")):
+            for name, source in (
+                ("id_ed25519", key),
+                ("authorized_keys", f"{key}.pub"),
+            ):
                 shutil.copy(source, folder / name)
                 os.chown(folder / name, 1000, 1000)
         server = subprocess.Popen(hosts[2].words(*inside(roots[1], "sshd")))
@@ -344,7 +400,11 @@ def compose(sbom: Path, tmp_path: Path) -> Iterator[Callable[[list[str]], list[s
     locked = {"ulimits": {"memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]}}
 
     def words(command: list[str]) -> list[str]:
-        services = {"keys": locked, "node2": locked, "node1": {"command": command, **locked}}
+        services = {
+            "keys": locked,
+            "node2": locked,
+            "node1": {"command": command, **locked},
+        }
         changed = tmp_path / "changed.yaml"
         changed.write_text(json.dumps({"services": services}))  # JSON is YAML
         return [
@@ -375,9 +435,12 @@ _TRAIN = [
 
 
 @pytest.mark.parametrize(
-    ("code", "flags", "said"), [(0, [], "step 3/3"), (2, ["--no_such_flag=1"], "no_such_flag")]
+    ("code", "flags", "said"),
+    [(0, [], "step 3/3"), (2, ["--no_such_flag=1"], "no_such_flag")],
 )
-def test_compose_trains_on_two_nodes(compose, code: int, flags: list[str], *, said: str):
+def test_compose_trains_on_two_nodes(
+    compose, code: int, flags: list[str], *, said: str
+):
     ended = run([*compose([*_TRAIN, *flags]), "up", "--exit-code-from", "node1"], 500)
     assert ended.code == code and said in ended.output, ended.output[-5000:]
     assert code or "2 ranks on 2 host(s) (node1, node2)" in ended.output

@@ -13,7 +13,8 @@ _CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.trunca
 def killed_at_each(
     root: Path, start: Callable[[Path], None], work: Callable[[Path], None]
 ) -> Iterator[Path]:
-    """The folder that `start` makes, as `work` leaves it, killed before its n-th disk call, or never.
+    """The folder that `start` makes, as `work` leaves it, killed before its n-th disk call, or
+    never.
 
     Yields one folder for n = 1, 2, ..., and last the one where the work was not killed.
     """

@@ -23,12 +23,15 @@ class Kind:
 
     make: Callable[[], Any]
     shape: tuple[int, ...] = (6,)  # of one sample x, normal numbers
-    inputs: Callable[[tf.Tensor, tf.Tensor], Any] = lambda x, key: x  # of x and the sample's key
+    # Of x and the sample's key.
+    inputs: Callable[[tf.Tensor, tf.Tensor], Any] = lambda x, key: x
     end: str = EQUAL
     words: tuple[str, ...] = ()  # of the refusal
-    still: tuple[str, ...] = ()  # parts of names of variables that change by rounding only
+    # Parts of names of variables that change by rounding only.
+    still: tuple[str, ...] = ()
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    near: float = 1e-9  # largest difference between 1 and 2 ranks, relative to the variable
+    # Largest difference between 1 and 2 ranks, relative to the variable.
+    near: float = 1e-9
 
 
 def ids(x, key):
@@ -47,7 +50,9 @@ SCALE = weight("scale", initializer="ones")
 CALLS = weight("calls", dtype="int64", trainable=False, initializer="zeros")
 
 KINDS = {
-    "sequential without input": micro(lambda: keras.Sequential([dense(), bn(), dense(2)])),
+    "sequential without input": micro(
+        lambda: keras.Sequential([dense(), bn(), dense(2)])
+    ),
     "subclassed": micro(lambda: Net(dense(), bn(), dense(2))),
     "nested": micro(lambda: between(Net(dense(6), between(bn(), dense(6), Net(bn()))))),
     "shared layers": micro(models.shared, inputs=halves),
@@ -57,14 +62,17 @@ KINDS = {
         words=("__init__",),
     ),
     "custom layer with batch norm": micro(
-        lambda: between(Block(), Block()), still=("block/dense/bias", "block_1/dense/bias")
+        lambda: between(Block(), Block()),
+        still=("block/dense/bias", "block_1/dense/bias"),
     ),
     "inputs a list": refused(
         models.shared, inputs=lambda x, key: list(halves(x, key)), words=("tuple",)
     ),
     "outputs a dict": micro(models.two_outputs),
     "another output in training": Kind(
-        lambda: Called(models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3))
+        lambda: Called(
+            models.auxiliary, body=dense(), head=layers.Dense(2), more=layers.Dense(3)
+        )
     ),
     "layers of two types": Kind(
         lambda: between(dense(dtype="float64"), bn(dtype="float64"), dense()),
@@ -78,22 +86,35 @@ KINDS = {
             dense(kernel_constraint=keras.constraints.MaxNorm(0.5)),
         )
     ),
-    "scalar weight": Kind(lambda: between(dense(), Step(lambda s, x, t: x * s.scale, SCALE))),
+    "scalar weight": Kind(
+        lambda: between(dense(), Step(lambda s, x, t: x * s.scale, SCALE))
+    ),
     "frozen model inside": Kind(models.frozen_inside, still=("fixed",)),
     "regularizers": micro(models.regularized),
     "losses added by the model": micro(
-        lambda: Called(models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2))
+        lambda: Called(
+            models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2)
+        )
     ),
-    "state equal on all ranks": Kind(lambda: between(dense(), Step(models.anneal, CALLS))),
+    "state equal on all ranks": Kind(
+        lambda: between(dense(), Step(models.anneal, CALLS))
+    ),
     "batch norm in functions": micro(models.InFunctions, (6, 3)),
     "batch norm unrolled both ways": Kind(
-        lambda: Net(layers.Bidirectional(layers.RNN(models.Cell(), unroll=True)), dense()), (4, 3)
+        lambda: Net(
+            layers.Bidirectional(layers.RNN(models.Cell(), unroll=True)), dense()
+        ),
+        (4, 3),
     ),
     "batch norm, channels first": Kind(
         lambda: Net(dense(2), layers.BatchNormalization(axis=1)), (3, 2, 2)
     ),
-    "batch norm with Keras's own flag": Kind(lambda: Net(dense(), bn(synchronized=True))),
-    "batch norm, masked": Kind(models.masked, (6, 4), lambda x, key: (x[..., :3], x[..., 3])),
+    "batch norm with Keras's own flag": Kind(
+        lambda: Net(dense(), bn(synchronized=True))
+    ),
+    "batch norm, masked": Kind(
+        models.masked, (6, 4), lambda x, key: (x[..., :3], x[..., 3])
+    ),
     "batch norm, masked, one channel": Kind(
         lambda: Net(layers.Masking(0.0), dense(1), bn()),
         shape=(6, 1),
@@ -104,19 +125,27 @@ KINDS = {
     ),
     "recurrent": Kind(
         lambda: between(
-            layers.SimpleRNN(3, return_sequences=True), layers.GRU(3), bn(), shape=(5, 3)
+            layers.SimpleRNN(3, return_sequences=True),
+            layers.GRU(3),
+            bn(),
+            shape=(5, 3),
         ),
         (5, 3),
     ),
     "attention": micro(models.transformer, (4, 4), still=("key/bias",)),
-    "spectral norm": micro(lambda: between(layers.SpectralNormalization(dense()), bn())),
-    "dropout by sample": micro(models.sample_dropout, inputs=lambda x, key: {"x": x, "key": key}),
+    "spectral norm": micro(
+        lambda: between(layers.SpectralNormalization(dense()), bn())
+    ),
+    "dropout by sample": micro(
+        models.sample_dropout, inputs=lambda x, key: {"x": x, "key": key}
+    ),
     "dropout, subclassed": micro(
         lambda: Net(dense(8), Net(layers.Dropout(0.4)), dense()), end=BY_RANK
     ),
     "state of the batch": Kind(
         lambda: between(
-            dense(), Step(models.remember, weight("seen", trainable=False), name="memory")
+            dense(),
+            Step(models.remember, weight("seen", trainable=False), name="memory"),
         ),
         end=NOT_ON_TWO,
         words=("memory/seen",),
@@ -124,14 +153,22 @@ KINDS = {
     "recurrent with state": refused(
         lambda: Net(layers.LSTM(3, stateful=True)), (5, 3), words=("stateful",)
     ),
-    "weight as tf.Variable": refused(models.raw_variable, words=("Variable", "add_weight")),
-    "layer out of sight": refused(models.hidden_layer, words=("called", "kernel", "attributes")),
+    "weight as tf.Variable": refused(
+        models.raw_variable, words=("Variable", "add_weight")
+    ),
+    "layer out of sight": refused(
+        models.hidden_layer, words=("called", "kernel", "attributes")
+    ),
     "draws without a generator": refused(
         lambda: between(dense(), Step(models.unseeded)), words=("SeedGenerator",)
     ),
-    "build fails": refused(lambda: Net(dense(), Step(None, models.fail)), words=("no such",)),
+    "build fails": refused(
+        lambda: Net(dense(), Step(None, models.fail)), words=("no such",)
+    ),
     "call fails in training": refused(
-        lambda: between(dense(), Step(lambda s, x, t: models.fail() if t is True else x)),
+        lambda: between(
+            dense(), Step(lambda s, x, t: models.fail() if t is True else x)
+        ),
         words=("no such",),
     ),
 }

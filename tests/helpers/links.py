@@ -49,8 +49,12 @@ def broken(file: Path) -> Iterator[str]:
 
 def pages() -> list[Path]:
     words = ["git", "ls-files", "-z", "*.md", "*.md.jinja"]
-    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    listed = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()
+    ]
 
 
 def main() -> int:

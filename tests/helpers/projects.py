@@ -21,7 +21,12 @@ GIT = {
 def shell(command: str, folder: Path, timeout: float = 300) -> str:
     """Runs a command, which must end well and in time; returns its output."""
     # Flags of a make that runs the tests are not meant for the projects' own.
-    without_flags = ["env", "--unset=ARGS", "--unset=MAKEFLAGS", "--unset=MAKEOVERRIDES"]
+    without_flags = [
+        "env",
+        "--unset=ARGS",
+        "--unset=MAKEFLAGS",
+        "--unset=MAKEOVERRIDES",
+    ]
     bash = ["bash", "-euo", "pipefail", "-c", command]
     ended = run([*without_flags, *bash], timeout, GIT, cwd=folder)
     assert ended.code == 0, f"{command}: exit code {ended.code}\n{ended.output[-6000:]}"
@@ -30,7 +35,9 @@ def shell(command: str, folder: Path, timeout: float = 300) -> str:
 
 def tracked() -> list[str]:
     listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-    return [name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)]
+    return [
+        name for name in listed.split("\0") if name and os.path.lexists(ROOT / name)
+    ]
 
 
 def repository(folder: Path) -> Path:
@@ -42,8 +49,12 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def make(source: Path, to: Path, task: str, *, version: str | None = None, **answers: str) -> Path:
+def make(
+    source: Path, to: Path, task: str, *, version: str | None = None, **answers: str
+) -> Path:
     data = {"task": task, "author": "Ada", "license": "MIT", **answers}
-    copier.run_copy(str(source), to, data=data, vcs_ref=version, defaults=True, quiet=True)
+    copier.run_copy(
+        str(source), to, data=data, vcs_ref=version, defaults=True, quiet=True
+    )
     shell("git init -q && git add -A && git commit -qm 'A new project'", to)
     return to

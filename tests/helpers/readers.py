@@ -26,7 +26,9 @@ def save(path: Path, pixels: np.ndarray, palette: bytes | None = None) -> None:
 
 def noise(seed: int, height: int = 12, width: int = 16) -> np.ndarray:
     """A picture, uint8 [height, width, 3]."""
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return np.random.default_rng(seed).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
 
 
 def encoded(pixels: np.ndarray, kind: str) -> bytes:
@@ -57,7 +59,11 @@ def explained(source: Source, index: int, *parts: object) -> None:
     with pytest.raises(tf.errors.OpError):
         source.read(tf.constant(index, tf.int64))
     with pytest.raises(tf.errors.OpError):
-        list(tf.data.Dataset.range(index, index + 1).map(pipeline.as_written(source.read)))
+        list(
+            tf.data.Dataset.range(index, index + 1).map(
+                pipeline.as_written(source.read)
+            )
+        )
     message = source.explain(index)
     assert message is not None and "\n" not in message and "{{" not in message, message
     assert all(str(part) in message for part in parts), message
@@ -89,7 +95,9 @@ def write_voc(root: Path) -> None:
         label[0] = 255
         label[1, :3] = 20
         save(root / "JPEGImages" / f"{name}.jpg", noise(number))
-        palette = np.random.default_rng(9).integers(0, 256, 768, dtype=np.uint8).tobytes()
+        palette = (
+            np.random.default_rng(9).integers(0, 256, 768, dtype=np.uint8).tobytes()
+        )
         save(root / "SegmentationClass" / f"{name}.png", label, palette)
     lists = root / "ImageSets" / "Segmentation"
     lists.mkdir(parents=True)
@@ -179,5 +187,7 @@ def write_idx(root: Path, ending: str = "") -> dict[str, tuple[np.ndarray, np.nd
             content = idx(values)
             if ending:
                 content = gzip.compress(content)
-            (root / f"{prefix}-{kind}-idx{values.ndim}-ubyte{ending}").write_bytes(content)
+            (root / f"{prefix}-{kind}-idx{values.ndim}-ubyte{ending}").write_bytes(
+                content
+            )
     return written

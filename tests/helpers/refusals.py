@@ -5,7 +5,9 @@ from collections.abc import Callable
 from hvdkit.stop import Stop
 
 
-def refused(call: Callable, *words: object, kind: type[Exception] = ValueError) -> Exception:
+def refused(
+    call: Callable, *words: object, kind: type[Exception] = ValueError
+) -> Exception:
     """`call` must raise such an error, of one line with these words in it; returns the error."""
     try:
         call()

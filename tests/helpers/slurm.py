@@ -113,10 +113,14 @@ class Slurm:
 
     def log(self) -> str:
         files = sorted(self._folder.glob("slurm*.log"))
-        return "\n".join(f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files)
+        return "\n".join(
+            f"--- {file.name}\n{file.read_text()[-3000:]}" for file in files
+        )
 
     def _start(self, host: Host, *words: str) -> subprocess.Popen:
         # A machine starts them so: of the user's environment a job has only what it brings.
-        env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"} | self._env
+        env = {
+            "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        } | self._env
         with open(self._folder / f"{words[0]}-{host.name}.out", "w") as log:
             return subprocess.Popen(host.words(*words), env=env, stdout=log, stderr=log)

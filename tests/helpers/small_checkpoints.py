@@ -46,7 +46,9 @@ def _weights(model):
 def counted(model, start=0.0):
     """The model, whose weights now count up from `start`, one number for each weight."""
     for number, variable in enumerate(_weights(model)):
-        variable.assign(tf.fill(variable.shape, tf.cast(start + number, variable.dtype)))
+        variable.assign(
+            tf.fill(variable.shape, tf.cast(start + number, variable.dtype))
+        )
     return model
 
 

@@ -60,7 +60,9 @@ class InFunctions(keras.Model):
         self.bn = bn()
 
     def build(self, shape):
-        self.part = tf.function(lambda y: tf.tanh(self.bn(y, training=True)), autograph=False)
+        self.part = tf.function(
+            lambda y: tf.tanh(self.bn(y, training=True)), autograph=False
+        )
 
     def call(self, x, training=False):
         if not training:
@@ -120,7 +122,9 @@ class Step(layers.Layer):
 
 
 def weight(name, shape=(), **named):
-    return lambda layer: setattr(layer, name, layer.add_weight(shape=shape, name=name, **named))
+    return lambda layer: setattr(
+        layer, name, layer.add_weight(shape=shape, name=name, **named)
+    )
 
 
 def shared():
@@ -175,13 +179,16 @@ def regularized():
     l2 = keras.regularizers.L2(0.05)
     wide = dense(kernel_regularizer=l2, bias_regularizer=l2, activity_regularizer=l2)
     # Its regularizer alone moves this weight.
-    own = Step(lambda s, x, t: x, weight("own", (3,), initializer="ones", regularizer=l2))
+    own = Step(
+        lambda s, x, t: x, weight("own", (3,), initializer="ones", regularizer=l2)
+    )
     return functional(wide, bn(gamma_regularizer=l2), own, layers.Dense(2), shape=(6,))
 
 
 def adds_loss(model, x, training):
     y = model.body(x)
-    model.add_loss(0.1 * tf.reduce_mean(tf.square(model.aside(y))))  # alone trains `aside`
+    # Alone trains `aside`.
+    model.add_loss(0.1 * tf.reduce_mean(tf.square(model.aside(y))))
     return model.head(y)
 
 
@@ -189,7 +196,9 @@ def transformer():
     x = keras.Input((4, 4))
     y = layers.MultiHeadAttention(2, 3)(x, x)
     y = layers.LayerNormalization()(layers.Add()([x, y]))
-    return keras.Model(x, layers.Dense(2)(layers.Add()([y, layers.Dense(4)(dense()(y))])))
+    return keras.Model(
+        x, layers.Dense(2)(layers.Add()([y, layers.Dense(4)(dense()(y))]))
+    )
 
 
 def sample_dropout():
@@ -216,7 +225,9 @@ def raw_variable():
     def make(layer):
         layer.own = tf.Variable(1.5, dtype=tf.float64)
 
-    return functional(Step(lambda s, x, t: x * s.own, make), layers.Dense(2), shape=(6,))
+    return functional(
+        Step(lambda s, x, t: x * s.own, make), layers.Dense(2), shape=(6,)
+    )
 
 
 def hidden_layer():

@@ -141,7 +141,9 @@ class Outcome:
 
     @property
     def checkpoints(self) -> list[str]:
-        return sorted(path.name for path in (self.folder / "checkpoints").glob("step-*"))
+        return sorted(
+            path.name for path in (self.folder / "checkpoints").glob("step-*")
+        )
 
     @property
     def evaluated(self) -> list[int]:
@@ -151,11 +153,15 @@ class Outcome:
         return [variable.numpy() for variable in self.model.variables]
 
     def state(self, step: int) -> dict[str, np.ndarray]:
-        with np.load(self.folder / "checkpoints" / f"step-{step:08d}" / "state.npz") as file:
+        with np.load(
+            self.folder / "checkpoints" / f"step-{step:08d}" / "state.npz"
+        ) as file:
             return {name: file[name] for name in file.files}
 
 
-def same(ours: Iterable, theirs: Iterable, rtol: float = 0.0, atol: float = 0.0) -> None:
+def same(
+    ours: Iterable, theirs: Iterable, rtol: float = 0.0, atol: float = 0.0
+) -> None:
     """Weights, or figures, must be equal within these tolerances."""
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol, atol)
@@ -226,10 +232,17 @@ def fit_config(
     its_code = DONE
     message = ""
     stop_signal = stop_signal or SimpleNamespace(asked=False)
-    no_report = mock.patch.object(loop, "_report")  # half a second each; test_report.py reads some
-    no_sync = mock.patch.object(os, "fsync", lambda file: None)  # eight a run, a tenth of its time
+    # Half a second each; test_report.py reads some.
+    no_report = mock.patch.object(loop, "_report")
+    # Eight a run, a tenth of its time.
+    no_sync = mock.patch.object(os, "fsync", lambda file: None)
     loads = mock.patch.object(run_lib.tasks, "load_task", watched)
-    with contextlib.redirect_stdout(io.StringIO()) as printed, no_report, no_sync, loads:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+        no_report,
+        no_sync,
+        loads,
+    ):
         try:
             world_lib.set_up(world, config)  # as hvdkit.main does
             with world.fail_together("choosing what carries gradients"):
@@ -243,7 +256,9 @@ def fit_config(
         is_one_line = "\n" not in message
         has_words = all(word in message for word in words)
         is_as_expected = its_code == code and has_words and is_one_line
-        assert is_as_expected, f"exit code {its_code}: {message!r}, not {code} {words}\n{output}"
+        assert is_as_expected, (
+            f"exit code {its_code}: {message!r}, not {code} {words}\n{output}"
+        )
     return Outcome(
         code=its_code,
         message=message,

@@ -13,7 +13,10 @@ _LINKS = 80  # to each port at once
 
 def _hold(port: tuple[str, int], end: float) -> None:
     while time.monotonic() < end:
-        with contextlib.suppress(OSError), socket.create_connection(tuple(port), 3) as link:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(tuple(port), 3) as link,
+        ):
             while link.recv(99):
                 pass
 
@@ -30,5 +33,7 @@ def guard(folder: Path) -> Path:
     """Builds the guard, as set-up does, where nobody can read it."""
     source = Path(__file__).resolve().parents[2] / "docker/setup/guard.c"
     library = folder / "guard.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True
+    )
     return library

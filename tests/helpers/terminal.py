@@ -1,4 +1,5 @@
-"""A command in a terminal of its own, where Ctrl-C reaches every process of its foreground group."""
+"""A command in a terminal of its own, where Ctrl-C reaches every process of its foreground
+group."""
 
 import contextlib
 import fcntl
@@ -23,7 +24,10 @@ class Terminal:
     """
 
     def __init__(
-        self, words: Sequence[str], cwd: Path, env: Mapping[str, str | None] | None = None
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str | None] | None = None,
     ) -> None:
         self.shown = ""  # all that was printed so far
         self._mark = f"in-terminal-{os.urandom(8).hex()}"
@@ -59,8 +63,12 @@ class Terminal:
             match = re.search(pattern, self.shown)
             if match:
                 return match
-            assert time.monotonic() < end, f"no {pattern!r} in {timeout} s:\n{self.shown}"
-            assert self._read() or self._process.poll() is None, f"no {pattern!r}:\n{self.shown}"
+            assert time.monotonic() < end, (
+                f"no {pattern!r} in {timeout} s:\n{self.shown}"
+            )
+            assert self._read() or self._process.poll() is None, (
+                f"no {pattern!r}:\n{self.shown}"
+            )
 
     def hang_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -73,7 +81,9 @@ class Terminal:
         """The exit code, as a shell gives it: 128 + the signal where one ended it."""
         end = time.monotonic() + timeout
         while self._read() or self._process.poll() is None:
-            assert time.monotonic() < end, f"still runs after {timeout} s:\n{self.shown}"
+            assert time.monotonic() < end, (
+                f"still runs after {timeout} s:\n{self.shown}"
+            )
         code = self._process.returncode
         return code if code >= 0 else 128 - code
 

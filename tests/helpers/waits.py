@@ -1,4 +1,5 @@
-"""Ranks that exchange numbers until rank 1 fails: waits.py stop|hang|raise|exit SECONDS sum|message."""
+"""Ranks that exchange numbers until rank 1 fails: waits.py stop|hang|raise|exit SECONDS
+sum|message."""
 
 import os
 import signal
@@ -44,7 +45,8 @@ def main() -> None:
     world = world_lib.set_up(world, config)
     with Peers(world, config.stall_shutdown_s) as peers:
         if sys.argv[1] == "stop" and world.rank == 0:
-            strangers.hold(peers._places[1].doors, 1000)  # a silent rank is found all the same
+            # A silent rank is found all the same.
+            strangers.hold(peers._places[1].doors, 1000)
         for step in range(1_000_000):
             if step == 5 and world.rank == 1:
                 time.sleep(3)  # each has heard its neighbour

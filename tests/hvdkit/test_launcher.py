@@ -32,12 +32,30 @@ KINDS = {
     "alone": ({}, (0, 0, 1), set()),
     "horovodrun": (HOROVODRUN, (3, 1, 4), {"is_launched", "over_gloo"}),
     "mpirun": (MPIRUN, (3, 1, 4), {"is_launched", "is_under_mpirun", "in_mpi_world"}),
-    "srun with PMIx": (SRUN | {"PMIX_RANK": "3"}, (3, 1, 4), {"is_launched", "in_mpi_world"}),
+    "srun with PMIx": (
+        SRUN | {"PMIX_RANK": "3"},
+        (3, 1, 4),
+        {"is_launched", "in_mpi_world"},
+    ),
     "srun alone": (SRUN, (3, 1, 4), {"is_lone_task_of_srun"}),
-    "a script of Slurm": ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (0, 0, 1), set()),
-    "a launcher of MPICH": ({"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 0, 4), {"is_launched"}),
+    "a script of Slurm": (
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        (0, 0, 1),
+        set(),
+    ),
+    "a launcher of MPICH": (
+        {"PMI_RANK": "3", "PMI_SIZE": "4"},
+        (3, 0, 4),
+        {"is_launched"},
+    ),
 }
-QUESTIONS = ("is_launched", "is_under_mpirun", "in_mpi_world", "over_gloo", "is_lone_task_of_srun")
+QUESTIONS = (
+    "is_launched",
+    "is_under_mpirun",
+    "in_mpi_world",
+    "over_gloo",
+    "is_lone_task_of_srun",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)

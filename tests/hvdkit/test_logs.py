@@ -43,7 +43,10 @@ def test_lines_are_bare_text_on_rank_0_and_name_any_other(tmp_path):
     ended = run(tmp_path, "")
     assert (ended.stdout, ended.stderr) == ("5 %\n", "careful\nerror: wrong\n")
     ended = run(tmp_path, "", HOROVOD_RANK="3")
-    assert (ended.stdout, ended.stderr) == ("rank 3: 5 %\n", "rank 3: careful\nerror: wrong\n")
+    assert (ended.stdout, ended.stderr) == (
+        "rank 3: 5 %\n",
+        "rank 3: careful\nerror: wrong\n",
+    )
     assert "hidden\n" in run(tmp_path, "--verbosity=1").stdout
     assert run(tmp_path, "--verbosity=-1").stdout == ""
 
@@ -51,7 +54,9 @@ def test_lines_are_bare_text_on_rank_0_and_name_any_other(tmp_path):
 def test_a_log_that_nobody_reads_ends_no_run(tmp_path):
     ended = run(tmp_path, "> /dev/full")
     assert ended.returncode == 0 and (tmp_path / "done").exists()
-    assert ended.stderr.count("note: standard output cannot be written") == 1, ended.stderr
+    assert ended.stderr.count("note: standard output cannot be written") == 1, (
+        ended.stderr
+    )
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -63,7 +68,11 @@ def test_progress_is_a_bar_on_a_terminal_and_in_a_log_a_line_each_tenth(
         logs.progress("samples", done, 250)
     text = capsys.readouterr().err
     if terminal:
-        assert text.count("\r") == 250 and text.count("\n") == 1 and text.endswith("250/250\n")
+        assert (
+            text.count("\r") == 250
+            and text.count("\n") == 1
+            and text.endswith("250/250\n")
+        )
         assert f"[{'#' * 15}{'-' * 15}] 125/250" in text
     else:
         assert text.splitlines() == [f"samples: {25 * n}/250" for n in range(1, 11)]

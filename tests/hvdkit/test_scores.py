@@ -7,11 +7,47 @@ from refusals import refused
 
 from hvdkit import scores
 
-ERRORS = ["mae", "val_mae", "MAE", "meanAbsoluteError", "top1_error", "rmse", "RMSELog", "loss"]
-ERRORS += ["loss/box", "valLoss", "logloss", "perplexity", "char-ppl", "wer", "CER", "fid", "nll"]
+ERRORS = [
+    "mae",
+    "val_mae",
+    "MAE",
+    "meanAbsoluteError",
+    "top1_error",
+    "rmse",
+    "RMSELog",
+    "loss",
+]
+ERRORS += [
+    "loss/box",
+    "valLoss",
+    "logloss",
+    "perplexity",
+    "char-ppl",
+    "wer",
+    "CER",
+    "fid",
+    "nll",
+]
 ERRORS += ["edit distance", "false_positives", "mape2", "l1", "cross_entropy", "nrmse"]
-OTHERS = ["accuracy", "miou", "r2", "closeness", "mAP50", "F1Score", "auc", "recall", "psnr"]
-OTHERS += ["top5_accuracy", "bleu", "explained_variance", "per_class_recall", "val1", "reward"]
+OTHERS = [
+    "accuracy",
+    "miou",
+    "r2",
+    "closeness",
+    "mAP50",
+    "F1Score",
+    "auc",
+    "recall",
+    "psnr",
+]
+OTHERS += [
+    "top5_accuracy",
+    "bleu",
+    "explained_variance",
+    "per_class_recall",
+    "val1",
+    "reward",
+]
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -38,7 +74,9 @@ def test_of_any_other_the_highest_is_the_best(name):
 @pytest.mark.parametrize("mode", ["auto", "MIN", "", None, True, ["min"]])
 def test_a_mode_that_is_none_is_refused(mode):
     task = types.SimpleNamespace(main_metric="accuracy", main_metric_mode=mode)
-    refused(lambda: scores.of_task(task), f"main_metric_mode = {mode!r}", '"min"', '"max"')
+    refused(
+        lambda: scores.of_task(task), f"main_metric_mode = {mode!r}", '"min"', '"max"'
+    )
 
 
 def test_of_an_error_the_lowest_is_the_best():

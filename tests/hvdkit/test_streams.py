@@ -1,4 +1,5 @@
-"""Output that nobody reads, or that cannot be written: the program goes on, and its files are whole."""
+"""Output that nobody reads, or that cannot be written: the program goes on, and its files are
+whole."""
 
 import fcntl
 import os
@@ -47,9 +48,7 @@ def started(words: list[str], **options) -> subprocess.Popen:
 )
 @pytest.mark.parametrize("kind", ["run", "command"])
 def test_the_program_goes_on_and_its_file_is_whole(tmp_path: Path, output, code, kind):
-    command = (
-        f'"{sys.executable}" -c "$RUN" {tmp_path}/file {kind} {output}; exit ${{PIPESTATUS[0]}}'
-    )
+    command = f'"{sys.executable}" -c "$RUN" {tmp_path}/file {kind} {output}; exit ${{PIPESTATUS[0]}}'
     words = ["env", f"RUN={RUN}", "bash", "-c", command]
     process = started(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     shown, errors = process.communicate(timeout=60)
@@ -63,9 +62,12 @@ def test_the_program_goes_on_and_its_file_is_whole(tmp_path: Path, output, code,
 def test_a_pipe_that_does_not_wait_loses_nothing(tmp_path: Path, kind: str):
     """As another program may leave a terminal that it shares."""
     reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)  # the limit is less than what is written
+    # The limit is less than what is written.
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     os.set_blocking(writing, False)
-    process = started([sys.executable, "-c", RUN, str(tmp_path / "file"), kind], stdout=writing)
+    process = started(
+        [sys.executable, "-c", RUN, str(tmp_path / "file"), kind], stdout=writing
+    )
     os.close(writing)
     time.sleep(1)
     with open(reading) as pipe:
@@ -74,7 +76,9 @@ def test_a_pipe_that_does_not_wait_loses_nothing(tmp_path: Path, kind: str):
     assert lines == [*(f"line {number}" for number in range(2000)), "last"]
 
 
-@pytest.mark.parametrize("program", ["-m hvdkit --help", "train.py --help", "train.py --nothing"])
+@pytest.mark.parametrize(
+    "program", ["-m hvdkit --help", "train.py --help", "train.py --nothing"]
+)
 def test_programs_begin_with_a_closed_output(program: str):
     """They end with an exit code of their own."""
     template = Path(__file__).parents[2] / "template"
@@ -104,7 +108,11 @@ def test_a_run_waits_for_no_reader_and_its_lines_come_later(tmp_path: Path):
 def test_a_run_whose_reader_never_comes_ends(tmp_path: Path):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    words = [sys.executable, "-c", f"import hvdkit.streams as s; s._AT_END = 1.0\n{RUN}"]
+    words = [
+        sys.executable,
+        "-c",
+        f"import hvdkit.streams as s; s._AT_END = 1.0\n{RUN}",
+    ]
     process = started([*words, f"{tmp_path}/file", "run"], stdout=writer, stderr=writer)
     os.close(writer)
     assert process.wait(60) == 0

@@ -36,14 +36,20 @@ def test_flags_of_a_fork_are_read_and_its_default_settings_overruled(fork):
     defined = 'from absl import flags\n\nflags.DEFINE_integer("units", 32, "")\n\n\ndef make_step'
     replace(fork / "train.py", "def make_step", defined)
     replace(fork / "tasks/blank.py", "Dense(32,", "Dense(flags.FLAGS.units,")
-    replace(fork / "tasks/blank.py", "import keras\n", "import keras\nfrom absl import flags\n")
+    replace(
+        fork / "tasks/blank.py",
+        "import keras\n",
+        "import keras\nfrom absl import flags\n",
+    )
     testing.assert_learns_one_batch("--units=8", steps=2, factor=9.0)
     testing.assert_same_weights("--units=8", ranks=(1,), steps=1)
 
 
 def test_a_train_py_without_make_step_is_refused_in_one_sentence(fork):
     replace(fork / "train.py", "make_step", "another_step")
-    with pytest.raises(AssertionError, match=r"^train.py has no make_step\(run\): [^\n]+$"):
+    with pytest.raises(
+        AssertionError, match=r"^train.py has no make_step\(run\): [^\n]+$"
+    ):
         testing.assert_learns_one_batch()
 
 
@@ -60,11 +66,15 @@ def test_a_test_is_of_the_project_that_it_lies_in(tmp_path):
         (tmp_path / "models" / name / "tasks").mkdir(parents=True)
         (tmp_path / "models" / name / "tests").mkdir()
         (tmp_path / "models" / name / "train.py").write_text(f"print({name!r})")
-        (tmp_path / f"models/{name}/tests/test_{name}.py").write_text(WHERE.format(name=name))
+        (tmp_path / f"models/{name}/tests/test_{name}.py").write_text(
+            WHERE.format(name=name)
+        )
     (tmp_path / "link").symlink_to(tmp_path / "models" / "one")
     called = {".": "models", "models/two": "../one", "models/one": "../../link/tests"}
     for folder, tests in called.items():
         words = [sys.executable, "-m", "pytest", "-q", tests]
-        ended = subprocess.run(words, cwd=tmp_path / folder, capture_output=True, text=True)
+        ended = subprocess.run(
+            words, cwd=tmp_path / folder, capture_output=True, text=True
+        )
         count = 2 if tests == "models" else 1
         assert f"{count} passed" in ended.stdout, (folder, ended.stdout)

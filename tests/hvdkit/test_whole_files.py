@@ -47,7 +47,9 @@ NEW = {"card": "new", "mine": "a person's own", "model/weights": "new"}
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_all_of_one_call_takes_the_place_of_all_of_another(swaps, tmp_path, monkeypatch):
+def test_all_of_one_call_takes_the_place_of_all_of_another(
+    swaps, tmp_path, monkeypatch
+):
     """Also where the file system cannot swap two names at once, as NFS."""
     if not swaps:
         monkeypatch.setattr(whole_files, "_exchanged", lambda one, other: False)
@@ -58,7 +60,10 @@ def test_all_of_one_call_takes_the_place_of_all_of_another(swaps, tmp_path, monk
 
 
 def test_what_fails_leaves_all_as_it_was(tmp_path):
-    with pytest.raises(OSError, match="no space"), whole_files.replaced(tmp_path / "out", NAMES):
+    with (
+        pytest.raises(OSError, match="no space"),
+        whole_files.replaced(tmp_path / "out", NAMES),
+    ):
         raise OSError("no space")
     assert not (tmp_path / "out").exists()
     old(tmp_path / "out")
@@ -72,7 +77,9 @@ def test_what_fails_leaves_all_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_a_kill_leaves_each_old_or_new_and_the_next_call_clears_up(swaps, tmp_path, monkeypatch):
+def test_a_kill_leaves_each_old_or_new_and_the_next_call_clears_up(
+    swaps, tmp_path, monkeypatch
+):
     if not swaps:
         monkeypatch.setattr(whole_files, "_exchanged", lambda one, other: False)
 
@@ -81,7 +88,9 @@ def test_a_kill_leaves_each_old_or_new_and_the_next_call_clears_up(swaps, tmp_pa
 
     ends = set()
     for folder in killed_at_each(tmp_path, old, work):
-        there = {n: text for n, text in content(folder).items() if not n.startswith(".")}
+        there = {
+            n: text for n, text in content(folder).items() if not n.startswith(".")
+        }
         for name, text in there.items():
             assert text in (OLD[name], NEW.get(name)), folder
         if swaps:
@@ -99,7 +108,10 @@ def test_a_kill_leaves_each_old_or_new_and_the_next_call_clears_up(swaps, tmp_pa
 
 def test_two_at_once_are_refused(tmp_path):
     with whole_files.replaced(tmp_path, NAMES) as made:
-        refused(lambda: made_anew(tmp_path, "new", "card"), "is being written by another process")
+        refused(
+            lambda: made_anew(tmp_path, "new", "card"),
+            "is being written by another process",
+        )
         (made / "card").write_text("first")
     assert content(tmp_path) == {"card": "first"}
 
@@ -130,7 +142,9 @@ def test_what_a_person_put_there_stays_and_is_refused_before_the_work(change, tm
     change(tmp_path)
     before = content(tmp_path)
     with (
-        pytest.raises(ValueError, match="put there or changed by somebody else") as error,
+        pytest.raises(
+            ValueError, match="put there or changed by somebody else"
+        ) as error,
         whole_files.replaced(tmp_path, NAMES),
     ):
         pytest.fail("the work began")
@@ -178,7 +192,8 @@ def test_a_file_is_replaced_where_it_has_the_sign_of_its_command(tmp_path):
         whole_files.refuse_other(file, "by us")
     file.write_text("a person's own")
     refused(
-        lambda: whole_files.refuse_other(file, "by us"), "page.html is a file that this command"
+        lambda: whole_files.refuse_other(file, "by us"),
+        "page.html is a file that this command",
     )
 
 
@@ -205,7 +220,10 @@ OF_OURS = {
 
 def test_foreign_json_is_read_in_one_place():
     for text in ("[" * 100_000, '{"a": ', b"\xff", "9" * 5000):
-        refused(lambda text=text: whole_files.from_json(text, "a.json"), "a.json is no JSON that")
+        refused(
+            lambda text=text: whole_files.from_json(text, "a.json"),
+            "a.json is no JSON that",
+        )
     files_with_it = set()
     for file in ENGINE.rglob("*.py"):
         if re.search(r"\bjson\.loads?\(", file.read_text()):

@@ -90,9 +90,15 @@ def test_each_fault_is_named_with_its_host(tmp_path: Path, folders: list[str]):
     assert ended.code == 1
     found = wrong(ended.output)
     for parts in (
-        ("node1 (rank 0): the run folder cannot be written to", "No space left on device"),
+        (
+            "node1 (rank 0): the run folder cannot be written to",
+            "No space left on device",
+        ),
         ("node2 (rank 1): absl-py is 9.9, elsewhere ",),
-        (f"node2 (rank 1): the data folder {data} is 1 files of 3 bytes", "elsewhere 1 files of 1"),
+        (
+            f"node2 (rank 1): the data folder {data} is 1 files of 3 bytes",
+            "elsewhere 1 files of 1",
+        ),
         (f"node3 (rank 2): the data folder {data}: it is empty",),
         ("node1 (rank 0); node2 (rank 1): the name no-such-host does not resolve",),
         ("the name localhost resolves to", "no address of node1 (rank 0)"),
@@ -101,12 +107,14 @@ def test_each_fault_is_named_with_its_host(tmp_path: Path, folders: list[str]):
         lines = [line for line in found if all(part in line for part in parts)]
         assert len(lines) == 1, f"{parts}: {ended.output}"
     assert len(found) == 7 and "7 thing(s) wrong" in ended.output
-    note = (
-        f"NOTE  node2 (rank 1); node3 (rank 2): the run folder {run_dir} is not the one that rank 0"
-    )
+    note = f"NOTE  node2 (rank 1); node3 (rank 2): the run folder {run_dir} is not the one that rank 0"
     assert note in ended.output
     # None of them keeps Horovod from starting: all ranks, and each two hosts.
-    timed = [line for line in ended.output.splitlines() if line.startswith("allreduce of 1 MB, ")]
+    timed = [
+        line
+        for line in ended.output.splitlines()
+        if line.startswith("allreduce of 1 MB, ")
+    ]
     assert len(timed) == 4 and timed[0].startswith("allreduce of 1 MB, all ranks: ")
     assert timed[3].startswith("allreduce of 1 MB, node2 (rank 1); node3 (rank 2): ")
     assert not list(run_dir.iterdir()), "it cleans up after itself"
@@ -128,14 +136,28 @@ def test_a_rank_that_never_reports_is_named_with_its_host(tmp_path: Path):
     assert ended.code == 1
     [line] = wrong(ended.output)
     assert line.startswith("node3 (rank 2): no report in 12 s"), ended.output
-    assert "rank 0 on node1 hung for 12 s while waiting for all ranks to start MPI" in ended.output
+    assert (
+        "rank 0 on node1 hung for 12 s while waiting for all ranks to start MPI"
+        in ended.output
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_gpus_that_tensorflow_does_not_see_over_gloo_on_one_host(tmp_path: Path, folders):
+def test_gpus_that_tensorflow_does_not_see_over_gloo_on_one_host(
+    tmp_path: Path, folders
+):
     (tmp_path / "pynvml.py").write_text(NVML)
-    words = ["horovodrun", "--gloo", "-np", "2", sys.executable, DOCTOR, "--mb=1", *folders]
+    words = [
+        "horovodrun",
+        "--gloo",
+        "-np",
+        "2",
+        sys.executable,
+        DOCTOR,
+        "--mb=1",
+        *folders,
+    ]
     env = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}
     ended = run(words, timeout=280, env=env)
     [line] = wrong(ended.output)
@@ -148,7 +170,9 @@ def test_gpus_that_tensorflow_does_not_see_over_gloo_on_one_host(tmp_path: Path,
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_a_gpu_driver_that_fails_is_named_where_gpus_are_wanted(monkeypatch, device: str):
+def test_a_gpu_driver_that_fails_is_named_where_gpus_are_wanted(
+    monkeypatch, device: str
+):
     nvml = types.ModuleType("pynvml")
     exec(NVML, nvml.__dict__)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -168,12 +192,15 @@ def test_a_name_without_an_address_is_named_where_gloo_needs_one():
     ended = run(["unshare", "--uts", "sh", "-c", words], timeout=120)
     found = wrong(ended.output)
     assert ended.code == 1 and "Traceback" not in ended.output, ended.output
-    assert found[0].startswith("nowhere (rank 0): its own name nowhere does not resolve")
+    assert found[0].startswith(
+        "nowhere (rank 0): its own name nowhere does not resolve"
+    )
     assert "add the line '127.0.0.1 nowhere' to /etc/hosts" in ended.output
 
 
 def test_a_host_that_gives_nothing(tmp_path: Path):
-    """No launcher, HOME or PATH, a run folder of bytes, no data folder; a name that would end Gloo."""
+    """No launcher, HOME or PATH, a run folder of bytes, no data folder; a name that would end
+    Gloo."""
     require("unshare")
     run_dir = os.fsdecode(bytes(tmp_path) + b"/r\xff")
     script = f'hostname nowhere; exec env -i {sys.executable} {DOCTOR} "$@"'
@@ -181,7 +208,9 @@ def test_a_host_that_gives_nothing(tmp_path: Path):
     ended = run([*words, f"--data_dir={tmp_path}/none"], timeout=180)
     found = wrong(ended.output)
     assert len(found) == 1, ended.output
-    assert found[0].startswith(f"nowhere (rank 0): the data folder {tmp_path}/none: No such file")
+    assert found[0].startswith(
+        f"nowhere (rank 0): the data folder {tmp_path}/none: No such file"
+    )
     assert ended.code == 1 and "Traceback" not in ended.output
 
 
@@ -213,8 +242,11 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
             host.sh("umount /sys/class/net/eth0")
     assert ended.code == 0, ended.output
     assert "3 rank(s) on 3 host(s), by MPI" in ended.output
-    assert re.search(r"allreduce between them .*, their link has 1,250\.0 MB/s", ended.output)
-    notes = re.findall("NOTE  .*", ended.output)  # of speed: busy cores slow a pair of hosts
+    assert re.search(
+        r"allreduce between them .*, their link has 1,250\.0 MB/s", ended.output
+    )
+    # Of speed: busy cores slow a pair of hosts.
+    notes = re.findall("NOTE  .*", ended.output)
     assert all("allreduce" in note for note in notes), ended.output
     assert "nothing is wrong\n" in ended.output, ended.output
     hosts[3].sh("ip route add unreachable 10.77.0.2/32")
@@ -224,8 +256,12 @@ def test_hosts_with_networks_of_their_own(hosts: Hosts, tmp_path: Path, folders)
         hosts[3].sh("ip route del unreachable 10.77.0.2/32")
     assert ended.code == 1
     there, back = sorted(wrong(ended.output))
-    assert there.startswith("node2 (rank 1) to node3 (rank 2): no connection to 10.77.0.3 port ")
-    assert back.startswith("node3 (rank 2) to node2 (rank 1): no connection to 10.77.0.2 port ")
+    assert there.startswith(
+        "node2 (rank 1) to node3 (rank 2): no connection to 10.77.0.3 port "
+    )
+    assert back.startswith(
+        "node3 (rank 2) to node2 (rank 1): no connection to 10.77.0.2 port "
+    )
     assert "allreduce" not in ended.output, "Horovod would hang"
 
 
@@ -237,7 +273,9 @@ def test_variables_that_another_run_has_left_are_named(launcher: str):
         left["PMIX_SERVER_URI41"] = launcher
     ended = run([sys.executable, DOCTOR], timeout=60, env=left)
     assert ended.code == 1 and ended.output.count("\n") == 1, ended.output
-    assert "error: OMPI_COMM_WORLD_RANK=0 says that this process is one of" in ended.output
+    assert (
+        "error: OMPI_COMM_WORLD_RANK=0 says that this process is one of" in ended.output
+    )
 
 
 def test_a_door_answers_who_has_its_token_and_nobody_else():
@@ -256,7 +294,10 @@ def test_a_door_answers_who_has_its_token_and_nobody_else():
     reason = f"127.0.0.1 port {door['port']}: something else is there"
     assert ranks.closed(0, strange) == [(1, reason)]
     for sent in (b"\0", b"GET / HTTP/1.1\r\n\r\n" * 100):
-        with socket.create_connection(place) as link, contextlib.suppress(ConnectionResetError):
+        with (
+            socket.create_connection(place) as link,
+            contextlib.suppress(ConnectionResetError),
+        ):
             link.sendall(sent)
             assert link.recv(1) == b""
 
@@ -299,9 +340,17 @@ BOTH = "node2 (rank 2, 3)"
     "name, changed, text",
     [
         ("alike", {"keras": "3.9"}, f"wrong {BOTH}: keras is 3.9, elsewhere 3.15"),
-        ("alike", {"GPU driver": "470"}, f"note {BOTH}: GPU driver is 470, elsewhere 550"),
+        (
+            "alike",
+            {"GPU driver": "470"},
+            f"note {BOTH}: GPU driver is 470, elsewhere 550",
+        ),
         ("faults", [["it burns", "water", "fatal"]], f"fatal {BOTH}: it burns"),
-        ("gpus", {"seen": 0}, f"wrong {BOTH}: TensorFlow sees no GPU, the driver shows 2"),
+        (
+            "gpus",
+            {"seen": 0},
+            f"wrong {BOTH}: TensorFlow sees no GPU, the driver shows 2",
+        ),
         ("gpus", {"nccl": False}, f"note {BOTH}: Horovod is built without NCCL"),
         (
             "gpus",
@@ -336,8 +385,16 @@ def test_hosts_without_gpus_may_train_on_cpus_unless_gpus_are_demanded(every):
     "slow, texts",
     [
         ([], []),
-        ([(0, 2), (2, 4)], ["node2 (rank 2): allreduce with any other host reaches 10.0 MB/s"]),
-        ([(0, 4)], ["node1 (rank 0); node3 (rank 4): allreduce between them reaches 10.0 MB/s"]),
+        (
+            [(0, 2), (2, 4)],
+            ["node2 (rank 2): allreduce with any other host reaches 10.0 MB/s"],
+        ),
+        (
+            [(0, 4)],
+            [
+                "node1 (rank 0); node3 (rank 4): allreduce between them reaches 10.0 MB/s"
+            ],
+        ),
     ],
 )
 def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
@@ -347,7 +404,9 @@ def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
         seen[pair] = [{"rank": rank, "right": True, "rate": rate} for rank in pair]
     hosts_of_ranks = [one["host"] for one in every]
     found = findings.of_times(hosts_of_ranks, seen)
-    assert [f"{f.where}: {f.what}" for f in found] == [f"{t}, others 1,000.0 MB/s" for t in texts]
+    assert [f"{f.where}: {f.what}" for f in found] == [
+        f"{t}, others 1,000.0 MB/s" for t in texts
+    ]
     assert all(f.level == "note" for f in found)
     seen[0, 4][1]["right"] = False
     [*_, sums] = sorted(findings.of_times(hosts_of_ranks, seen), key=lambda f: f.level)
@@ -368,12 +427,20 @@ def test_slow_hosts_and_pairs_are_noted(every, slow, texts: list[str]):
             0.03,
             "reaches 559.2 MB/s, their link has 25,000",
         ),
-        (1.25e9, {"mlx5_0:1": 50e9}, "IB ([0]mlx5_0:1/IB)", 0.02, "their link has 50,000.0 MB/s"),
+        (
+            1.25e9,
+            {"mlx5_0:1": 50e9},
+            "IB ([0]mlx5_0:1/IB)",
+            0.02,
+            "their link has 50,000.0 MB/s",
+        ),
         (1.25e9, {"mlx5_0:1": 50e9}, "IB ([0]mlx5_0:1/IB)", 0.003, ""),
         (0.0, {}, "", 9.0, ""),
     ],
 )
-def test_speeds_are_held_against_what_the_link_has(every, link, cards, network, seconds, text: str):
+def test_speeds_are_held_against_what_the_link_has(
+    every, link, cards, network, seconds, text: str
+):
     """Also where all are alike, and of two ranks, which are all."""
     every = [one | {"link": link, "cards": cards} for one in every]
     every[2]["link"] = every[2]["link"] and max(link, 99e9)  # the slowest end counts
@@ -381,9 +448,13 @@ def test_speeds_are_held_against_what_the_link_has(every, link, cards, network, 
     timed = {"rank": 0, "seconds": seconds, "rate": sent / seconds, "right": True}
     for pair in ((), (0, 2)):
         found = findings.of_links(every, {pair: [timed | {"network": network}]})
-        assert len(found) == bool(text) and all(text in one.what for one in found), found
+        assert len(found) == bool(text) and all(text in one.what for one in found), (
+            found
+        )
         assert all(one.level == "note" for one in found)
-    assert not findings.of_links(every[:2], {(): [timed | {"network": network}]}), "of one host"
+    assert not findings.of_links(every[:2], {(): [timed | {"network": network}]}), (
+        "of one host"
+    )
 
 
 def test_hosts_that_do_not_reach_each_other_are_reported_without_times(every, capsys):
@@ -409,7 +480,10 @@ node1:7:9 [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.1<0>
     ("last", "network"),
     [
         ("NCCL INFO Using network Socket", "Socket ([0]eth0:10.0.0.1<0>)"),
-        ("NCCL INFO Assigned NET plugin Socket to comm", "Socket ([0]eth0:10.0.0.1<0>)"),
+        (
+            "NCCL INFO Assigned NET plugin Socket to comm",
+            "Socket ([0]eth0:10.0.0.1<0>)",
+        ),
         ("NCCL INFO Using network AWS Libfabric", "AWS Libfabric"),
         ("", ""),
     ],
@@ -422,7 +496,10 @@ def test_what_nccl_has_chosen_is_read_and_named(every, last: str, network: str):
     if network.startswith("Socket"):
         [note] = found
         assert note.where == "node1 (rank 0)"
-        assert note.what == f"NCCL sends by {network}, though InfiniBand is there: mlx5_0:1"
+        assert (
+            note.what
+            == f"NCCL sends by {network}, though InfiniBand is there: mlx5_0:1"
+        )
     else:
         assert found == []
 
@@ -469,7 +546,10 @@ def test_a_run_folder_without_locks_is_noted(monkeypatch, tmp_path: Path):
 
     monkeypatch.setattr(facts.fcntl, "flock", flock)
     [(what, todo, level)] = facts.run_folder_faults(str(tmp_path))
-    assert what == f"the file system of {tmp_path} has no locks (flock: Function not implemented)"
+    assert (
+        what
+        == f"the file system of {tmp_path} has no locks (flock: Function not implemented)"
+    )
     assert "-o flock" in todo and level == "note"
 
 
@@ -500,7 +580,9 @@ def test_each_pair_is_timed_once_and_no_host_is_in_two_pairs_of_a_round(count: i
         ("eth9", [], ["OMPI_MCA_btl_tcp_if_include=eth9 names no network there"]),
     ],
 )
-def test_addresses_of_the_network_that_mpi_takes(monkeypatch, setting: str, taken, fault):
+def test_addresses_of_the_network_that_mpi_takes(
+    monkeypatch, setting: str, taken, fault
+):
     there = [("eth0", "10.0.0.1"), ("eth0", "fd00::1"), ("docker0", "172.17.0.1")]
     monkeypatch.setattr(facts, "ways", lambda: there)
     monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", setting)

@@ -13,7 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import ENVIRONMENT, ROOT, STAND_IN, Host, Hosts, executable, require, run, start
+from hosts import (
+    ENVIRONMENT,
+    ROOT,
+    STAND_IN,
+    Host,
+    Hosts,
+    executable,
+    require,
+    run,
+    start,
+)
 from terminal import CTRL_C, Terminal
 
 from hvdkit.testing import kill_session
@@ -53,7 +63,9 @@ def stop_at(words: list[str], line: str, *numbers: int) -> tuple[int, str]:
     for text in process.stdout:
         lines.append(text)
         if not sent and line in text:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            children = Path(
+                f"/proc/{process.pid}/task/{process.pid}/children"
+            ).read_text()
             for number in numbers:
                 os.kill(int(children.split()[0]), number)
                 time.sleep(1)
@@ -98,7 +110,9 @@ def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     def begin(words: list[str], lines: list[str]) -> subprocess.Popen:
         process = start(words)
         assert any("step 3" in line for line in process.stdout)
-        threading.Thread(target=lines.extend, args=[process.stdout], daemon=True).start()
+        threading.Thread(
+            target=lines.extend, args=[process.stdout], daemon=True
+        ).start()
         return process
 
     loses_a_rank: list[str] = []
@@ -116,7 +130,10 @@ def test_ranks_end_when_a_host_is_lost(hosts: Hosts, tmp_path):
     assert "error: lost node3, which has not answered" in "".join(loses_a_rank)
     output = "".join(loses_its_launcher)
     assert re.search("error: lost node[12], which has not answered", output)
-    assert sorted(path.name for path in (tmp_path / "1").glob("told-*")) == ["told-0", "told-1"]
+    assert sorted(path.name for path in (tmp_path / "1").glob("told-*")) == [
+        "told-0",
+        "told-1",
+    ]
 
 
 def test_a_stop_reaches_ranks_of_other_hosts_and_leaves_nothing(hosts: Hosts, tmp_path):
@@ -156,7 +173,9 @@ def test_open_mpi_keeps_its_files_where_no_other_user_can(hosts: Hosts, tmp_path
 
 @pytest.mark.timeout(120)
 def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path):
-    stop_at(endless(hosts[1], tmp_path, "-H", "node1:1,node2:1"), "step 3", signal.SIGKILL)
+    stop_at(
+        endless(hosts[1], tmp_path, "-H", "node1:1,node2:1"), "step 3", signal.SIGKILL
+    )
     assert not hosts.left(STAND_IN[1], "orted", seconds=30)
     assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
 
@@ -180,7 +199,14 @@ def test_a_fault_of_the_launcher_leaves_no_rank_behind(tmp_path: Path, count: in
         broken = [*lines[:number], "sleep 3; false", *lines[number:]]
         (folder / "hosts.sh").write_text("\n".join(broken) + "\n")
         run_dir = tmp_path / f"{number}"
-        words = [folder / "hosts.sh", "-np", "1", *STAND_IN, f"--run_dir={run_dir}", "--steps=30"]
+        words = [
+            folder / "hosts.sh",
+            "-np",
+            "1",
+            *STAND_IN,
+            f"--run_dir={run_dir}",
+            "--steps=30",
+        ]
         ended = run(words, timeout=60)
         assert not left_of(run_dir), (number, ended.output)
     assert number > 0
@@ -210,7 +236,9 @@ def test_a_stop_reaches_a_rank_inside_a_shell(tmp_path: Path):
 def test_a_second_ctrl_c_ends_all_ranks_on_all_hosts(hosts: Hosts, tmp_path):
     """While no rank has a handler, as when it builds its model."""
     words = endless(hosts[1], tmp_path, *THREE_HOSTS)
-    code, output = stop_at([*words, "--deaf"], "begins at step 0", signal.SIGINT, signal.SIGINT)
+    code, output = stop_at(
+        [*words, "--deaf"], "begins at step 0", signal.SIGINT, signal.SIGINT
+    )
     assert code == 130, output
     assert output.count("stopping after this step") == 1 and "Traceback" not in output
     assert not hosts.left(STAND_IN[1])
@@ -242,11 +270,15 @@ def test_one_ctrl_c_in_a_terminal_saves(tiny_data: Path, tmp_path: Path):
 def test_a_run_saves_when_make_is_ended(tiny_data: Path, tmp_path: Path, number: int):
     """`timeout make train` ends it so, or the system where it lacks memory."""
     flags = [*DEMO, f"--data_dir={tiny_data}", f"--run_dir={tmp_path}"]
-    make = start(["make", "-C", str(ROOT), "-o", "setup", "train", f"ARGS={' '.join(flags)}"])
+    make = start(
+        ["make", "-C", str(ROOT), "-o", "setup", "train", f"ARGS={' '.join(flags)}"]
+    )
     assert any("step 2/" in line for line in make.stdout)
     make.send_signal(number)
     assert any("saved at step" in line for line in make.stdout)
-    assert make.wait(60) != 0 and len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    assert (
+        make.wait(60) != 0 and len(list((tmp_path / "checkpoints").glob("step-*"))) == 1
+    )
 
 
 def test_ranks_save_when_the_terminal_is_gone(tmp_path: Path):
@@ -281,10 +313,14 @@ os.execvp(sys.argv[2], sys.argv[2:])
         (["horovodrun", "-np", "2"], "Ann's büro-pc"),
     ],
 )
-def test_any_name_of_a_host_and_what_a_batch_system_has_left(launcher: list[str], name: str):
+def test_any_name_of_a_host_and_what_a_batch_system_has_left(
+    launcher: list[str], name: str
+):
     require("unshare")
     words = ["unshare", "--uts", sys.executable, "-c", TAKES_NAME, name, *launcher]
-    ended = run([*words, sys.executable, "-c", RANKS_MEET], timeout=60, env=LEFT_BY_SLURM)
+    ended = run(
+        [*words, sys.executable, "-c", RANKS_MEET], timeout=60, env=LEFT_BY_SLURM
+    )
     assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
 
 
@@ -302,7 +338,9 @@ def test_any_name_of_a_host_and_what_a_batch_system_has_left(launcher: list[str]
 )
 def test_exit_codes_arrive(launcher: str, codes: dict[int, int]):
     for code, arrives in codes.items():
-        ended = run([*launcher.split(), "-np", "2", "sh", "-c", f"exit {code}"], timeout=60)
+        ended = run(
+            [*launcher.split(), "-np", "2", "sh", "-c", f"exit {code}"], timeout=60
+        )
         assert ended.code == arrives and "Traceback" not in ended.output, ended.output
 
 
@@ -313,21 +351,30 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path):
         ended = hosts[1].run(HOSTS_SH, *words, "sh", "-c", "echo started", timeout=60)
         assert ended.code == 76 and "started" not in ended.output, ended.output
         lines = ended.output.splitlines()
-        assert all(line.startswith("error: cannot reach ") for line in lines), ended.output
+        assert all(line.startswith("error: cannot reach ") for line in lines), (
+            ended.output
+        )
         return ended.output
 
     said = refused("-H", "node1:1,node2:1,node3:1", "-p", "2223")
-    assert "cannot reach node2, port 2223, by ssh: " in said and "Connection refused" in said
+    assert (
+        "cannot reach node2, port 2223, by ssh: " in said
+        and "Connection refused" in said
+    )
     assert "cannot reach node3, port 2223" in said and "node1" not in said
     said = refused("--check", "-H", "nowhere.invalid:1")
     assert "cannot reach nowhere.invalid, port 22" in said and "resolve" in said
     other = tmp_path / "other_key"
-    hosts[1].sh(f"ssh-keygen -q -t ed25519 -N '' -f {other}; mv ~/.ssh/id_ed25519 ~/.ssh/kept")
+    hosts[1].sh(
+        f"ssh-keygen -q -t ed25519 -N '' -f {other}; mv ~/.ssh/id_ed25519 ~/.ssh/kept"
+    )
     said = refused("-H", "node2:1", "-p", "2222", "-i", str(other))
     assert "cannot reach node2, port 2222" in said and "Permission denied" in said
     hosts[1].sh("mv ~/.ssh/kept ~/.ssh/id_ed25519")
     # Another machine answers by a known host's name.
-    hosts[1].sh("ssh-keyscan -p 2222 node3 2>/dev/null | sed s/node3/node2/ >~/.ssh/known_hosts")
+    hosts[1].sh(
+        "ssh-keyscan -p 2222 node3 2>/dev/null | sed s/node3/node2/ >~/.ssh/known_hosts"
+    )
     assert "Host key verification failed" in refused("-H", "node2:1", "-p", "2222")
     hosts[1].sh("rm ~/.ssh/known_hosts")
 
@@ -337,7 +384,12 @@ TALKS = "echo hello from bashrc; printf 'without an end'\n"
 
 
 @pytest.mark.parametrize(
-    "shells", [("/usr/bin/fish", "/usr/bin/tcsh"), ("/usr/bin/tcsh", "/usr/bin/fish"), ("/bin/sh",)]
+    "shells",
+    [
+        ("/usr/bin/fish", "/usr/bin/tcsh"),
+        ("/usr/bin/tcsh", "/usr/bin/fish"),
+        ("/bin/sh",),
+    ],
 )
 def test_ranks_start_by_any_login_shell(hosts: Hosts, shells: tuple[str, ...]):
     """Of the launching host, of another; the third one's .bashrc prints text."""
@@ -366,15 +418,24 @@ def not_now(hosts: Hosts, *words: str) -> str:
     start = time.monotonic()
     ended = hosts[1].run(*ON_TWO_HOSTS, *words, timeout=60)
     assert ended.code == 76 and time.monotonic() - start < 30, ended.output
-    assert "error: cannot start on node2: " in ended.output and "node3" not in ended.output
+    assert (
+        "error: cannot start on node2: " in ended.output and "node3" not in ended.output
+    )
     return ended.output
 
 
 @pytest.mark.parametrize(
     ("shell", "bashrc"),
-    [("/bin/bash", "exec tcsh"), ("/bin/bash", "exec cat"), ("/bin/true", ""), ("/bin/false", "")],
+    [
+        ("/bin/bash", "exec tcsh"),
+        ("/bin/bash", "exec cat"),
+        ("/bin/true", ""),
+        ("/bin/false", ""),
+    ],
 )
-def test_a_login_shell_that_runs_nothing_is_named(hosts: Hosts, shell: str, bashrc: str):
+def test_a_login_shell_that_runs_nothing_is_named(
+    hosts: Hosts, shell: str, bashrc: str
+):
     """ssh itself ends with 0, and mpirun would wait for ever."""
     require("tcsh")
     with hosts[2].login(shell, bashrc):
@@ -384,7 +445,9 @@ def test_a_login_shell_that_runs_nothing_is_named(hosts: Hosts, shell: str, bash
 def test_a_host_on_which_open_mpi_does_not_start_is_named(hosts: Hosts):
     with hosts[2].login("/bin/bash", "export TMPDIR=/nowhere"):
         said = not_now(hosts, "echo", "started")
-    assert "Open MPI's daemon ended there with exit code 1" in said and "/nowhere/" in said, said
+    assert (
+        "Open MPI's daemon ended there with exit code 1" in said and "/nowhere/" in said
+    ), said
 
 
 def test_a_forced_command_is_named_with_what_it_says(hosts: Hosts):
@@ -392,7 +455,9 @@ def test_a_forced_command_is_named_with_what_it_says(hosts: Hosts):
     key = keys.read_text()
     keys.write_text(f'command="echo only backups here" {key}')
     try:
-        assert "with exit code 0 and said 'only backups here'" in not_now(hosts, "echo", "started")
+        assert "with exit code 0 and said 'only backups here'" in not_now(
+            hosts, "echo", "started"
+        )
     finally:
         keys.write_text(key)
 
@@ -418,7 +483,9 @@ def test_a_firewall_on_the_way_back_is_named(hosts: Hosts, action: str, why: str
     assert f" of {hosts[1].address}: {why}): open the ports above 1023" in said
 
 
-def test_a_daemon_that_hangs_is_named_after_the_start_limit(hosts: Hosts, tmp_path: Path):
+def test_a_daemon_that_hangs_is_named_after_the_start_limit(
+    hosts: Hosts, tmp_path: Path
+):
     """It hangs as where Open MPI's files are on a disk that does not answer.
 
     A start that is slow for another reason goes on, also where ranks hide their environment.
@@ -430,7 +497,10 @@ def test_a_daemon_that_hangs_is_named_after_the_start_limit(hosts: Hosts, tmp_pa
         said = not_now(hosts, *STAND_IN, f"--run_dir={tmp_path}", "--start_limit_s=6")
     finally:
         hosts[2].sh(f"pkill -x sleep; umount {daemon}")
-    assert "no rank has begun within 6 s (--start_limit_s), and Open MPI's daemon is not" in said
+    assert (
+        "no rank has begun within 6 s (--start_limit_s), and Open MPI's daemon is not"
+        in said
+    )
     ended = hosts[1].run(
         HOSTS_SH,
         "-H",
@@ -450,7 +520,9 @@ def test_a_daemon_that_hangs_is_named_after_the_start_limit(hosts: Hosts, tmp_pa
     assert ended.code == 0 and "ended" in ended.output, ended.output
 
 
-def test_the_environment_is_passed_on_and_its_values_are_in_no_command(hosts: Hosts, tmp_path):
+def test_the_environment_is_passed_on_and_its_values_are_in_no_command(
+    hosts: Hosts, tmp_path
+):
     """But for launchers' own variables and CUDA_VISIBLE_DEVICES, which is each host's own."""
     env = {
         "WANDB_API_KEY": "secret-7",
@@ -478,10 +550,14 @@ json.dump([dict(os.environ), secret, len(commands)], open("{tmp_path}/" + os.una
     )
     assert ended.code == 0, ended.output
     for name in ("node1", "node2"):
-        variables, commands_with_secret, commands = json.loads((tmp_path / name).read_text())
+        variables, commands_with_secret, commands = json.loads(
+            (tmp_path / name).read_text()
+        )
         assert not commands_with_secret and commands > 3
         assert variables["OMPI_MCA_btl_tcp_if_include"] == "eth0"
-        assert variables.get("CUDA_VISIBLE_DEVICES") == ("0" if name == "node1" else None)
+        assert variables.get("CUDA_VISIBLE_DEVICES") == (
+            "0" if name == "node1" else None
+        )
         assert env.items() - variables.items() <= {("CUDA_VISIBLE_DEVICES", "0")}
 
 
@@ -491,8 +567,12 @@ def test_hosts_each_in_a_network_of_its_own(hosts: Hosts):
     try:
         for host, other in (pair, pair[::-1]):
             give_address(host, f"{host.address}/32")
-            host.sh(f"ip route add {other.address} dev eth0 scope link src {host.address}")
-        ended = hosts[1].run(*ON_TWO_HOSTS, sys.executable, "-c", RANKS_MEET, timeout=60)
+            host.sh(
+                f"ip route add {other.address} dev eth0 scope link src {host.address}"
+            )
+        ended = hosts[1].run(
+            *ON_TWO_HOSTS, sys.executable, "-c", RANKS_MEET, timeout=60
+        )
     finally:
         for host in pair:
             give_address(host, f"{host.address}/24")
@@ -524,7 +604,9 @@ def test_names_that_lead_to_addresses_of_a_loopback_interface(hosts: Hosts):
             )
             names = "127.0.0.1 localhost\n10.200.0.1 node1\n10.200.0.2 node2\n"
             host.hosts_file.write_text(names)
-        unnamed = hosts[1].run(*ON_TWO_HOSTS, sys.executable, "-c", RANKS_MEET, timeout=60)
+        unnamed = hosts[1].run(
+            *ON_TWO_HOSTS, sys.executable, "-c", RANKS_MEET, timeout=60
+        )
         ended = hosts[1].run(
             *ON_TWO_HOSTS,
             "--interface",
@@ -551,14 +633,18 @@ def test_hosts_with_ipv6_alone_are_told_what_open_mpi_needs(hosts: Hosts):
     try:
         for number, host in enumerate(pair, start=1):
             give_address(host, f"fd00::{number}/64 nodad")
-        hosts[1].hosts_file.write_text("127.0.0.1 localhost\nfd00::1 node1\nfd00::2 node2\n")
+        hosts[1].hosts_file.write_text(
+            "127.0.0.1 localhost\nfd00::1 node1\nfd00::2 node2\n"
+        )
         ended = hosts[1].run(*ON_TWO_HOSTS, "true", timeout=60)
     finally:
         hosts[1].hosts_file.write_text(before)
         for host in pair:
             give_address(host, f"{host.address}/24")
     assert ended.code == 76 and ended.output.count("\n") == 1, ended.output
-    assert "cannot start on node2: ssh reaches it over IPv6" in ended.output, ended.output
+    assert "cannot start on node2: ssh reaches it over IPv6" in ended.output, (
+        ended.output
+    )
 
 
 def give_address(host: Host, address: str) -> None:
@@ -617,11 +703,15 @@ def test_ranks_of_one_host_need_no_network(networks: str, ranks: list[str]):
     assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
 
 
-@pytest.mark.parametrize("launcher", [[HOSTS_SH], ["horovodrun"], ["horovodrun", "--gloo"]])
+@pytest.mark.parametrize(
+    "launcher", [[HOSTS_SH], ["horovodrun"], ["horovodrun", "--gloo"]]
+)
 def test_a_host_that_does_not_reach_itself_is_told_what_to_do(launcher: list[str]):
     require("unshare")
     ended = run(["unshare", "--net", *launcher, "-np", "2", "true"], timeout=60)
-    assert ended.code == 2 and "turn its loopback on (ip link set lo up)" in ended.output
+    assert (
+        ended.code == 2 and "turn its loopback on (ip link set lo up)" in ended.output
+    )
     assert ended.output.count("\n") == 1, ended.output
 
 
@@ -635,13 +725,17 @@ exec "$@"
 """
 
 
-@pytest.mark.parametrize("launcher", [[HOSTS_SH, "-np", "2"], ["horovodrun", "-np", "2"], []])
+@pytest.mark.parametrize(
+    "launcher", [[HOSTS_SH, "-np", "2"], ["horovodrun", "-np", "2"], []]
+)
 def test_without_a_folder_that_can_be_written_one_line_says_it(launcher: list[str]):
     require("unshare")
     program = [sys.executable, "-c", "import hvdkit.ranks.quiet"]
     words = ["unshare", "--mount", "bash", "-c", READ_ONLY, "bash", *launcher, *program]
     ended = run(words, timeout=60, cwd="/")
-    assert ended.code == 2 and "TMPDIR (docker: --tmpfs /tmp)" in ended.output, ended.output
+    assert ended.code == 2 and "TMPDIR (docker: --tmpfs /tmp)" in ended.output, (
+        ended.output
+    )
     assert ended.output.count("\n") == 1, ended.output
 
 
@@ -661,12 +755,23 @@ def test_no_room_in_shared_memory_is_no_matter_or_one_line():
     assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
     ended = run([*words, "horovodrun", *program], timeout=60)
     assert ended.code == 76 and ended.output.count("\n") == 1, ended.output
-    assert f"in /dev/shm of {os.uname().nodename}: No space left on device" in ended.output
+    assert (
+        f"in /dev/shm of {os.uname().nodename}: No space left on device" in ended.output
+    )
 
 
 @pytest.mark.parametrize("backend", ["--mpi", "--gloo"])
 def test_horovodrun_needs_no_home_folder(backend: str):
-    words = ["env", "HOME=/proc/nowhere", "horovodrun", backend, "-np", "2", "echo", "ranks"]
+    words = [
+        "env",
+        "HOME=/proc/nowhere",
+        "horovodrun",
+        backend,
+        "-np",
+        "2",
+        "echo",
+        "ranks",
+    ]
     ended = run(words, timeout=60)
     assert ended.code == 0 and ended.output.count("ranks") == 2, ended.output
 
@@ -680,17 +785,32 @@ open(f"{names['FOLDER']}/{rank}", "w").write("whole")
 """
 
 
-@pytest.mark.parametrize("launcher", [[HOSTS_SH], ["horovodrun"], ["horovodrun", "--gloo"]])
+@pytest.mark.parametrize(
+    "launcher", [[HOSTS_SH], ["horovodrun"], ["horovodrun", "--gloo"]]
+)
 def test_a_closed_output_ends_no_ranks(launcher: list[str], tmp_path: Path):
     """One after the other, as another number is then free for the next file."""
     for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
-        words = [*launcher, "-np", "2", sys.executable, "-c", WRITES, f"--run_dir={tmp_path}"]
+        words = [
+            *launcher,
+            "-np",
+            "2",
+            sys.executable,
+            "-c",
+            WRITES,
+            f"--run_dir={tmp_path}",
+        ]
         script = f'"$0" "$@" {closed}'
         folder = tmp_path / closed.replace("&", "")
         folder.mkdir()
-        ended = run(["sh", "-c", script, *words], timeout=60, env={"FOLDER": str(folder)})
+        ended = run(
+            ["sh", "-c", script, *words], timeout=60, env={"FOLDER": str(folder)}
+        )
         assert ended.code == 0, (closed, ended.output)
-        assert [file.read_text() for file in sorted(folder.iterdir())] == ["whole", "whole"]
+        assert [file.read_text() for file in sorted(folder.iterdir())] == [
+            "whole",
+            "whole",
+        ]
         assert not left_of(tmp_path)
 
 
@@ -705,7 +825,8 @@ LEFT = ["env", "LAUNCH_HOSTFILE={tmp}/left", HOSTS_SH]
       r"-mca pml ob1 -mca btl \^openib "]),
     (["env", "OMPI_MCA_pml=ucx", "OMPI_MCA_btl=self", HOSTS_SH, "-H", "a:1,b:1"],
      ["-mca pml ucx -mca btl self "]),
-    ([HOSTS_SH, "-H", ",".join(f"n{i}:8" for i in range(64))],  # all are reached from here
+    # All are reached from here.
+    ([HOSTS_SH, "-H", ",".join(f"n{i}:8" for i in range(64))],
      ["plm_rsh_no_tree_spawn true -mca plm_rsh_num_concurrent 64 "]),
     # Else a for a.cluster.
     ([HOSTS_SH, "-H", "a.cluster:1,b:1"], ["-mca orte_keep_fqdn_hostnames true "]),
@@ -726,8 +847,12 @@ def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str
 
 
 def test_the_launcher_may_have_as_many_open_files_as_are_allowed():
-    words = f"ulimit -S -n 1000; ulimit -H -n 3000; exec {HOSTS_SH} -np 1 sh -c 'ulimit -n'"
-    assert re.search(r"3000$", run(["bash", "-c", words], timeout=60).output, re.MULTILINE)
+    words = (
+        f"ulimit -S -n 1000; ulimit -H -n 3000; exec {HOSTS_SH} -np 1 sh -c 'ulimit -n'"
+    )
+    assert re.search(
+        r"3000$", run(["bash", "-c", words], timeout=60).output, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "a/b", "a b", "*", "a;b", "é"])
@@ -736,7 +861,9 @@ def test_what_ssh_would_take_for_something_else_is_no_host(tmp_path: Path, name:
     file = tmp_path / "hosts"
     file.write_text(f"node1:1\n{name}:1\n")
     for words in (["-H", f"node1:1,{name}:1"], ["--hostfile", file], []):
-        ended = run([HOSTS_SH, *words, "true"], timeout=20, env={"LAUNCH_HOSTFILE": str(file)})
+        ended = run(
+            [HOSTS_SH, *words, "true"], timeout=20, env={"LAUNCH_HOSTFILE": str(file)}
+        )
         assert ended.code == 2 and f"'{name}:1' is not HOST:RANKS" in ended.output
         assert ended.output.count("\n") == 1
 
@@ -780,7 +907,9 @@ def test_a_launch_within_a_rank_is_one_of_its_own():
     )
     ended = run([HOSTS_SH, "--plain", "-np", "2", "bash", "-c", script], timeout=60)
     assert ended.code == 0, ended.output
-    assert ended.output.count("inner of 1") == ended.output.count("ended 5") == 2, ended.output
+    assert ended.output.count("inner of 1") == ended.output.count("ended 5") == 2, (
+        ended.output
+    )
 
 
 def test_settings_of_open_mpi_stay_in_a_shell_that_srun_started():
@@ -793,7 +922,12 @@ def test_settings_of_open_mpi_stay_in_a_shell_that_srun_started():
 def test_check_comes_first_and_looks_at_the_folders_of_the_run(tmp_path: Path):
     """Whether a flagfile names them, or two words."""
     (tmp_path / "own.cfg").write_text("--run_dir=/proc/none\n")
-    train = [*STAND_IN, f"--flagfile={tmp_path}/own.cfg", "--data_dir", tmp_path / "none"]
+    train = [
+        *STAND_IN,
+        f"--flagfile={tmp_path}/own.cfg",
+        "--data_dir",
+        tmp_path / "none",
+    ]
     ended = run([HOSTS_SH, "-np", "1", "--check", *train], timeout=100)
     assert ended.code == 1 and "begins at step" not in ended.output
     assert f"the data folder {tmp_path}/none: No such file or directory" in ended.output
@@ -820,5 +954,7 @@ def test_stop_tells_only_the_ranks_of_the_launch_that_is_named():
     require("unshare")
     words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
     ended = run([*words, TWO_LAUNCHES], 60, {"STOP": str(ROOT / "launch/stop.sh")})
-    assert re.findall(r"^\d+$", ended.output, re.M) == ["75", "75", "137", "137"], ended.output
+    assert re.findall(r"^\d+$", ended.output, re.M) == ["75", "75", "137", "137"], (
+        ended.output
+    )
     assert "sent USR1 to 2 rank(s)" in ended.output

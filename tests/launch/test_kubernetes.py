@@ -14,7 +14,9 @@ from hosts import ROOT, executable, run
 
 MANIFEST = ROOT / "launch" / "mpijob.yaml"
 JOBSET = ROOT / "launch" / "jobset.yaml"
-_VARIANTS = sorted(set(re.findall(r"^ *# \[(\w+)\]", MANIFEST.read_text(), re.MULTILINE)))
+_VARIANTS = sorted(
+    set(re.findall(r"^ *# \[(\w+)\]", MANIFEST.read_text(), re.MULTILINE))
+)
 
 
 def uncommented(*names: str) -> str:
@@ -101,7 +103,8 @@ def sound_pods(jobset: dict) -> dict[str, dict]:
 
 def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
     jobset, policy = yaml.safe_load_all(JOBSET.read_text())
-    jobset = json.loads(json.dumps(jobset))  # a copy: parts of one anchor are one object
+    # A copy: parts of one anchor are one object.
+    jobset = json.loads(json.dumps(jobset))
     assert by_schema(jobset, "jobset") == [] and by_kubernetes("policy", policy) == []
     worker, _ = jobset["spec"]["replicatedJobs"]
     pods = sound_pods(jobset)
@@ -111,7 +114,10 @@ def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
     for name, replica in spec["mpiReplicaSpecs"].items():
         pod = pods[name.lower()]
         mpijob_pod = replica["template"]["spec"]
-        assert pod["volumes"].pop() == {"name": "ssh", "secret": {"secretName": "train-ssh"}}
+        assert pod["volumes"].pop() == {
+            "name": "ssh",
+            "secret": {"secretName": "train-ssh"},
+        }
         assert pod.pop("restartPolicy") == replica["restartPolicy"]
         [container] = pod.pop("containers")
         [mpijob_container] = mpijob_pod.pop("containers")
@@ -128,7 +134,9 @@ def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
     prefix = f"{jobset['metadata']['name']}-{worker['name']}-0-"
     suffix = f".{jobset['spec']['network']['subdomain']}:{spec['slotsPerWorker']}"
     workers = range(worker["template"]["spec"]["completions"])
-    assert listing.stdout.split() == [prefix + str(number) + suffix for number in workers]
+    assert listing.stdout.split() == [
+        prefix + str(number) + suffix for number in workers
+    ]
     del words[place : place + 2]
     place = mpijob_words.index("--hostfile")
     del mpijob_words[place : place + 2]
@@ -144,7 +152,9 @@ def test_the_jobset_is_sound_and_gives_its_pods_what_the_mpijob_does():
     assert label == {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}
 
 
-@pytest.mark.parametrize("variants", [(), *((name,) for name in _VARIANTS), tuple(_VARIANTS)])
+@pytest.mark.parametrize(
+    "variants", [(), *((name,) for name in _VARIANTS), tuple(_VARIANTS)]
+)
 def test_the_manifest_is_sound(variants: tuple[str, ...]):
     assert faults(load(*variants)) == []
     assert (load(*variants) == load()) == (not variants)
@@ -175,10 +185,13 @@ def test_pods_get_what_training_needs_and_no_more():
         [container] = pod["containers"]
         assert re.search(r"@sha256:[0-9a-f]{64}$", container["image"])
         read_only = {
-            mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]
+            mount["mountPath"]: mount.get("readOnly", False)
+            for mount in container["volumeMounts"]
         }
         assert read_only == {"/data": True, "/runs": False, "/dev/shm": False}
-    worker = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]
+    worker = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0][
+        "resources"
+    ]
     assert worker["requests"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
     assert worker["limits"]["nvidia.com/gpu"] == spec["slotsPerWorker"]
 
@@ -189,7 +202,10 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     job = load()
     launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]
     # Each pod that Kubernetes starts is one more try of a run that has ended for good.
-    assert launcher["restartPolicy"] == "Never" and job["spec"]["runPolicy"]["backoffLimit"] < 5
+    assert (
+        launcher["restartPolicy"] == "Never"
+        and job["spec"]["runPolicy"]["backoffLimit"] < 5
+    )
     [container] = launcher["template"]["spec"]["containers"]
     assert "command" not in container
     [uid] = container["env"]
@@ -213,4 +229,6 @@ def test_the_launcher_restarts_what_may_resume(code: int, starts: int, tmp_path:
     assert first.output.count("start\n") == starts
     again = run(words, 20, env, cwd=ROOT)
     assert again.code == expected, again
-    assert "start\n" not in again.output, "a pod made anew ran again what had ended for good"
+    assert "start\n" not in again.output, (
+        "a pod made anew ran again what had ended for good"
+    )

@@ -1,4 +1,5 @@
-"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, goes back into the queue or not."""
+"""slurm.sbatch on a real Slurm of two nodes: trains, is stopped, goes back into the queue or
+not."""
 
 import json
 import re
@@ -35,7 +36,9 @@ def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sl
 class Job:
     """By default two tasks on two nodes."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *command: str, sbatch: str = "", env: str = ""):
+    def __init__(
+        self, slurm: Slurm, folder: Path, *command: str, sbatch: str = "", env: str = ""
+    ):
         folder.mkdir(exist_ok=True)
         self._slurm = slurm
         self._log = folder / "job.log"
@@ -95,10 +98,15 @@ class Job:
 
     def preempt(self, folder: Path) -> None:
         urgent = "--partition=high --exclusive --wrap=hostname"
-        assert Job(self._slurm, folder / "urgent", sbatch=urgent).end(120)[0] == "COMPLETED"
+        assert (
+            Job(self._slurm, folder / "urgent", sbatch=urgent).end(120)[0]
+            == "COMPLETED"
+        )
 
 
-def stand_in(slurm: Slurm, folder: Path, *flags: str, sbatch: str = "", env: str = "") -> Job:
+def stand_in(
+    slurm: Slurm, folder: Path, *flags: str, sbatch: str = "", env: str = ""
+) -> Job:
     """A job that makes 5 steps a second, once it makes them."""
     job = Job(
         slurm,
@@ -117,7 +125,9 @@ def stand_in(slurm: Slurm, folder: Path, *flags: str, sbatch: str = "", env: str
 
 
 def starts(job: Job) -> list[int]:
-    return [int(step) for step in re.findall(r"rank 0 of 2 begins at step (\d+)", job.log())]
+    return [
+        int(step) for step in re.findall(r"rank 0 of 2 begins at step (\d+)", job.log())
+    ]
 
 
 def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
@@ -127,7 +137,9 @@ def test_srun_with_pmix_trains_on_two_nodes(slurm: Slurm, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_nobody_reaches_the_ranks_that_srun_starts(slurm: Slurm, hosts: Hosts, tmp_path: Path):
+def test_nobody_reaches_the_ranks_that_srun_starts(
+    slurm: Slurm, hosts: Hosts, tmp_path: Path
+):
     """On both nodes; the port of Slurm's own PMIx takes connections of all users of its node."""
     require("cc", "setpriv", "ss")
     end = tmp_path / "end"
@@ -155,7 +167,9 @@ def test_nobody_reaches_the_ranks_that_srun_starts(slurm: Slurm, hosts: Hosts, t
         got = list(report["got"].values())
         assert set(got) <= {0, 16} and got.count(16) >= 2, report
     end.touch()
-    assert job.end()[:2] == ("COMPLETED", "0:0") and job.log().count("ended well") == 4, job.log()
+    assert (
+        job.end()[:2] == ("COMPLETED", "0:0") and job.log().count("ended well") == 4
+    ), job.log()
 
 
 @pytest.mark.slow
@@ -175,18 +189,24 @@ def test_slurm_gives_out_the_trials_of_a_sweep(slurm: Slurm, tmp_path: Path):
         f"--launch={srun}",
         cwd=ROOT / "template",
     )
-    logs = [path.read_text() for path in sorted((tmp_path / "sweep").glob("trial-*.log"))]
+    logs = [
+        path.read_text() for path in sorted((tmp_path / "sweep").glob("trial-*.log"))
+    ]
     assert {"(node1)" in log for log in logs} == {True, False} and len(logs) == 2, logs
     assert all("1 rank on 1 host(s) (node" in log for log in logs), logs
     assert (tmp_path / "sweep" / "best.cfg").exists()
 
 
 @pytest.mark.slow
-def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm, tmp_path: Path):
+def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(
+    slurm: Slurm, tmp_path: Path
+):
     """Slurm gives the script a rank too, though it has no peers."""
     alone = " ".join([*BLANK, f"--run_dir={tmp_path}/run"])
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/sh\n{alone}; echo alone $?; srun --mpi=none {alone}; echo srun $?\n")
+    script.write_text(
+        f"#!/bin/sh\n{alone}; echo alone $?; srun --mpi=none {alone}; echo srun $?\n"
+    )
     job = Job(slurm, tmp_path, str(script), sbatch="--nodes=1 --ntasks-per-node=2")
     job.end(300)
     log = job.log()
@@ -200,7 +220,8 @@ def test_a_job_script_trains_alone_and_srun_without_mpi_is_refused(slurm: Slurm,
 def test_each_of_several_tasks_a_node_may_use_its_cores_and_takes_the_interface(
     slurm: Slurm, tmp_path: Path, launch: str
 ):
-    """task/affinity gave each a core of its own; ranks that mpirun starts share those of the job."""
+    """task/affinity gave each a core of its own; ranks that mpirun starts share those of the
+    job."""
     show = (
         "import os; host, cores = os.uname().nodename, sorted(os.sched_getaffinity(0)); e = "
         'os.environ.get; os.write(1, f\'on {host} {cores} {e("OMPI_MCA_btl_tcp_if_include")} '
@@ -234,18 +255,27 @@ def test_ssh_takes_no_gpus_of_other_jobs(slurm: Slurm, tmp_path: Path):
     for more, end in (("", ("FAILED", "2:0")), ("--exclusive", ("COMPLETED", "0:0"))):
         job = Job(slurm, tmp_path / f"job{more}", SBATCH, "true", sbatch=more, env=env)
         assert job.end()[:2] == end, job.log()
-        assert ("on nodes with GPUs needs whole nodes: add --exclusive" in job.log()) == (not more)
+        assert (
+            "on nodes with GPUs needs whole nodes: add --exclusive" in job.log()
+        ) == (not more)
 
 
 @pytest.mark.parametrize(
     "launch",
-    ["LAUNCH=srun", pytest.param("LAUNCH=ssh,LAUNCH_FLAGS=-p 2222", marks=pytest.mark.slow)],
+    [
+        "LAUNCH=srun",
+        pytest.param("LAUNCH=ssh,LAUNCH_FLAGS=-p 2222", marks=pytest.mark.slow),
+    ],
 )
 def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
     slurm: Slurm, hosts: Hosts, tmp_path: Path, launch: str
 ):
     job = stand_in(
-        slurm, tmp_path, "--steps=1000", sbatch="--exclusive", env=f"ALL,{launch},MAX_RESTARTS=1"
+        slurm,
+        tmp_path,
+        "--steps=1000",
+        sbatch="--exclusive",
+        env=f"ALL,{launch},MAX_RESTARTS=1",
     )
     job.near_its_limit()
     job.wait_for("its time limit is near (exit code 75): back into the queue")
@@ -261,7 +291,10 @@ def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("USR1", "no step was made in this start|its time limit is near .*: back into the queue"),
+        (
+            "USR1",
+            "no step was made in this start|its time limit is near .*: back into the queue",
+        ),
         ("TERM", "stopped by someone"),
     ],
 )
@@ -274,7 +307,8 @@ def test_a_signal_in_the_first_second_says_what_follows(
     slurm("scancel", "--batch", f"--signal={name}", job.number)
     job.wait_for(lambda: re.search(words, job.log()))
     if ": back into the queue" in job.log():
-        job.wait_for(lambda: job.state() == "PENDING")  # a cancel before that would be undone
+        # A cancel before that would be undone.
+        job.wait_for(lambda: job.state() == "PENDING")
     slurm("scancel", job.number)
     job.end()
 
@@ -289,7 +323,9 @@ def test_a_preempted_job_is_requeued_and_resumes(slurm: Slurm, tmp_path: Path):
     job.end()
 
 
-def test_a_task_of_an_array_goes_back_into_the_queue_alone(slurm: Slurm, tmp_path: Path):
+def test_a_task_of_an_array_goes_back_into_the_queue_alone(
+    slurm: Slurm, tmp_path: Path
+):
     """Slurm takes the id of one task of an array for the whole array."""
     command = " ".join([*STAND_IN, f"--run_dir={tmp_path}/run$SLURM_ARRAY_TASK_ID"])
     script = tmp_path / "task.sh"
@@ -300,7 +336,12 @@ def test_a_task_of_an_array_goes_back_into_the_queue_alone(slurm: Slurm, tmp_pat
     script.chmod(0o755)
     sbatch = "--array=0-1 --nodes=1 --ntasks=1"
     job = Job(
-        slurm, tmp_path, SBATCH, str(script), sbatch=sbatch, env=f"ALL,RUN_DIR={tmp_path}/run1"
+        slurm,
+        tmp_path,
+        SBATCH,
+        str(script),
+        sbatch=sbatch,
+        env=f"ALL,RUN_DIR={tmp_path}/run1",
     )
 
     def tasks() -> dict[str, tuple[str, str]]:
@@ -351,7 +392,9 @@ def test_what_only_a_part_of_would_train_is_refused(slurm: Slurm, tmp_path: Path
     assert "would train on its first part alone" in log.read_text()
 
 
-def test_ranks_get_the_jobs_settings_whatever_sbatch_exports(slurm: Slurm, tmp_path: Path):
+def test_ranks_get_the_jobs_settings_whatever_sbatch_exports(
+    slurm: Slurm, tmp_path: Path
+):
     """srun obeys --export of sbatch; without the secret anybody could be a rank."""
     script = tmp_path / "shown.sh"
     script.write_text(
@@ -364,7 +407,9 @@ def test_ranks_get_the_jobs_settings_whatever_sbatch_exports(slurm: Slurm, tmp_p
     assert "no LAUNCH" not in job.log() and "no OMPI" not in job.log(), job.log()
 
 
-@pytest.mark.parametrize("when", ["before the ranks listen", "in mid-run", "once it is put back"])
+@pytest.mark.parametrize(
+    "when", ["before the ranks listen", "in mid-run", "once it is put back"]
+)
 def test_a_cancelled_job_ends(slurm: Slurm, tmp_path: Path, when: str):
     early = when == "before the ranks listen"
     job = stand_in(slurm, tmp_path, "--steps=999" if early else "--steps=1000")
@@ -377,10 +422,14 @@ def test_a_cancelled_job_ends(slurm: Slurm, tmp_path: Path, when: str):
     state, _, restarts = job.end()
     assert (state, restarts) == ("CANCELLED", str(int("back" in when))), job.log()
     if when == "in mid-run":
-        assert "cancelled (exit code" in job.log() and "not put back" in job.log(), job.log()
+        assert "cancelled (exit code" in job.log() and "not put back" in job.log(), (
+            job.log()
+        )
 
 
-@pytest.mark.parametrize("kill_on_bad_exit", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize(
+    "kill_on_bad_exit", [pytest.param(0, marks=pytest.mark.slow), 1]
+)
 def test_whatever_the_cluster_does_on_a_bad_exit(
     slurm: Slurm, tmp_path: Path, kill_on_bad_exit: int
 ):
@@ -389,7 +438,8 @@ def test_whatever_the_cluster_does_on_a_bad_exit(
     slow = stand_in(slurm, tmp_path / "slow", "--steps=1000", "--slow_rank=0")
     slow.near_its_limit()
     slow.wait_for("(exit code 75): back into the queue")
-    slow.wait_for(lambda: slow.state() == "PENDING")  # a cancel before that would be undone
+    # A cancel before that would be undone.
+    slow.wait_for(lambda: slow.state() == "PENDING")
     slurm("scancel", slow.number)
     slow.end()
     bad = stand_in(slurm, tmp_path / "bad", "--fail=3:3", "--steps=6")
@@ -406,7 +456,9 @@ def test_no_step_since_the_last_start_ends_it(slurm: Slurm, tmp_path: Path):
     assert "no step was made" in job.log() and "--time longer" in job.log()
 
 
-def test_a_job_that_somebody_stopped_is_not_requeued(slurm: Slurm, hosts: Hosts, tmp_path: Path):
+def test_a_job_that_somebody_stopped_is_not_requeued(
+    slurm: Slurm, hosts: Hosts, tmp_path: Path
+):
     job = stand_in(slurm, tmp_path, "--steps=1000")
     for host in (hosts[1], hosts[2]):
         host.sh(str(ROOT / "launch" / "stop.sh"))
@@ -414,7 +466,9 @@ def test_a_job_that_somebody_stopped_is_not_requeued(slurm: Slurm, hosts: Hosts,
     assert "stopped by someone" in job.log()
 
 
-def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_path: Path):
+def test_after_a_killed_rank_the_run_starts_again_in_the_job(
+    slurm: Slurm, tmp_path: Path
+):
     job = stand_in(slurm, tmp_path, "--fail=5:SIGKILL:once", "--steps=8")
     assert job.end() == ("COMPLETED", "0:0", "0"), job.log()
     assert len(starts(job)) == 2
@@ -422,9 +476,12 @@ def test_after_a_killed_rank_the_run_starts_again_in_the_job(slurm: Slurm, tmp_p
 
 @pytest.mark.slow  # Slurm takes a while to miss it
 @pytest.mark.parametrize("daemon_alone", [False, True])
-def test_a_node_that_dies(slurm: Slurm, hosts: Hosts, tmp_path: Path, *, daemon_alone: bool):
+def test_a_node_that_dies(
+    slurm: Slurm, hosts: Hosts, tmp_path: Path, *, daemon_alone: bool
+):
     """Slurm requeues the job by itself; it resumes from its last checkpoint."""
-    job = stand_in(slurm, tmp_path, "--steps=400")  # over a minute: Slurm misses the node before
+    # Over a minute: Slurm misses the node before.
+    job = stand_in(slurm, tmp_path, "--steps=400")
     job.wait_for("begins at step 0")
     time.sleep(2)
     slurm.kill_node(hosts[2], daemon_alone)

@@ -35,13 +35,20 @@ def test_the_docs_print_the_table_of_the_code():
     [
         (0, 0, 1, ""),
         (2, 2, 1, ""),
-        (9, 9, 3, "exit code 9 (any other: a crash), crash 3 at step 0, whose trace is above"),
+        (
+            9,
+            9,
+            3,
+            "exit code 9 (any other: a crash), crash 3 at step 0, whose trace is above",
+        ),
         (134, 134, 3, "exit code 134 (native crash: SIGILL, SIGABRT"),
         (75, 1, 4, "after 3 restarts without a new step: no further start"),
         (76, 76, 3, "s without a new step: no further start"),
     ],
 )
-def test_a_run_that_ends_without_a_step(code: int, returned: int, *, starts: int, said: str):
+def test_a_run_that_ends_without_a_step(
+    code: int, returned: int, *, starts: int, said: str
+):
     pause = "0.4" if code == 76 else "0"
     words = [*SUPERVISE, "--pause", pause, "--patience", "1"]
     words += ["--", "sh", "-c", f"echo start; exit {code}"]
@@ -111,7 +118,9 @@ def test_a_program_whose_disk_goes_away_is_waited_for(tmp_path: Path, answering)
         "2) mv train.py away ;; 3) mv away train.py ;; esac"
     )
     words = [*FAST, "--hosts-from", lists_hosts, "--", sys.executable, program]
-    ended = run([*words, f"--run_dir={tmp_path}/run", "--steps=6", "--fail=+4:1"], 60, answering)
+    ended = run(
+        [*words, f"--run_dir={tmp_path}/run", "--steps=6", "--fail=+4:1"], 60, answering
+    )
     assert ended.code == 0 and "exit code 76" in ended.output, ended.output
 
 
@@ -123,7 +132,14 @@ def test_the_code_of_a_run_that_ends_at_the_moment_of_a_signal(tmp_path: Path):
         wait_for(lambda: f") {state} " in stat.read_text(), f"not in state {state}", 10)
 
     os.mkfifo(tmp_path / "end")
-    words = [*SUPERVISE, "--", "sh", "-c", 'echo $$; read line <"$0"; exit 3', tmp_path / "end"]
+    words = [
+        *SUPERVISE,
+        "--",
+        "sh",
+        "-c",
+        'echo $$; read line <"$0"; exit 3',
+        tmp_path / "end",
+    ]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as job:
         child = int(job.stdout.readline())
         with open(tmp_path / "end", "w"):
@@ -155,10 +171,14 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT]
+)
 def test_after_a_stop_signal_the_run_saves_and_is_not_restarted(number: int):
     words = [*SUPERVISE, "--", "sh", "-c", SAVES]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as job:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    ) as job:
         assert job.stdout.readline() == "ready\n"
         job.send_signal(number)
         assert job.stdout.read() == "saved\n"
@@ -167,7 +187,9 @@ def test_after_a_stop_signal_the_run_saves_and_is_not_restarted(number: int):
 
 def test_under_nohup_the_loss_of_the_terminal_is_no_stop_and_a_kill_leaves_no_run_behind():
     words = ["nohup", *SUPERVISE, "--", "sh", "-c", SAVES]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c) as job:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    ) as job:
         assert job.stdout.readline() == "ready\n"
         job.send_signal(signal.SIGHUP)
         time.sleep(1)
@@ -183,11 +205,14 @@ def test_a_time_limit_between_two_starts_of_a_run_without_a_step_is_no_reason_to
         while "starting again" not in job.stderr.readline():
             pass
         job.send_signal(signal.SIGUSR1)
-        assert "no step was made in this start" in job.stderr.read() and job.wait(20) == 1
+        assert (
+            "no step was made in this start" in job.stderr.read() and job.wait(20) == 1
+        )
 
 
 @pytest.mark.parametrize(
-    ("number", "step", "code"), [(signal.SIGUSR1, "", 1), (signal.SIGTERM, "step-00000003", 75)]
+    ("number", "step", "code"),
+    [(signal.SIGUSR1, "", 1), (signal.SIGTERM, "step-00000003", 75)],
 )
 def test_a_signal_that_the_launcher_loses_is_sent_again(
     tmp_path: Path, number: int, step: str, code: int
@@ -198,7 +223,9 @@ def test_a_signal_that_the_launcher_loses_is_sent_again(
         'trap "exit 75" USR1; while :; do sleep 0.1; done'
     )
     words = [*SUPERVISE, "--stop-ends", "--run-dir", tmp_path, "--", "bash", "-c", deaf]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
         assert job.stdout.readline() == "deaf\n"
         job.send_signal(number)
         said = job.stderr.read()
@@ -224,22 +251,39 @@ def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
         (["--crash", "3", "--", "true"], "unrecognized arguments: --crash 3"),
         (["--max-np", "many", "--", "true"], "invalid int value: 'many'"),
         (["--pause", "-1", "--", "true"], "--rejoin: 0 or more"),
-        (["--", "python", f"{PROJECT}/train.py", "--resume=never"], "begin anew at each start"),
-        (["--", "python", f"{PROJECT}/train.py", "--resume=x"], "begin there at each start"),
+        (
+            ["--", "python", f"{PROJECT}/train.py", "--resume=never"],
+            "begin anew at each start",
+        ),
+        (
+            ["--", "python", f"{PROJECT}/train.py", "--resume=x"],
+            "begin there at each start",
+        ),
         (["--hostfile", "x", "--hosts-from", "y", "--", "true"], "choose one"),
         (["--min-hosts", "2", "--", "true"], "need --hostfile or --hosts-from"),
-        (["--hosts-from", "cat {tmp}/hosts", "--", "true"], "is no host: a host is letters"),
+        (
+            ["--hosts-from", "cat {tmp}/hosts", "--", "true"],
+            "is no host: a host is letters",
+        ),
     ],
 )
 def test_wrong_use_is_explained(tmp_path: Path, words: list[str], message: str):
     """Also a name that ssh would take for an option."""
-    (tmp_path / "hosts").write_text(f"node1:1\n-oProxyCommand=touch${{IFS}}{tmp_path}/run:1\n")
-    ended = run([*SUPERVISE, *(word.replace("{tmp}", str(tmp_path)) for word in words)], 20)
-    assert ended.code == 2 and message in ended.output and not (tmp_path / "run").exists()
+    (tmp_path / "hosts").write_text(
+        f"node1:1\n-oProxyCommand=touch${{IFS}}{tmp_path}/run:1\n"
+    )
+    ended = run(
+        [*SUPERVISE, *(word.replace("{tmp}", str(tmp_path)) for word in words)], 20
+    )
+    assert (
+        ended.code == 2 and message in ended.output and not (tmp_path / "run").exists()
+    )
 
 
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("true", 0)])
-def test_a_command_that_prints_no_host_is_named(tmp_path: Path, command: str, code: int):
+def test_a_command_that_prints_no_host_is_named(
+    tmp_path: Path, command: str, code: int
+):
     words = ["--patience", "1", "--ended", tmp_path / "ended", "--hosts-from", command]
     ended = run([*SUPERVISE, *words, "--", "true"], 30)
     why = f"no host from '{command}', which ended with exit code {code}"
@@ -264,7 +308,9 @@ def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_jo
     )
     words = [*FAST, *ends, "--rejoin", "0.2", "--hosts-from", lists_hosts]
     ended = run([*words, "--", "bash", "-c", saves], 30, env=answering)
-    assert ended.code == 0 and ended.output.splitlines().count("start") == 2, ended.output
+    assert ended.code == 0 and ended.output.splitlines().count("start") == 2, (
+        ended.output
+    )
     assert "hosts are not asked: '-bash: warning' of" in ended.output, ended.output
     assert "node2 answers: starting again on all hosts" in ended.output, ended.output
 
@@ -278,15 +324,25 @@ def test_words_that_are_no_host_end_no_run_and_a_host_that_comes_back_ends_no_jo
     ("Last login: today", ""),
     ("node1 slots=0\nnode2:1", ""),
 ])  # fmt: skip
-def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines, expected):
+def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(
+    tmp_path, answering, lines, expected
+):
     (tmp_path / "hosts").write_text(lines)
     words = [*SUPERVISE, "--hostfile", tmp_path / "hosts", "--", "sh", "-c"]
     ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 20, answering)
     if expected:
-        assert ended.code == 0 and ended.output.endswith(f"\n{expected}\n"), ended.output
+        assert ended.code == 0 and ended.output.endswith(f"\n{expected}\n"), (
+            ended.output
+        )
     else:
         assert ended.code == 2 and "is no host" in ended.output, ended.output
-    words = [ROOT / "launch/hosts.sh", "--dry-run", "--hostfile", tmp_path / "hosts", "true"]
+    words = [
+        ROOT / "launch/hosts.sh",
+        "--dry-run",
+        "--hostfile",
+        tmp_path / "hosts",
+        "true",
+    ]
     ended = run(words, 20)
     if expected:
         ranks = sum(int(line.split(":")[1]) for line in expected.split())
@@ -295,14 +351,24 @@ def test_a_list_of_hosts_is_read_as_hosts_sh_reads_it(tmp_path, answering, lines
         assert ended.code == 2, ended.output
 
 
-def test_the_words_of_ssh_are_shown_while_hosts_are_waited_for(tmp_path: Path, answering):
+def test_the_words_of_ssh_are_shown_while_hosts_are_waited_for(
+    tmp_path: Path, answering
+):
     executable(
         tmp_path / "ssh",
         'case " $* " in *" node2 "*) '
         'echo "@ REMOTE HOST IDENTIFICATION HAS CHANGED! @" >&2\n'
         'echo "Host key verification failed." >&2; exit 255 ;; esac',
     )
-    words = [*FAST, "--hosts-from", "echo node1:1; echo node2:1", "--patience", "0.5", "--", "true"]
+    words = [
+        *FAST,
+        "--hosts-from",
+        "echo node1:1; echo node2:1",
+        "--patience",
+        "0.5",
+        "--",
+        "true",
+    ]
     ended = run(words, 30, env=answering)
     why = "no answer to ssh from node2 (Host key verification failed.)"
     assert ended.code == 76, ended.output
@@ -316,13 +382,17 @@ def test_the_words_of_ssh_are_shown_while_hosts_are_waited_for(tmp_path: Path, a
         ("mpirun noticed that process rank 1 with PID 7 on node node2 exited on", 137),
         ("error: cannot start on node2: ssh answers, but its login shell", 76),
         ("error: cannot reach node2, port 22, by ssh: Connection refused", 76),
-        ("[1,1]<stderr>:error: the device: nvidia-smi fails on node2 (9) (rank 1 on node2)", 76),
+        (
+            "[1,1]<stderr>:error: the device: nvidia-smi fails on node2 (9) (rank 1 on node2)",
+            76,
+        ),
     ],
 )
 def test_a_host_that_failed_is_left_out_where_there_are_spares(
     tmp_path: Path, answering, line: str, code: int
 ):
-    """And the folder of the list was cleaned from /tmp meanwhile; the program's flags are not ssh's."""
+    """And the folder of the list was cleaned from /tmp meanwhile; the program's flags are not
+    ssh's."""
     executable(tmp_path / "ssh", f'echo "$@" >> {tmp_path}/asked')
     executable(
         tmp_path / "hosts.sh",
@@ -331,22 +401,42 @@ def test_a_host_that_failed_is_left_out_where_there_are_spares(
         f'echo "{line}" >&2\n'
         f"exit {code}",
     )
-    words = [*FAST, "--hosts-from", "for n in 1 2 3; do echo node$n:1; done", "--max-np", "2"]
+    words = [
+        *FAST,
+        "--hosts-from",
+        "for n in 1 2 3; do echo node$n:1; done",
+        "--max-np",
+        "2",
+    ]
     ended = run([*words, "--", "bash", tmp_path / "hosts.sh"], 30, answering)
     assert ended.code == 0 and "node1:1,node2:1\n" in ended.output, ended.output
     assert ended.output.endswith("node1:1,node3:1\n"), ended.output
-    words = [*FAST, "--hosts-from", "echo node1:1", "--patience", "1", "--min-hosts", "2", "--"]
-    ended = run([*words, tmp_path / "hosts.sh", "-p", "2222", "python", "-i"], 30, answering)
-    assert ended.code == 76 and "of --min-hosts=2 hosts there are 1" in ended.output, ended.output
+    words = [
+        *FAST,
+        "--hosts-from",
+        "echo node1:1",
+        "--patience",
+        "1",
+        "--min-hosts",
+        "2",
+        "--",
+    ]
+    ended = run(
+        [*words, tmp_path / "hosts.sh", "-p", "2222", "python", "-i"], 30, answering
+    )
+    assert ended.code == 76 and "of --min-hosts=2 hosts there are 1" in ended.output, (
+        ended.output
+    )
     last = (tmp_path / "asked").read_text().splitlines()[-1]
     assert last.endswith(" -p 2222 node1 true"), last
 
 
-def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(tmp_path: Path, answering):
-    """From before the end of its first start to its fourth; the command for hosts is before each."""
-    lists_hosts = (
-        f"cd {tmp_path}; echo >> asked; echo node1:1; [ $(wc -l < asked) != 4 ] || mv away run"
-    )
+def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(
+    tmp_path: Path, answering
+):
+    """From before the end of its first start to its fourth; the command for hosts is before
+    each."""
+    lists_hosts = f"cd {tmp_path}; echo >> asked; echo node1:1; [ $(wc -l < asked) != 4 ] || mv away run"
     loses_its_folder = (
         f'python "$@"; code=$?; [ -e {tmp_path}/lost ] || mv {tmp_path}/run {tmp_path}/away; '
         f"touch {tmp_path}/lost; exit $code"
@@ -357,7 +447,9 @@ def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(tmp_path: Path,
     ended = run(words, 60, answering)
     assert ended.code == 0 and ended.output.count("begins at step 0") == 1, ended.output
     assert ended.output.count("is its disk mounted?") == 2, ended.output
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": Infinity}\n' + "[" * 60_000 + "\n")
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        '{"step": Infinity}\n' + "[" * 60_000 + "\n"
+    )
     assert supervise.newest_step(tmp_path / "run") == 60
 
 
@@ -423,7 +515,9 @@ lease.take(pathlib.Path(sys.argv[1]))
 @pytest.mark.slow
 def test_a_native_crash_ends_all_at_once_with_its_trace(tiny: list[str]):
     words = [ROOT / "launch/hosts.sh", "-np", "2", sys.executable, "-c", CRASH]
-    ended = run([*words, "--flagfile=configs/demo.cfg", *tiny], 100, cwd=ROOT / "template")
+    ended = run(
+        [*words, "--flagfile=configs/demo.cfg", *tiny], 100, cwd=ROOT / "template"
+    )
     assert ended.code == 134, ended.output
     # Without the output of rank 0, which comes in between.
     parts = re.findall(r"\[1,1\]<stderr>:(.*?)(?=\[1,[01]\]<std|$)", ended.output, re.S)
@@ -434,7 +528,9 @@ def test_a_native_crash_ends_all_at_once_with_its_trace(tiny: list[str]):
     assert re.search(pattern, ended.output), ended.output
 
 
-def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, tmp_path: Path):
+def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(
+    tiny, tmp_path: Path
+):
     words = [*_TINY, *tiny, "--num_steps=100000", "--log_every=100"]
 
     def started(job: str) -> Terminal:
@@ -442,10 +538,16 @@ def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, t
 
     with started("one") as first:
         first.wait_for("step 100/", 60)
-        other = run([sys.executable, "-c", TAKE, tmp_path / "run"], 60, {"LAUNCH_JOB": "two"})
-        assert "NotNow: " in other.output and "in use by another run" in other.output, other.output
+        other = run(
+            [sys.executable, "-c", TAKE, tmp_path / "run"], 60, {"LAUNCH_JOB": "two"}
+        )
+        assert "NotNow: " in other.output and "in use by another run" in other.output, (
+            other.output
+        )
         with started("one") as second:
-            first.wait_for("a later start of this job, on .*, has taken over .* ends, unsaved", 60)
+            first.wait_for(
+                "a later start of this job, on .*, has taken over .* ends, unsaved", 60
+            )
             taken_over = time.monotonic()
             assert first.wait(30) == 76, first.shown
             second.wait_for("step 100/", 60)
@@ -458,7 +560,16 @@ def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(tiny, t
 def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path, answering):
     executable(tmp_path / "ssh", 'case "$*" in *hangs*) sleep 100 ;; esac')
     (tmp_path / "hosts").write_text("sound:1\nhangs:1\n")
-    words = [*FAST, "--hostfile", tmp_path / "hosts", "--min-hosts", "1", "--", "sh", "-c"]
+    words = [
+        *FAST,
+        "--hostfile",
+        tmp_path / "hosts",
+        "--min-hosts",
+        "1",
+        "--",
+        "sh",
+        "-c",
+    ]
     ended = run([*words, 'cat "$LAUNCH_HOSTFILE"'], 80, answering)
     assert ended.code == 0 and ended.output.splitlines()[-1] == "sound:1", ended.output
     assert "going on without hangs" in ended.output
@@ -500,9 +611,21 @@ def test_as_the_first_process_of_a_container_it_leaves_no_zombies(tmp_path: Path
         pytest.skip("needs root, for a process table of its own")
     # A process whose parent ends before it; then the table is shown.
     command = "(sleep 0.2 & exit 0); sleep 1; ps -eo stat,comm"
-    words = ["unshare", "--pid", "--fork", "--mount-proc", *SUPERVISE, "--", "sh", "-c", command]
+    words = [
+        "unshare",
+        "--pid",
+        "--fork",
+        "--mount-proc",
+        *SUPERVISE,
+        "--",
+        "sh",
+        "-c",
+        command,
+    ]
     ended = run(words, 30)
-    assert ended.code == 0 and "ps" in ended.output and "Z" not in ended.output, ended.output
+    assert ended.code == 0 and "ps" in ended.output and "Z" not in ended.output, (
+        ended.output
+    )
 
 
 def test_a_folder_holds_no_exit_code(tmp_path: Path):

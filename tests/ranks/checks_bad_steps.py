@@ -65,14 +65,18 @@ def as_plain(ended, begin: int, steps) -> None:
 
 
 def check_a_bad_step_is_skipped_and_named(world):
-    world_lib.set_up(world, Settings())  # once for all checks here, before the first operation
+    # Once for all checks here, before the first operation.
+    world_lib.set_up(world, Settings())
     wrong = of_batch(3, place=-1)  # the last share's
     ended = trained(world, bad(wrong), num_steps=6, checkpoint_every=1)
     if world.is_chief:
         notes = [line for line in ended.printed.splitlines() if "is skipped" in line]
         assert len(notes) == 1 and "step 4 is skipped, its loss nan" in notes[0], notes
         assert f"(no number: loss of {named(world, 3, world.size - 1)}" in notes[0]
-        assert ended.summary["skipped_steps"] == 1 and ended.summary["samples_passed_over"] == 0
+        assert (
+            ended.summary["skipped_steps"] == 1
+            and ended.summary["samples_passed_over"] == 0
+        )
         same(model_arrays(ended.state(3)), model_arrays(ended.state(4)))
         as_plain(ended, 4, [4, 5])
 
@@ -115,7 +119,10 @@ def check_a_loss_of_nan_is_named_with_float16_too(world):
     """NaN in the gradient only is a matter of the loss scale."""
     printed = trained(world, bad(of_batch(3)), precision="float16", num_steps=5).printed
     if world.is_chief:
-        assert printed.count("is skipped") == 1 and "loss of rank 0 with samples" in printed
+        assert (
+            printed.count("is skipped") == 1
+            and "loss of rank 0 with samples" in printed
+        )
 
 
 def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world):
@@ -138,7 +145,9 @@ def check_bad_steps_in_a_row_send_the_run_back_and_leave_out_their_batches(world
     resumed = trained(world, task, num_steps=12, run_dir=f"{ended.folder}-b")
     same(ended.weights(), resumed.weights())
     # Nor is anything read twice, or left out, where the next steps are of another size.
-    other = trained(world, task, num_steps=14, run_dir=ended.folder, global_batch_size=6)
+    other = trained(
+        world, task, num_steps=14, run_dir=ended.folder, global_batch_size=6
+    )
     if world.is_chief:
         file = other.folder / "checkpoints/step-00000014/manifest.json"
         manifest = json.loads(file.read_text())
@@ -171,20 +180,29 @@ def check_a_second_time_ends_the_run(world):
         max_bad_steps=2,
     )
     if world.is_chief:
-        assert ended.printed.count("Going back") == 1 and ended.summary["exit_reason"] == "diverged"
+        assert (
+            ended.printed.count("Going back") == 1
+            and ended.summary["exit_reason"] == "diverged"
+        )
         assert {"step-00000004", "step-00000006"} <= {*ended.checkpoints}
         for path in (ended.folder / "checkpoints").iterdir():
             files.verify(path)
 
 
 def check_without_a_checkpoint_before_it_the_run_ends(world):
-    ended = trained(world, bad(of_batch(0, 1)), code=DIVERGED, num_steps=12, max_bad_steps=2)
+    ended = trained(
+        world, bad(of_batch(0, 1)), code=DIVERGED, num_steps=12, max_bad_steps=2
+    )
     assert "went back" not in ended.message and "Going back" not in ended.printed
     assert not ended.checkpoints
 
 
 def weighted(
-    weights: dict[int, float], *, named: str = "", evaluated: float = 1.0, place: int = 7
+    weights: dict[int, float],
+    *,
+    named: str = "",
+    evaluated: float = 1.0,
+    place: int = 7,
 ) -> type:
     """Training samples have these weights, all others 1; of a term where it is `named`."""
 
@@ -223,7 +241,11 @@ def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
     (one,) = of_batch(3, place=-1)
     (other,) = of_batch(3, place=0)
     cases = [
-        ({one: -1.0}, {}, "step 4 a weight of the task's loss is -1 (1 of the global batch)"),
+        (
+            {one: -1.0},
+            {},
+            "step 4 a weight of the task's loss is -1 (1 of the global batch)",
+        ),
         ({one: float("nan")}, {}, "a weight of the task's loss is nan (1 of"),
         ({one: float("inf")}, {"precision": "float16"}, "is inf (1 of"),
         ({one: -1.0, other: 1.0}, {"accumulation_steps": 2}, "is -1 (1 of"),
@@ -231,21 +253,32 @@ def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
         ({one: -1.0}, {"virtual_ranks": 4, "precision": "float32"}, "is -1 (1 of"),
     ]
     for weights, settings, words in cases:
-        ended = trained(world, weighted(weights), words, code=WRONG_USE, num_steps=6, **settings)
+        ended = trained(
+            world, weighted(weights), words, code=WRONG_USE, num_steps=6, **settings
+        )
         assert ended.checkpoints == ["step-00000002"], ended.checkpoints
         assert "is skipped" not in ended.printed
     task = weighted({one: -1.0}, named="box")
-    trained(world, task, "a weight of the task's loss 'box' is -1", code=WRONG_USE, num_steps=6)
+    trained(
+        world,
+        task,
+        "a weight of the task's loss 'box' is -1",
+        code=WRONG_USE,
+        num_steps=6,
+    )
     scored = weighted({}, evaluated=-2.0)
     words = "a weight of the task's loss is -2 but weights are finite numbers from 0 up"
     trained(world, scored, "evaluating a few samples", words, code=WRONG_USE)
-    scored = weighted({}, evaluated=-2.0, place=8)  # of none of the samples that are tried
+    # Of none of the samples that are tried.
+    scored = weighted({}, evaluated=-2.0, place=8)
     trained(world, scored, "sample", words, code=WRONG_USE, num_steps=2, eval_every=2)
 
 
 def check_virtual_ranks_are_named(world):
     wrong = of_batch(3, place=3)  # it is in the second share of 3 samples
-    ended = trained(world, bad(wrong), virtual_ranks=4, num_steps=5, precision="float32")
+    ended = trained(
+        world, bad(wrong), virtual_ranks=4, num_steps=5, precision="float32"
+    )
     if world.is_chief:
         samples = ", ".join(str(sample) for sample in batch_ids(3, SAMPLES)[3:6])
         expected = f"loss of virtual rank 1 with samples {samples})"

@@ -48,10 +48,18 @@ def check_sync_batch_norm_keeps_float32_digits(world):
     """Mean 1000, deviation 0.1: E[x^2] - E[x]^2 in float32 would have no digit left."""
     near, rows = uneven(world)
     far = (1000 + 0.1 * (near - 2) / 3).astype(np.float32)
-    for policy, whole in (("float32", far), ("mixed_bfloat16", near), ("mixed_float16", near)):
-        layer = batch_norm.SyncBatchNormalization(name=policy, dtype=policy, momentum=0.0)
+    for policy, whole in (
+        ("float32", far),
+        ("mixed_bfloat16", near),
+        ("mixed_float16", near),
+    ):
+        layer = batch_norm.SyncBatchNormalization(
+            name=policy, dtype=policy, momentum=0.0
+        )
         y = layer(tf.cast(whole[rows], layer.compute_dtype), training=True)
-        assert y.dtype.name == layer.compute_dtype and layer.moving_mean.dtype == "float32"
+        assert (
+            y.dtype.name == layer.compute_dtype and layer.moving_mean.dtype == "float32"
+        )
         cast = tf.cast(tf.cast(whole, layer.compute_dtype), tf.float64).numpy()
         np.testing.assert_allclose(layer.moving_mean, cast.mean((0, 1, 2)), rtol=1e-6)
         rtol = 1e-3 if policy == "float32" else 1e-6
@@ -75,19 +83,27 @@ def check_a_batch_norm_fused_for_a_gpu_is_keras_s(world):
     for settings, shape, policy, can_be_fused in cases:
         results = []
         for fuse in (False, True):
-            layer = layers.BatchNormalization(dtype=policy, name="b", momentum=0.7, **settings)
+            layer = layers.BatchNormalization(
+                dtype=policy, name="b", momentum=0.7, **settings
+            )
             model = keras.Sequential([keras.Input(shape[1:]), layer])
             if fuse:
                 batch_norm.fuse(model)
-            x = tf.cast(np.random.default_rng(1).normal(3, 2, shape), layer.compute_dtype)
+            x = tf.cast(
+                np.random.default_rng(1).normal(3, 2, shape), layer.compute_dtype
+            )
             called = tf.function(model).get_concrete_function(x, training=True)
-            is_fused = any(op.type == "FusedBatchNormV3" for op in called.graph.get_operations())
+            is_fused = any(
+                op.type == "FusedBatchNormV3" for op in called.graph.get_operations()
+            )
             assert is_fused == (fuse and can_be_fused), (settings, shape, policy)
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = model(x, training=True)
                 value = tf.reduce_sum(tf.sin(tf.cast(y, tf.float64)))
-            grads = tape.gradient(value, [x, *(raw(v) for v in model.trainable_variables)])
+            grads = tape.gradient(
+                value, [x, *(raw(v) for v in model.trainable_variables)]
+            )
             results.append([y, *grads, *model.get_weights()])
         near = 2e-2 if "bfloat16" in policy else 1e-4
         for plain, fused in zip(*results):
@@ -148,16 +164,26 @@ def check_moments_sync_is_the_law_of_total_variance(world):
 
 
 def check_what_cannot_be_synchronized_is_refused_by_name(world):
-    refused(lambda: batch_norm.synchronize(Net(Own(name="odd"))), "odd (Own)", "derive it from")
+    refused(
+        lambda: batch_norm.synchronize(Net(Own(name="odd"))),
+        "odd (Own)",
+        "derive it from",
+    )
     batch_norm.synchronize(Net(Own(name="odd", trainable=False)))
     if world.size == 1:
         return
     own = Net(layers.BatchNormalization(name="own", synchronized=True))
     for mode in ("mean", "moments", "none"):
-        refused(lambda m=mode: batch_norm.make_sync(own, m, weight=1.0), "own", "--bn_sync=full")
+        refused(
+            lambda m=mode: batch_norm.make_sync(own, m, weight=1.0),
+            "own",
+            "--bn_sync=full",
+        )
 
     def branch(model, x, training):
-        return tf.cond(x[0, 0, 0] > 0, lambda: model.bn(x, training=training), lambda: x)
+        return tf.cond(
+            x[0, 0, 0] > 0, lambda: model.bn(x, training=training), lambda: x
+        )
 
     several = {
         "cell_bn": (Net(layers.RNN(Cell())), [None, 6, 3]),
@@ -168,7 +194,11 @@ def check_what_cannot_be_synchronized_is_refused_by_name(world):
         model(tf.zeros([2, 6, 3]))
         step = tf.function(batch_norm.synchronize(model), autograph=False)
         spec = tf.TensorSpec(shape)
-        refused(lambda s=step, x=spec: s.get_concrete_function(x, training=True), name, "loop")
+        refused(
+            lambda s=step, x=spec: s.get_concrete_function(x, training=True),
+            name,
+            "loop",
+        )
 
 
 def check_a_synchronized_model_is_what_it_was_and_saves_loads_and_clones(world):
@@ -213,12 +243,18 @@ def check_moving_statistics_are_found_by_layer_at_any_depth(world):
     inside = Net(functional(Own(), shape=(5, 4)))
     model = Net(Block(), inside, Decoy(), layers.TimeDistributed(bn()))
     model(tf.zeros([2, 5, 3]))
-    norms = [layer for layer in model._flatten_layers() if hasattr(layer, "moving_mean")]
+    norms = [
+        layer for layer in model._flatten_layers() if hasattr(layer, "moving_mean")
+    ]
     decoy = model.parts[2]
     decoy.kept.assign(tf.fill(decoy.kept.shape, float(world.rank)))
     means, variances = batch_norm.moving_statistics(model)
     assert len(means) == len(variances) == len(norms) == 3
-    for mode, expected in (("full", world.rank), ("mean", (world.size - 1) / 2), ("none", 0)):
+    for mode, expected in (
+        ("full", world.rank),
+        ("mean", (world.size - 1) / 2),
+        ("none", 0),
+    ):
         for variable in [*means, *variances]:
             value = np.nan if mode == "none" and world.rank else float(world.rank)
             variable.assign(tf.fill(variable.shape, value))

@@ -42,7 +42,11 @@ WORDS = {
         "--ema_decay=0.9",
         "--warmup_steps=0",
     ],
-    SCENES: ["--flagfile=configs/demo.cfg", *TINY_FLAGS, f"--data_dir={os.environ.get('TINY')}"],
+    SCENES: [
+        "--flagfile=configs/demo.cfg",
+        *TINY_FLAGS,
+        f"--data_dir={os.environ.get('TINY')}",
+    ],
     NUMBERS: ["--flagfile=configs/blank.cfg", *STEPS],
 }
 TASKS = {DIGITS: classification.Task, SCENES: segmentation.Task, NUMBERS: blank.Task}
@@ -52,7 +56,8 @@ TASKS = {DIGITS: classification.Task, SCENES: segmentation.Task, NUMBERS: blank.
 def train(world, run: Path) -> None:
     world_lib.set_up(world, Settings())  # before ranks exchange anything, as in a run
     config = settings_lib.parse(["train.py", *WORDS[run], f"--run_dir={run}"])
-    names = [f"digit {number}" for number in range(10)]  # kept by the checkpoint's data card
+    # Kept by the checkpoint's data card.
+    names = [f"digit {number}" for number in range(10)]
     with mock.patch.object(Digits, "class_names", names, create=True):
         fit_config(config, world, TASKS[run])
     if run is DIGITS:
@@ -71,7 +76,13 @@ def scans() -> None:
 def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **arguments) -> str:
     """What rank 0 printed, and the Stop's message; the command must end with `code`."""
     train(world, run)
-    words = ["", f"--flagfile={run / 'config.cfg'}", f"--run_dir={run}", "--resume=auto", *flags]
+    words = [
+        "",
+        f"--flagfile={run / 'config.cfg'}",
+        f"--run_dir={run}",
+        "--resume=auto",
+        *flags,
+    ]
     config = settings_lib.parse(words).for_ranks(world.size)
     namespace = SimpleNamespace(checkpoint="best", ema=True, out=None, worst=0)
     for name, value in arguments.items():
@@ -84,7 +95,11 @@ def call(command, world, *flags, run=DIGITS, code=DONE, stop=False, **arguments)
         except Stop as ended:
             its_code = ended.code
             message = str(ended)
-    assert its_code == code and "\n" not in message, (its_code, message, printed.getvalue())
+    assert its_code == code and "\n" not in message, (
+        its_code,
+        message,
+        printed.getvalue(),
+    )
     return message + world.broadcast_object(printed.getvalue(), "commands.printed")
 
 
@@ -151,7 +166,9 @@ def check_what_cannot_be_evaluated_is_refused_in_one_sentence(world):
     persons = FOLDER / "persons"
     on_chief(world, lambda: persons_files(persons))
     for command, name in ((evaluate, "worst/a.txt"), (predict, "labels/a.txt")):
-        said = call(command, world, out=persons, pictures=[FOLDER / "in-3"], code=WRONG_USE)
+        said = call(
+            command, world, out=persons, pictures=[FOLDER / "in-3"], code=WRONG_USE
+        )
         assert f"{name} was put there or changed by somebody else" in said
     assert sorted(path.name for path in persons.rglob("*.txt")) == ["a.txt", "a.txt"]
     call(evaluate, world, out=FOLDER / "none", stop=True, code=PREEMPTED)
@@ -190,7 +207,8 @@ def bad_files(folder: Path) -> None:
     Image.fromarray(deep.astype(np.int32)).save(folder / "in" / "wide.tiff")
     (folder / "in" / "away.png").symlink_to("nowhere.png")
     os.mkfifo(folder / "pipe.png")
-    (folder / "in" / "head.ppm").write_bytes(b"P6")  # Pillow's ValueError does not name the file
+    # Pillow's ValueError does not name the file.
+    (folder / "in" / "head.ppm").write_bytes(b"P6")
     odd = os.fsencode(folder / "in") + b"/odd\xff"
     shutil.copy(os.fsencode(folder / "in" / "001.png"), odd + b".png")
     shutil.copy(os.fsencode(folder / "in" / "text.png"), odd + b".txt")
@@ -230,7 +248,9 @@ def check_examples_are_shared_and_stay_in_order(world):
     call(predict, world, run=NUMBERS, out=out, pictures=[FOLDER / "x.jsonl"])
     assert [path.name for path in out.glob("[!.]*")] == ["predictions.jsonl"]
     its_output = [out / "predictions.jsonl"]
-    said = call(predict, world, run=NUMBERS, out=out, pictures=its_output, code=WRONG_USE)
+    said = call(
+        predict, world, run=NUMBERS, out=out, pictures=its_output, code=WRONG_USE
+    )
     assert "predictions.jsonl is read, and " in said
     classes = [line["classes"] for line in json_lines(out / "predictions.jsonl")]
     assert np.mean(classes == labels) == np.mean(hits)
@@ -251,14 +271,28 @@ def check_ranks_with_different_pictures_are_refused(world):
 def check_labels_and_overlays_at_the_pictures_own_size(world):
     folder = FOLDER / "shapes"
     rng = np.random.default_rng(1)
-    shapes = {"a.png": (50, 71), "b.webp": (33, 20), "deep/c.bmp": (64, 64), "d.gif": (40, 90)}
+    shapes = {
+        "a.png": (50, 71),
+        "b.webp": (33, 20),
+        "deep/c.bmp": (64, 64),
+        "d.gif": (40, 90),
+    }
     train(world, SCENES)
     if world.is_chief:
         (folder / "deep").mkdir(parents=True)
         for name, shape in shapes.items():
-            Image.fromarray(rng.integers(0, 256, (*shape, 3), np.uint8)).save(folder / name)
+            Image.fromarray(rng.integers(0, 256, (*shape, 3), np.uint8)).save(
+                folder / name
+            )
     world.gather_objects(None, "commands.shapes")
-    call(predict, world, "--eval_crop=0", run=SCENES, out=FOLDER / "drawn", pictures=[folder])
+    call(
+        predict,
+        world,
+        "--eval_crop=0",
+        run=SCENES,
+        out=FOLDER / "drawn",
+        pictures=[folder],
+    )
     for name, shape in shapes.items():
         label = Image.open(FOLDER / "drawn" / "labels" / f"{name}.png")
         assert label.size == shape[::-1] and label.mode == "P"

@@ -60,13 +60,17 @@ def pictures(world) -> Path:
                 (root / "data" / split / name).mkdir(parents=True)
                 for number in range(count):
                     pixels = draw.integers(0, 256, (8, 8, 3), np.uint8)
-                    Image.fromarray(pixels).save(root / "data" / split / name / f"{number}.png")
+                    Image.fromarray(pixels).save(
+                        root / "data" / split / name / f"{number}.png"
+                    )
 
     on_chief(world, make)
     return root
 
 
-def trained(world, root: Path, *words: str, code: int = DONE, task: type = Task, **settings):
+def trained(
+    world, root: Path, *words: str, code: int = DONE, task: type = Task, **settings
+):
     folders = {"data_dir": str(root / "data"), "run_dir": str(root / "run")}
     config = dataclasses.replace(Settings(), **SETTINGS | folders | settings)
     return fit_config(config, world, task, *words, code=code)
@@ -96,9 +100,7 @@ def check_a_resume_on_changed_data_says_what_changed(world):
         (train / "bee" / "5.png").rename(train / "bee" / "new.png")
 
     on_chief(world, change)
-    change_in_words = (
-        "18 samples then, 16 now: 3 gone (ape/3.png, bee/5.png, cat/0.png), 1 added (bee/new.png"
-    )
+    change_in_words = "18 samples then, 16 now: 3 gone (ape/3.png, bee/5.png, cat/0.png), 1 added (bee/new.png"
     trained(
         world,
         root,
@@ -110,7 +112,8 @@ def check_a_resume_on_changed_data_says_what_changed(world):
     )
     ended = trained(world, root, num_steps=4, accept_changed_data=True)
     assert change_in_words in ended.printed or not world.is_chief
-    trained(world, root, num_steps=6)  # the checkpoint of step 4 is of the data as they are
+    # The checkpoint of step 4 is of the data as they are.
+    trained(world, root, num_steps=6)
 
 
 def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
@@ -132,7 +135,9 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
             config,
             world,
             stop,
-            arguments=SimpleNamespace(checkpoint="last", ema=True, worst=0, out=root / "scores"),
+            arguments=SimpleNamespace(
+                checkpoint="last", ema=True, worst=0, out=root / "scores"
+            ),
         )
     files = sorted((root / "test" / "some").rglob("*.png"))
     images = np.stack([np.asarray(Image.open(file)) for file in files])
@@ -154,7 +159,12 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
                 world,
                 stop,
                 arguments=SimpleNamespace(
-                    checkpoint="last", ema=True, worst=0, out=root, check=None, onnx=False
+                    checkpoint="last",
+                    ema=True,
+                    worst=0,
+                    out=root,
+                    check=None,
+                    onnx=False,
                 ),
             )
         for file in (root / CARD, root / "saved_model" / "assets.extra" / CARD):
@@ -163,7 +173,9 @@ def check_a_set_with_fewer_classes_in_another_order_is_scored_by_name(world):
 
 def slow_check_an_order_by_shards_is_another_one(world):
     root = pictures(world)
-    assert not trained(world, root, "--shuffle_shards=2", code=WRONG_USE, shuffle_shards=2).model
+    assert not trained(
+        world, root, "--shuffle_shards=2", code=WRONG_USE, shuffle_shards=2
+    ).model
 
     for split in ("train", "val"):  # all ranks share the work
         pack.pack(ClassFolders(root / "data", split), root / "packed", split, shards=5)
@@ -180,9 +192,14 @@ def slow_check_an_order_by_shards_is_another_one(world):
             shuffle_shards=shards,
             run_dir=str(root / f"run-{shards}"),
         )
-        assert ("pack with --shuffle=1" in run.printed) == (world.is_chief and shards > 0)
+        assert ("pack with --shuffle=1" in run.printed) == (
+            world.is_chief and shards > 0
+        )
         weights[shards] = run.weights()
-    assert max(np.abs(one - other).max() for one, other in zip(weights[0], weights[2])) > 1e-3
+    assert (
+        max(np.abs(one - other).max() for one, other in zip(weights[0], weights[2]))
+        > 1e-3
+    )
 
 
 def slow_check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(world):
@@ -198,7 +215,11 @@ def slow_check_a_remote_set_trains_as_a_local_one_also_while_its_server_is_away(
         once[f"train-0000{shard}-of-00005.tfrecord"] = 1
         once[f"val-0000{shard}-of-00005.tfrecord"] = 1
     weights = {}
-    for name, away, bound in (("local", 0, 1), ("remote", 0, whole), ("away", 5, whole * 0.6)):
+    for name, away, bound in (
+        ("local", 0, 1),
+        ("remote", 0, whole),
+        ("away", 5, whole * 0.6),
+    ):
         cache = root / f"cache {name}"
         with server.up(away) if world.is_chief else contextlib.nullcontext():
             data_dir = str(root / "packed")
@@ -243,14 +264,22 @@ def slow_check_a_picture_replaced_by_one_of_its_size_is_noticed_by_its_hash(worl
     trained(world, root, num_steps=4)
     on_chief(world, replace)  # names and sizes are as before
     change_in_words = "18 samples have files of other contents"
-    trained(world, root, "since step-00000004", change_in_words, code=WRONG_USE, num_steps=6)
+    trained(
+        world, root, "since step-00000004", change_in_words, code=WRONG_USE, num_steps=6
+    )
     trained(world, root, num_steps=6, accept_changed_data=True)
 
 
 def slow_check_a_run_that_mixes_says_so_in_its_card_and_its_loss_is_tried(world):
     root = pictures(world)
     train = partial(
-        trained, world, root, mixup=0.5, cutmix=1.0, label_smoothing=0.1, accumulation_steps=2
+        trained,
+        world,
+        root,
+        mixup=0.5,
+        cutmix=1.0,
+        label_smoothing=0.1,
+        accumulation_steps=2,
     )
     ended = train()
     file = ended.folder / "checkpoints" / "step-00000002" / "manifest.json"
@@ -278,7 +307,13 @@ def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
 
     on_chief(world, spoil)
     trained(
-        world, root, "0.png", "zero bytes", code=WRONG_USE, num_steps=6, run_dir=str(root / "no")
+        world,
+        root,
+        "0.png",
+        "zero bytes",
+        code=WRONG_USE,
+        num_steps=6,
+        run_dir=str(root / "no"),
     )
     whole = trained(world, root, num_steps=6, max_bad_samples="12%")  # 2 of 18
     text = (whole.folder / "bad_samples.jsonl").read_text()
@@ -286,7 +321,9 @@ def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
     assert {line["sample"] for line in lines} == {0, 12} and len(lines) > 4
     assert "zero bytes" in text and "cat/0.png cannot be decoded" in text
     trained(world, root, num_steps=2, run_dir=str(root / "twice"), max_bad_samples="2")
-    again = trained(world, root, num_steps=6, run_dir=str(root / "twice"), max_bad_samples="2")
+    again = trained(
+        world, root, num_steps=6, run_dir=str(root / "twice"), max_bad_samples="2"
+    )
     same(whole.weights(), again.weights())
     assert (again.folder / "bad_samples.jsonl").read_text() == text
     for _ in range(2):  # it is no way out to start again

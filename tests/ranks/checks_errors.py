@@ -60,11 +60,15 @@ def check_data_that_are_away_are_waited_for(world):
     root = folder_with_scenes(world)
     fit_config(config(root, "--num_steps=1"), world, Task)
     on_chief(world, lambda: (root / "data").rename(root / "away"))
-    fit_config(config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW)
+    fit_config(
+        config(root), world, Task, "the data of the run in", "are away", code=NOT_NOW
+    )
 
 
 def check_synthetic_data_need_no_folder(world):
-    settings = config(folder(world), "--synthetic_data", "--data_dir=/nowhere", "--num_steps=1")
+    settings = config(
+        folder(world), "--synthetic_data", "--data_dir=/nowhere", "--num_steps=1"
+    )
     fit_config(settings, world, Task)
 
 

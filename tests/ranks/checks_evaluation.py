@@ -30,7 +30,9 @@ def check_a_failing_evaluation_loses_no_training(world):
     gc.collect()
     gc.disable()
     try:
-        ended = fit(world, Torn, "sample 13 is torn", code=WRONG_USE, eval_every=2, num_steps=6)
+        ended = fit(
+            world, Torn, "sample 13 is torn", code=WRONG_USE, eval_every=2, num_steps=6
+        )
         # A pipeline that reads on is collected by any thread: by one that it waits for, both hang.
         kind = iterator_ops.OwnedIterator
         reading = [each for each in gc.get_objects() if isinstance(each, kind)]
@@ -53,7 +55,9 @@ def check_a_failing_evaluation_loses_no_training(world):
     again = fit(world, Small, eval_every=2, num_steps=6, run_dir=ended.folder)
     if world.is_chief:
         trained = [record["step"] for record in again.records if "loss" in record]
-        assert again.evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], again.records
+        assert again.evaluated == [2, 4, 6] and trained == [1, 2, 3, 4, 5, 6], (
+            again.records
+        )
     assert not reading  # here, as the other ranks go on
 
 
@@ -70,7 +74,9 @@ def slow_check_a_kill_between_log_and_score_loses_no_evaluation(world):
 
         return call
 
-    train = partial(fit, world, eval_every=2, num_steps=8, run_dir=folder(world) / "run")
+    train = partial(
+        fit, world, eval_every=2, num_steps=8, run_dir=folder(world) / "run"
+    )
     with (
         contextlib.suppress(RuntimeError),
         mock.patch.object(Saver, "add_score", killed(Saver.add_score)),
@@ -91,7 +97,9 @@ def slow_check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
             }
 
         def loss(self, outputs, targets):
-            return super().loss(outputs, targets[..., 0] if targets.shape.rank == 2 else targets)
+            return super().loss(
+                outputs, targets[..., 0] if targets.shape.rank == 2 else targets
+            )
 
         def sums(self, outputs, targets):
             return super().sums(outputs, targets[:, 0])
@@ -100,7 +108,9 @@ def slow_check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
             return {"id": targets[:, 1]}
 
         def metrics(self, sums):
-            return super().metrics(sums) | {"in_order": sums["id"].tolist() == [*range(20)]}
+            return super().metrics(sums) | {
+                "in_order": sums["id"].tolist() == [*range(20)]
+            }
 
     ended = fit(world, Keeps, num_steps=1)
     assert "keep 8 bytes of each of 20 samples" in ended.printed or not world.is_chief
@@ -110,13 +120,26 @@ def slow_check_what_is_kept_of_each_sample_comes_once_and_in_order(world):
         def per_sample(self, outputs, targets):
             return {"id": tf.zeros([1, 2**24])}
 
-    fit(world, KeepsMuch, "1.2 GiB: every rank holds them all, 1 GiB", code=WRONG_USE, num_steps=1)
+    fit(
+        world,
+        KeepsMuch,
+        "1.2 GiB: every rank holds them all, 1 GiB",
+        code=WRONG_USE,
+        num_steps=1,
+    )
 
     class KeepsUnsigned(Keeps):
         def per_sample(self, outputs, targets):
             return {"id": tf.cast(targets[:, 1], tf.uint32)}
 
-    fit(world, KeepsUnsigned, "has id, uint32", "that Horovod gathers", code=WRONG_USE, num_steps=1)
+    fit(
+        world,
+        KeepsUnsigned,
+        "has id, uint32",
+        "that Horovod gathers",
+        code=WRONG_USE,
+        num_steps=1,
+    )
 
 
 def check_failed_pictures_and_nan_scores_end_no_run(world):
@@ -133,13 +156,19 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
 
         def metrics(self, sums):
             Faulty.scored += 1
-            return {"accuracy": {2: np.nan, 3: np.inf}.get(Faulty.scored, 0.1 * Faulty.scored)}
+            return {
+                "accuracy": {2: np.nan, 3: np.inf}.get(
+                    Faulty.scored, 0.1 * Faulty.scored
+                )
+            }
 
     ended = fit(world, Faulty, eval_every=1, num_steps=6, keep=1, early_stop_evals=3)
     best = "a score of NaN or infinity is never the best"
     assert ended.checkpoints == ["step-00000006"], best
     # Printed once, by one rank.
-    notes = ended.printed.count("note: no pictures: draw failed: RuntimeError: no fonts here")
+    notes = ended.printed.count(
+        "note: no pictures: draw failed: RuntimeError: no fonts here"
+    )
     assert notes == world.is_chief, ended.printed
 
     class Nan(Small):
@@ -151,7 +180,9 @@ def check_failed_pictures_and_nan_scores_end_no_run(world):
     ended = fit(world, Nan, eval_every=1, num_steps=6, early_stop_evals=2)
     if world.is_chief:
         assert "no accuracy that is a number in 2 evaluations" in ended.printed
-        none = "no checkpoint is the best: accuracy was NaN or infinite at each evaluation"
+        none = (
+            "no checkpoint is the best: accuracy was NaN or infinite at each evaluation"
+        )
         assert none in ended.printed and ended.summary["no_best"] == none
         assert none in report.write(ended.folder).read_text()
 
@@ -194,9 +225,14 @@ def check_of_an_error_the_lowest_is_the_best(world):
     assert ended.checkpoints == ["step-00000004"]
     # Which score is the best, and how often evaluations are made, may change.
     ByLoss.main_metric_mode = "max"
-    again = train(ByLoss, run_dir=ended.folder, eval_every=2, num_steps=6, early_stop_evals=9)
+    again = train(
+        ByLoss, run_dir=ended.folder, eval_every=2, num_steps=6, early_stop_evals=9
+    )
     if world.is_chief:
-        assert "note: main_metric_mode was min, is max: the best is chosen anew" in again.printed
+        assert (
+            "note: main_metric_mode was min, is max: the best is chosen anew"
+            in again.printed
+        )
         note = "--eval_every was 1, is 2: --early_stop_evals=9 ends the run 9 times 2 steps after"
         assert note in again.printed, again.printed
         assert again.summary["best_step"] == 4
@@ -214,7 +250,10 @@ def check_a_score_that_stays_ends_early_although_the_newest_is_the_best(world):
     ended = train(num_steps=9, run_dir=first.folder)
     assert ended.checkpoints == ["step-00000004"], ended.checkpoints
     if world.is_chief:
-        assert ended.summary["exit_reason"] == "early stop" and ended.summary["best_step"] == 4
+        assert (
+            ended.summary["exit_reason"] == "early stop"
+            and ended.summary["best_step"] == 4
+        )
         assert "no accuracy above 0.5000, of step 1, in 3 evaluations" in ended.printed
 
 
@@ -229,7 +268,9 @@ def slow_check_a_score_of_another_measure_counts_as_none(world):
             Rises.calls += 1
             if self.config.eval_crop:
                 return {"accuracy": 2 / Rises.calls}
-            return {"accuracy": float("nan") if Rises.calls == 5 else 0.01 * Rises.calls}
+            return {
+                "accuracy": float("nan") if Rises.calls == 5 else 0.01 * Rises.calls
+            }
 
     train = partial(fit, world, eval_every=1, keep=1, early_stop_evals=2)
     first = train(Rises, eval_crop=16, num_steps=2)
@@ -244,13 +285,17 @@ def slow_check_a_score_of_another_measure_counts_as_none(world):
                 scores[record["step"]] = record["eval_accuracy"]
         assert list(scores) == [1, 2, 3, 4, 5] and scores[1] == 1.0, scores
         assert scores[2] is None and scores[3] < 1.0, scores
-        note = "the score of step 2 is of another measure (--eval_crop was 16, is 0): such"
+        note = (
+            "the score of step 2 is of another measure (--eval_crop was 16, is 0): such"
+        )
         assert ended.printed.count(note) == 1, ended.printed
 
     # Back to the first: its best is old, but it was not scored since.
     ended = train(Rises, eval_crop=16, num_steps=9, run_dir=first.folder)
     if world.is_chief:
-        assert ended.summary["exit_reason"] == "early stop" and ended.summary["step"] == 7
+        assert (
+            ended.summary["exit_reason"] == "early stop" and ended.summary["step"] == 7
+        )
 
     class Others(Rises):
         def sources(self):
@@ -269,7 +314,9 @@ def check_a_validation_set_in_which_nothing_counts_is_refused(world):
             trains = tf.reduce_any(tf.shape(losses)[0] == [12, 6])  # on 1 rank, on 2
             return losses, weights * tf.cast(trains, weights.dtype)
 
-    ended = fit(world, Weightless, "weights of the validation set are 0", code=WRONG_USE)
+    ended = fit(
+        world, Weightless, "weights of the validation set are 0", code=WRONG_USE
+    )
     assert not world.is_chief or ended.checkpoints == ["step-00000003"]
 
 
@@ -306,7 +353,9 @@ def check_notes_that_are_no_texts_are_refused(world):
         def notes(self, sums):
             return "one text"
 
-    ended = fit(world, Noted, "the task's notes must return a list of texts", code=WRONG_USE)
+    ended = fit(
+        world, Noted, "the task's notes must return a list of texts", code=WRONG_USE
+    )
     assert ended.checkpoints == ["step-00000003"]
 
 
@@ -315,7 +364,11 @@ def check_state_that_an_evaluation_changes_goes_back_after_each_batch(world):
     ended = fit(world, Centred, eval_every=3, eval_batch_size=4)
     val = numbers(2, 20)._arrays
     if world.is_chief:
-        (seen,) = [array for name, array in ended.state(3).items() if name.startswith("task/seen")]
+        (seen,) = [
+            array
+            for name, array in ended.state(3).items()
+            if name.startswith("task/seen")
+        ]
         scores = log_softmax(ended.model(val["x"]).numpy() - seen, -1)
         loss = -np.mean(scores[np.arange(20), val["y"]])
         np.testing.assert_allclose(ended.records[-1]["eval_loss"], loss, 1e-6)
@@ -338,7 +391,12 @@ def check_a_stop_during_an_evaluation_acts_at_once_and_is_made_up_for(world):
     train = partial(fit, world, Small, eval_every=2, num_steps=6)
     run_dir = folder(world) / "run"
     # The first two questions are steps, the third is the evaluation.
-    ended = train("saved at step 2", run_dir=run_dir, stop_signal=StopsAt(world, 3), code=PREEMPTED)
+    ended = train(
+        "saved at step 2",
+        run_dir=run_dir,
+        stop_signal=StopsAt(world, 3),
+        code=PREEMPTED,
+    )
     assert ended.checkpoints == ["step-00000002"]
     again = train(run_dir=run_dir)
     assert not world.is_chief or again.evaluated == [2, 4, 6]

@@ -45,12 +45,16 @@ class Varied(Small):
     def build_model(self):
         inputs = {"x": keras.Input((FEATURES,), name="x")}
         l2 = keras.regularizers.L2(0.01)
-        body = keras.layers.Dense(5, activation="tanh", kernel_regularizer=l2, name="body")
+        body = keras.layers.Dense(
+            5, activation="tanh", kernel_regularizer=l2, name="body"
+        )
         y = keras.layers.BatchNormalization(name="norm")(body(inputs["x"]))
         if self.config.dropout:
             inputs["key"] = keras.Input((2,), dtype="int32", name="key")
             y = SampleDropout(self.config.dropout)([y, inputs["key"]])
-        return keras.Model(inputs, keras.layers.Dense(CLASSES, name="head")(y), name="varied")
+        return keras.Model(
+            inputs, keras.layers.Dense(CLASSES, name="head")(y), name="varied"
+        )
 
     def loss(self, outputs, targets):
         return losses.cross_entropy(
@@ -79,14 +83,18 @@ class Sweep:
             "keras": str(self.folder / "keras.keras"),
             "first": str(self.folder / "first"),
         }
-        on_chief(world, lambda: (self.folder / "usual.cfg").write_text(flag_values.USUAL))
+        on_chief(
+            world, lambda: (self.folder / "usual.cfg").write_text(flag_values.USUAL)
+        )
         self.run([f"--run_dir={self.names['plain']} --num_steps=1"])
         ended = self.run([f"--run_dir={self.names['run']} --ema_decay=0.5 --seed=3"])
         on_chief(world, lambda: ended.model.save(self.names["keras"]))
 
     def parse(self, values: Iterable[str]) -> Settings:
         flags = [word.format(**self.names) for word in words(values)]
-        return settings_lib.parse(["train.py", f"--flagfile={self.folder}/usual.cfg", *flags])
+        return settings_lib.parse(
+            ["train.py", f"--flagfile={self.folder}/usual.cfg", *flags]
+        )
 
     def accepts(self, values: Iterable[str]) -> bool:
         try:
@@ -127,7 +135,9 @@ def sweep(world: World) -> Sweep:
     return Sweep(world)
 
 
-def all_pass(world: World, attempt: Callable[..., None], cases: Iterable[tuple]) -> None:
+def all_pass(
+    world: World, attempt: Callable[..., None], cases: Iterable[tuple]
+) -> None:
     """Calls attempt(*case) for all, then raises AssertionError, on every rank, if any failed."""
     failures = []
     for case in cases:
@@ -135,7 +145,8 @@ def all_pass(world: World, attempt: Callable[..., None], cases: Iterable[tuple])
             attempt(*case)
         except Exception:
             failures.append(f"{case}\n{traceback.format_exc(limit=-3, chain=False)}")
-            print(f"FAILED {failures[-1]}", flush=True)  # at once: what comes next may hang
+            # At once: what comes next may hang.
+            print(f"FAILED {failures[-1]}", flush=True)
     # Only rank 0 judges records: the others must not go on without it.
     failures = list(itertools.chain(*world.gather_objects(failures, "flags.failures")))
     assert not failures, f"{len(failures)} failed:\n" + "\n".join(failures)
@@ -163,7 +174,8 @@ def try_row(runs: Sweep, row: Row) -> None:
         runs.names["first"] = f"{runs.folder}/first-{runs.runs}"
         run_dir = f"--run_dir={runs.names['first']}"
         first = runs.run(
-            [*values, run_dir, "--resume=never --nobenchmark"], SimpleNamespace(asked=True)
+            [*values, run_dir, "--resume=never --nobenchmark"],
+            SimpleNamespace(asked=True),
         )
         if first.code == DIVERGED and may_diverge:
             return
@@ -183,7 +195,9 @@ def try_row(runs: Sweep, row: Row) -> None:
         config = runs.parse([*values, f"--run_dir={ended.folder}"])
         judge_records(ended, config, first_step)
         judge_folder(ended, config, first_step)
-        again = settings_lib.parse(["train.py", f"--flagfile={ended.folder}/config.cfg"])
+        again = settings_lib.parse(
+            ["train.py", f"--flagfile={ended.folder}/config.cfg"]
+        )
         # A run with checkpoints goes on from its own.
         resume = "auto" if ended.checkpoints else config.resume
         assert again == config.for_ranks(runs.world.size).changed(resume=resume)
@@ -207,11 +221,15 @@ def judge_records(ended: Outcome, config: Settings, first_step: int) -> None:
     assert summary["exit_reason"] == reason
 
     first_logged = 1 if has_first_part(ended) else first_step + 1
-    logged = [step for step in range(first_logged, last + 1) if step % config.log_every == 0]
+    logged = [
+        step for step in range(first_logged, last + 1) if step % config.log_every == 0
+    ]
     records = [record for record in ended.records if "loss" in record]
     assert [record["step"] for record in records] == logged
     skipped = [record["step"] for record in records if record["grad_norm"] is None]
-    assert len(skipped) <= (summary["skipped_steps"] if config.precision == "float16" else 0)
+    assert len(skipped) <= (
+        summary["skipped_steps"] if config.precision == "float16" else 0
+    )
     gradients = ended.folder / "gradients.jsonl"
     assert bool(logged and config.log_gradients) == gradients.exists()
     if not has_first_part(ended):
@@ -289,7 +307,9 @@ def check_what_a_run_refuses(world):
     def attempt(flags: str, part: str) -> None:
         part = part.format(**runs.names)
         ended = runs.run([flags])
-        assert ended.code == WRONG_USE and part in ended.message, f"{ended.code}: {ended.message}"
+        assert ended.code == WRONG_USE and part in ended.message, (
+            f"{ended.code}: {ended.message}"
+        )
         assert "\n" not in ended.message, ended.message
 
     # That every rank ends with the same words: checks_tasks.py, checks_errors.py.

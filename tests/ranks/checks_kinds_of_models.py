@@ -102,7 +102,9 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
     with mock.patch.object(load_run.tasks, "load_task", task):
         run, _ = load_run.restored(config, world, "last")
     reader = task_checks.reader(run.task, run.val_source, False)
-    feed = EvaluationFeed(reader, config.eval_batch_size, rank=world.rank, size=world.size)
+    feed = EvaluationFeed(
+        reader, config.eval_batch_size, rank=world.rank, size=world.size
+    )
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
     figures = Evaluator(run, feed).run(lambda: False).figures
     tf.config.run_functions_eagerly(False)

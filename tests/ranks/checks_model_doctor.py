@@ -15,7 +15,12 @@ def printed_by(world, task=Small, **settings) -> str:
 
 
 # Notes of the launch, of a busy machine, of batch norm and dropout by rank.
-OTHERS = ("horovodrun over Gloo", "input-bound", "slow: ", "weights depend on the number of")
+OTHERS = (
+    "horovodrun over Gloo",
+    "input-bound",
+    "slow: ",
+    "weights depend on the number of",
+)
 
 
 def doctor_notes(printed: str) -> list[str]:
@@ -70,7 +75,9 @@ def check_what_the_first_steps_show_is_said(world):
 
         def build_model(self):
             low = keras.initializers.Constant(-99)
-            return classifier(keras.layers.Dense(5, activation="relu", bias_initializer=low))
+            return classifier(
+                keras.layers.Dense(5, activation="relu", bias_initializer=low)
+            )
 
     train = partial(printed_by, world, global_batch_size=60, lr_policy="constant")
     large = train(Large, num_steps=1)
@@ -127,7 +134,9 @@ SCALE = keras.initializers.Constant(1e-6)
 
 def _convolutional(x):
     """MobileNet's block: depthwise, ReLU6."""
-    x = L.ReLU(6.0)(L.BatchNormalization()(L.Conv2D(16, 3, 2, "same", use_bias=False)(x)))
+    x = L.ReLU(6.0)(
+        L.BatchNormalization()(L.Conv2D(16, 3, 2, "same", use_bias=False)(x))
+    )
     x = L.ReLU(6.0)(L.BatchNormalization()(L.DepthwiseConv2D(3, padding="same")(x)))
     return L.GlobalAveragePooling2D()(L.Conv2D(32, 1)(x))
 
@@ -135,14 +144,18 @@ def _convolutional(x):
 def _grouped(x):
     x = L.Conv2D(16, 3, padding="same")(x)
     for _ in range(3):
-        x = x + L.Conv2D(16, 3, padding="same")(L.GroupNormalization(4)(L.Activation("relu")(x)))
+        x = x + L.Conv2D(16, 3, padding="same")(
+            L.GroupNormalization(4)(L.Activation("relu")(x))
+        )
     return L.GlobalAveragePooling2D()(x)
 
 
 def _convnext(x):
     x = L.LayerNormalization()(L.Conv2D(16, 4, 4)(x))
     for _ in range(2):
-        y = L.Dense(64, "gelu")(L.LayerNormalization()(L.DepthwiseConv2D(7, padding="same")(x)))
+        y = L.Dense(64, "gelu")(
+            L.LayerNormalization()(L.DepthwiseConv2D(7, padding="same")(x))
+        )
         x = x + L.Dense(16)(y) * LayerScale()(y[..., :16])
     return L.GlobalAveragePooling2D()(x)
 
@@ -160,9 +173,13 @@ class LayerScale(keras.layers.Layer):
 def _squeezed(x):
     """DenseNet's concatenations and a squeeze-and-excitation block."""
     for _ in range(3):
-        y = L.Conv2D(8, 3, padding="same")(L.Activation("swish")(L.BatchNormalization()(x)))
+        y = L.Conv2D(8, 3, padding="same")(
+            L.Activation("swish")(L.BatchNormalization()(x))
+        )
         x = L.Concatenate()([x, y])
-    gate = L.Dense(x.shape[-1], "sigmoid")(L.Dense(4, "relu")(L.GlobalAveragePooling2D()(x)))
+    gate = L.Dense(x.shape[-1], "sigmoid")(
+        L.Dense(4, "relu")(L.GlobalAveragePooling2D()(x))
+    )
     return L.GlobalAveragePooling2D()(x * gate[:, None, None])
 
 
@@ -229,7 +246,10 @@ def of_pictures(body: Callable) -> type:
             splits = []
             for size in (120, 24):
                 y = rng.integers(0, 3, size).astype(np.int32)
-                x = rng.normal(size=(size, 16, 16, 3)) + 0.7 * np.eye(3)[y][:, None, None]
+                x = (
+                    rng.normal(size=(size, 16, 16, 3))
+                    + 0.7 * np.eye(3)[y][:, None, None]
+                )
                 splits.append(Arrays(x=x.astype(np.float32), y=y, id=np.arange(size)))
             return splits
 
@@ -243,7 +263,12 @@ def of_pictures(body: Callable) -> type:
 def slow_check_sound_models_have_no_note(world):
     """The ten of SOUND: in a dry run, which learns a batch by heart, and in 120 steps."""
     train = partial(
-        printed_by, world, num_steps=120, optimizer="adam", base_lr=3e-3, warmup_steps=10
+        printed_by,
+        world,
+        num_steps=120,
+        optimizer="adam",
+        base_lr=3e-3,
+        warmup_steps=10,
     )
     notes = {}
     for body in SOUND:

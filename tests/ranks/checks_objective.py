@@ -36,7 +36,9 @@ WITHOUT_MOMENTUM = {name: value for name, value in EXACT.items() if name != "mom
 def samples(seed: int) -> Arrays:
     draw = np.random.default_rng(seed)
     x = draw.normal(size=(SAMPLES, FEATURES))
-    weights = np.where(draw.uniform(size=(SAMPLES, 2)) < 0.3, draw.uniform(size=(SAMPLES, 2)), 0.0)
+    weights = np.where(
+        draw.uniform(size=(SAMPLES, 2)) < 0.3, draw.uniform(size=(SAMPLES, 2)), 0.0
+    )
     return Arrays(x=x, y=np.argmax(x[:, :CLASSES], -1), weights=weights)
 
 
@@ -100,7 +102,9 @@ def reference(world, task, make) -> tuple[keras.Model, list, dict]:
     steps = []
     for _ in range(STEPS):
         with tf.GradientTape() as tape:
-            means = means_of(task, model(train._arrays["x"], training=True), targets_of(train))
+            means = means_of(
+                task, model(train._arrays["x"], training=True), targets_of(train)
+            )
             loss = tf.add_n(list(means.values()))
         rule.apply(
             tape.gradient(loss, [v.value for v in model.trainable_variables]),
@@ -195,7 +199,9 @@ def slow_check_own_losses_that_mix_samples_are_refused(world):
         (shrunk, "gradient"),
         (tf.identity, ""),
     ):
-        train = partial(fit, world, Terms, own_train=partial(own_train, change=change), **EXACT)
+        train = partial(
+            fit, world, Terms, own_train=partial(own_train, change=change), **EXACT
+        )
         if name and world.size > 1:
             train(f"run.loss(batch, losses): {name} of", "parts", code=WRONG_USE)
         else:
@@ -263,8 +269,16 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
     whole_numbers = calls(lambda x: across.gather(tf.argmax(x, -1)))
     fit(world, whole_numbers, virtual_ranks=5, **EXACT)
     for task, settings, words in (
-        (calls(in_a_tape), {"virtual_ranks": 5}, ("no gradient of its own", "leave out")),
-        (calls(across.gather), {"virtual_ranks": 5, "jit": True}, ("--jit", "leave out one")),
+        (
+            calls(in_a_tape),
+            {"virtual_ranks": 5},
+            ("no gradient of its own", "leave out"),
+        ),
+        (
+            calls(across.gather),
+            {"virtual_ranks": 5, "jit": True},
+            ("--jit", "leave out one"),
+        ),
         (
             calls(across.gather),
             {"accumulation_steps": 5},
@@ -274,7 +288,11 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
         (calls(twice), {"virtual_ranks": 5}, ("comes from gathered rows", "leave out")),
         (calls(lambda x: tf.map_fn(across.gather, x[None])), {}, ("branch or a loop",)),
         (calls(hvd.allgather), {}, ("HorovodAllgather", "across.gather")),
-        (calls(lambda x: tf.map_fn(hvd.allreduce, x)), {}, ("HorovodAllreduce", "mean over ranks")),
+        (
+            calls(lambda x: tf.map_fn(hvd.allreduce, x)),
+            {},
+            ("HorovodAllreduce", "mean over ranks"),
+        ),
     ):
         fit(world, task, *words, code=WRONG_USE, **EXACT | settings)
 
@@ -287,7 +305,9 @@ def slow_check_rows_that_cannot_be_gathered_are_refused(world):
 
 class Signs(keras.optimizers.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
-        self.assign_sub(variable, tf.sign(gradient) * tf.cast(learning_rate, gradient.dtype))
+        self.assign_sub(
+            variable, tf.sign(gradient) * tf.cast(learning_rate, gradient.dtype)
+        )
 
 
 def rules(beta=0.5, **average):
@@ -358,7 +378,9 @@ def check_averages_of_groups_are_kerass_and_resume_and_a_changed_rule_is_named(w
     assert not np.allclose(averages[0], model.variables[0], rtol=1e-6)
     model.set_weights(averages)
     _, val = Terms(None).sources()
-    scored = sum(means_of(Terms(None), model(val._arrays["x"]), targets_of(val)).values())
+    scored = sum(
+        means_of(Terms(None), model(val._arrays["x"]), targets_of(val)).values()
+    )
     if world.is_chief:
         state = ended.state(STEPS)
         saved = [state[name] for name in sorted(state) if name.startswith("ema/")]
@@ -404,7 +426,9 @@ PLATEAU = EXACT | {
 }
 
 
-PARTS = [f"plateau/{name}" for name in ("factor", "best", "waited", "resting", "judged")]
+PARTS = [
+    f"plateau/{name}" for name in ("factor", "best", "waited", "resting", "judged")
+]
 
 
 class Follows:
@@ -456,7 +480,9 @@ def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
     weights = [v.numpy() for v in model.variables]
     whole = fit(world, Terms, **PLATEAU)
     same(whole.weights(), weights, 1e-9)
-    assert ("the learning rate is lowered from 2 to 1:" in whole.printed) == world.is_chief
+    assert (
+        "the learning rate is lowered from 2 to 1:" in whole.printed
+    ) == world.is_chief
     rarely = fit(world, Terms, **PLATEAU | {"eval_every": 2})
     for uninterrupted, changes, is_stopped in (
         (whole, {"num_steps": 4}, False),  # evaluated, its score in the checkpoint
@@ -475,4 +501,7 @@ def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
         if world.is_chief:
             state = ended.state(7)
             expected_state = uninterrupted.state(7)
-            same([state[name] for name in PARTS], [expected_state[name] for name in PARTS])
+            same(
+                [state[name] for name in PARTS],
+                [expected_state[name] for name in PARTS],
+            )

@@ -88,7 +88,12 @@ def training(make, run) -> None:
 def trained(world, make, *words, task=Own, code=None, **settings):
     code = code or (WRONG_USE if words else DONE)
     return fit(
-        world, task, *words, own_train=partial(training, make), code=code, **EXACT | settings
+        world,
+        task,
+        *words,
+        own_train=partial(training, make),
+        code=code,
+        **EXACT | settings,
     )
 
 
@@ -207,7 +212,9 @@ def check_rules_for_gathered_rows_are_refused(world):
         class Wrong(Own):
             combines: ClassVar = {f"task/{name}/*": rule}
 
-        trained(world, make_moco, name, "gathered already", "leave the rule out", task=Wrong)
+        trained(
+            world, make_moco, name, "gathered already", "leave the rule out", task=Wrong
+        )
 
 
 def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world):
@@ -215,12 +222,16 @@ def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world)
         @run.function
         def step(batch):
             if when == "before":
-                run.task.centre.assign_add(tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH])
+                run.task.centre.assign_add(
+                    tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH]
+                )
             with tf.GradientTape() as tape:
                 loss = run.loss(batch)
             result = run.update(summed(run, tape, loss))
             if when == "after":
-                run.task.centre.assign_add(tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH])
+                run.task.centre.assign_add(
+                    tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH]
+                )
             return result
 
         return step
@@ -233,7 +244,9 @@ def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world)
         same(newest[0].centre.numpy(), STEPS * np.mean(x, 0), 1e-12, 1e-12)
     if world.size > 1:
         task.combines = {"task/centre/*": "sum"}
-        trained(world, partial(make, when="after"), "task/centre", "another rule", task=task)
+        trained(
+            world, partial(make, when="after"), "task/centre", "another rule", task=task
+        )
         # Nor may it be of each rank's samples without a rule.
         for when in ("before", "after"):
             trained(world, partial(make, when=when), "task/centre", "by the samples")
@@ -271,7 +284,8 @@ def check_a_step_that_is_not_finite_leaves_no_trace_of_what_the_step_itself_does
             seen.append((before, arrays()))
 
     fit(world, Own, own_train=train, **EXACT | {"num_steps": 3}, code=None)
-    (start, first), (also_first, second), *_ = seen  # the last step is tried before the first
+    # The last step is tried before the first.
+    (start, first), (also_first, second), *_ = seen
     assert not np.array_equal(start[0], first[0])
     same(also_first, first)
     same(second, first)
@@ -387,7 +401,11 @@ def slow_check_losses_may_use_a_tensor_of_the_step(world):
     def alone_step(alone, micro, number):
         with tf.GradientTape() as tape:
             outputs = alone.model(micro["inputs"], training=True)
-            loss = alone.mean(alone.task.loss(outputs, micro["targets"])) * (number + 1) / 4
+            loss = (
+                alone.mean(alone.task.loss(outputs, micro["targets"]))
+                * (number + 1)
+                / 4
+            )
         alone.descend(tape.gradient(loss, alone.weights))
 
     alone = reference(world, alone_step)
@@ -483,7 +501,9 @@ def projected(run, **names):
 def slow_check_gradients_of_each_loss_are_those_of_one_process(world):
     def alone_step(alone, micro, number):
         with tf.GradientTape(persistent=True) as tape:
-            terms = two_losses(alone.model(micro["inputs"], training=True), micro["targets"])
+            terms = two_losses(
+                alone.model(micro["inputs"], training=True), micro["targets"]
+            )
             means = {name: alone.mean(pair) for name, pair in terms.items()}
         first = tape.gradient(means["first"], alone.weights)
         second = tape.gradient(means["second"], alone.weights)
@@ -520,7 +540,9 @@ def check_what_makes_weights_depend_on_the_ranks_is_refused(world):
             with tf.GradientTape() as tape:
                 loss = run.loss(batch)
             mean = tf.reduce_mean(batch["inputs"][0], 0)[:WIDTH]
-            run.task.centre.assign_add(hvd.allreduce(mean, op=hvd.Average, name="centre"))
+            run.task.centre.assign_add(
+                hvd.allreduce(mean, op=hvd.Average, name="centre")
+            )
             return run.update(summed(run, tape, loss))
 
         return step
@@ -565,9 +587,15 @@ def adding(make) -> type:
 
 def check_losses_that_a_model_adds_are_means_over_samples_or_refused(world):
     for make, words in (
-        (lambda x, gather: 0.01 * tf.reduce_sum(tf.square(x)), ("model adds", "mean over")),
+        (
+            lambda x, gather: 0.01 * tf.reduce_sum(tf.square(x)),
+            ("model adds", "mean over"),
+        ),
         (lambda x, gather: balance(x, tf.identity), ("model adds", "across.gather")),
-        (lambda x, gather: 0.01 * tf.math.reduce_variance(x), ("model adds", "mean over")),
+        (
+            lambda x, gather: 0.01 * tf.math.reduce_variance(x),
+            ("model adds", "mean over"),
+        ),
         (lambda x, gather: 0.01 * tf.reduce_mean(tf.square(x)), ()),
         (balance, ()),
     ):
@@ -625,7 +653,9 @@ def slow_check_state_of_rows_that_virtual_ranks_gather_is_that_of_one_process(wo
     )
 
 
-def slow_check_losses_that_use_samples_of_the_whole_batch_are_refused_in_micro_batches(world):
+def slow_check_losses_that_use_samples_of_the_whole_batch_are_refused_in_micro_batches(
+    world,
+):
     """Right without: with --accumulation_steps each would get the first one's."""
 
     def make(run):

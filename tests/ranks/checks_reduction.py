@@ -51,7 +51,9 @@ def equal_shares(world):
     keras.utils.set_random_seed(7)
     parts = [keras.Input((5,)), keras.layers.Dense(6, "tanh"), keras.layers.Dense(3)]
     model = keras.Sequential(parts)
-    x, y = np.random.default_rng(0).normal(size=(2, 4 * world.size, 5)).astype(np.float32)
+    x, y = (
+        np.random.default_rng(0).normal(size=(2, 4 * world.size, 5)).astype(np.float32)
+    )
     y = y[:, :3]
 
     def loss(rank=world.rank):
@@ -63,7 +65,9 @@ def equal_shares(world):
 
 def collectives(config, model, loss):
     """Names, types and shapes of what a step with these settings sends."""
-    graph = summing(config, loss, model.trainable_variables).get_concrete_function().graph
+    graph = (
+        summing(config, loss, model.trainable_variables).get_concrete_function().graph
+    )
     return list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
 
 
@@ -82,7 +86,9 @@ def repeated(world):
     """
     keras.utils.set_random_seed(7)
     kinds = ("float32", "float64", "float32")
-    blocks = [keras.Sequential([keras.layers.Dense(4, name="sub", dtype=t)]) for t in kinds]
+    blocks = [
+        keras.Sequential([keras.layers.Dense(4, name="sub", dtype=t)]) for t in kinds
+    ]
     model = Called(
         through_all,
         blocks=blocks,
@@ -131,16 +137,23 @@ def check_names_that_repeat_lose_no_gradient_in_any_grouping(world):
         for variable, ours, theirs in zip(model.trainable_variables, grads, sums):
             assert (ours is None) == (theirs is None), (setting, variable.path)
             if ours is not None:
-                np.testing.assert_allclose(ours, theirs, tolerance, tolerance, err_msg=f"{setting}")
+                np.testing.assert_allclose(
+                    ours, theirs, tolerance, tolerance, err_msg=f"{setting}"
+                )
         # No gradient at all: with --deterministic the tape is Horovod's own, and takes no such.
         if not config.deterministic:
-            nothing = summing(config, lambda: tf.constant(1.0), model.trainable_variables)
+            nothing = summing(
+                config, lambda: tf.constant(1.0), model.trainable_variables
+            )
             assert nothing() == [None] * 9, setting
 
 
 def check_compression_halves_what_travels_and_stays_close(world):
     model, loss = equal_shares(world)
-    exact = [tf.add_n(parts) for parts in zip(*towers(world, loss, model.trainable_variables))]
+    exact = [
+        tf.add_n(parts)
+        for parts in zip(*towers(world, loss, model.trainable_variables))
+    ]
     for compression, digits in (("fp16", 2e-3), ("bf16", 2e-2)):
         config = dataclasses.replace(PLAIN, compression=compression)
         grads = summing(config, loss, model.trainable_variables)()
@@ -154,7 +167,9 @@ def check_compression_halves_what_travels_and_stays_close(world):
         kind = {"fp16": "float16", "bf16": "int16"}[compression]
         exponents = [wire for wire in wires if "/compression." in wire]
         assert len(exponents) == (len(grads) if compression == "fp16" else 0)
-        assert all("float32 []" in wire for wire in exponents), "one number ahead of a gradient"
+        assert all("float32 []" in wire for wire in exponents), (
+            "one number ahead of a gradient"
+        )
         wires = [wire for wire in wires if wire not in exponents]
         assert wires and all(kind in wire for wire in wires), wires
         if compression == "bf16":  # to all and back, whatever the number of gradients
@@ -169,7 +184,9 @@ def check_small_gradients_travel_in_packs_and_all_in_groups(world):
         ({"gradient_groups": 2}, ["[5, 6] [6])", "[6, 3] [3])"]),
     ):
         config = dataclasses.replace(PLAIN, **flags)
-        shapes = [wire.split("float32 ")[1] for wire in collectives(config, model, loss)]
+        shapes = [
+            wire.split("float32 ")[1] for wire in collectives(config, model, loss)
+        ]
         assert sorted(shapes) == expected, shapes
 
 
@@ -178,6 +195,8 @@ def check_parts_of_16_bits_are_added_in_32(world):
     factor = 256.0 if world.is_chief else 1.0
     variable = keras.Variable(np.ones(5, np.float32), name="kernel")
     config = dataclasses.replace(PLAIN, compression="bf16")
-    (grad,) = summing(config, lambda: factor * tf.reduce_sum(raw(variable)), [variable])()
+    (grad,) = summing(
+        config, lambda: factor * tf.reduce_sum(raw(variable)), [variable]
+    )()
     exact = tf.cast(tf.cast(256.0 + world.size - 1, tf.bfloat16), tf.float32)
     np.testing.assert_array_equal(grad, np.full(5, exact))

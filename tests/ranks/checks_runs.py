@@ -56,11 +56,15 @@ class AddsLosses(Small):
 
 def batch_ids(step: int, size: int = 60) -> list[int]:
     """The samples of the global batch of a step, which is counted from 0."""
-    order = Sampler(size, USUAL["global_batch_size"], micro_batches=1, seed=1, rank=0, size=1)
+    order = Sampler(
+        size, USUAL["global_batch_size"], micro_batches=1, seed=1, rank=0, size=1
+    )
     return order.local_samples(tf.constant(step, tf.int64))[0].numpy().tolist()
 
 
-def plain_sgd(weights, steps, *, size: int = 60, adds: bool = False) -> tuple[list, list[tuple]]:
+def plain_sgd(
+    weights, steps, *, size: int = 60, adds: bool = False
+) -> tuple[list, list[tuple]]:
     """Steps in one process on Small, or AddsLosses (`adds`): the weights, and each step's figures.
 
     Figures are the task's loss, the loss that the model adds, and the gradient's norm.
@@ -76,32 +80,50 @@ def plain_sgd(weights, steps, *, size: int = 60, adds: bool = False) -> tuple[li
         with tf.GradientTape() as tape:
             hidden = tf.tanh(tf.cast(x, tf.float64) @ kernel + bias)
             logits = hidden @ head_kernel + head_bias
-            task = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits))
+            task = tf.reduce_mean(
+                tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+            )
             added = 0.1 * tf.reduce_sum(kernel**2) + 0.2 * tf.reduce_sum(bias**2)
             added += 0.05 * tf.reduce_sum(hidden**2) / len(batch)
             added += 0.3 * tf.reduce_mean(hidden**2)
             loss = task + added if adds else task
         gradients = tape.gradient(loss, model)
-        figures.append((float(task), float(added), float(tf.linalg.global_norm(gradients))))
+        figures.append(
+            (float(task), float(added), float(tf.linalg.global_norm(gradients)))
+        )
         for variable, gradient in zip(model, gradients):
             variable.assign_sub(PLAIN_SGD["base_lr"] * gradient)
     return model, figures
 
 
-PLAIN_SGD = {"precision": "float64", "momentum": 0.0, "lr_policy": "constant", "base_lr": 0.05}
+PLAIN_SGD = {
+    "precision": "float64",
+    "momentum": 0.0,
+    "lr_policy": "constant",
+    "base_lr": 0.05,
+}
 
 
 def check_losses_that_the_model_adds_count_once(world):
     start = fit(world, AddsLosses, **PLAIN_SGD | {"base_lr": 1e-300, "num_steps": 1})
     model, figures = plain_sgd(start.weights(), range(4), adds=True)
     for micro_batches in (1, 3):
-        ended = fit(world, AddsLosses, **PLAIN_SGD, num_steps=4, accumulation_steps=micro_batches)
-        same(ended.weights(), model, 1e-7, 1e-8)  # Keras makes the regularizers' numbers float32
+        ended = fit(
+            world,
+            AddsLosses,
+            **PLAIN_SGD,
+            num_steps=4,
+            accumulation_steps=micro_batches,
+        )
+        # Keras makes the regularizers' numbers float32.
+        same(ended.weights(), model, 1e-7, 1e-8)
         if world.is_chief:
             logged = []
             for record in ended.records:
                 if "loss" in record:
-                    logged.append([record["loss"], record["keras_loss"], record["grad_norm"]])
+                    logged.append(
+                        [record["loss"], record["keras_loss"], record["grad_norm"]]
+                    )
             np.testing.assert_allclose(logged, figures, rtol=1e-7)
 
 
@@ -123,11 +145,15 @@ def check_a_batch_that_cannot_be_read_leaves_no_trace(world):
     class Unreadable(Normalized):
         def training_example(self, sample, key):
             example = super().training_example(sample, key)
-            fine = tf.debugging.Assert(sample["id"] != bad, ["sample", sample["id"], "is torn"])
+            fine = tf.debugging.Assert(
+                sample["id"] != bad, ["sample", sample["id"], "is torn"]
+            )
             with tf.control_dependencies([fine]):
                 return tf.nest.map_structure(tf.identity, example)
 
-    train_five = partial(fit, world, num_steps=5, checkpoint_every=3, deterministic=False)
+    train_five = partial(
+        fit, world, num_steps=5, checkpoint_every=3, deterministic=False
+    )
     ended = train_five(Unreadable, f"sample {bad} is torn", code=WRONG_USE)
     good = train_five(Normalized)
     saved = ended.state(3)
@@ -147,7 +173,11 @@ def slow_check_float16_that_only_skips_ends_as_diverged(world):
 
     train_half = partial(fit, world, Half, precision="float16", num_steps=10)
     ended = train_half(
-        "steps in a row skipped", "loss scale", "learning rate", code=DIVERGED, base_lr=1e30
+        "steps in a row skipped",
+        "loss scale",
+        "learning rate",
+        code=DIVERGED,
+        base_lr=1e30,
     )
     assert not world.is_chief or ended.summary["exit_reason"] == "diverged"
     train_half()
@@ -190,9 +220,12 @@ def check_state_that_drifts_apart_is_named_at_the_first_save(world):
 
 
 def check_moving_statistics_are_alike_after_a_run(world):
-    for mode in ("none", "moments"):  # others end by the run's own check of the final weights
+    # Others end by the run's own check of the final weights.
+    for mode in ("none", "moments"):
         ended = fit(world, Normalized, bn_sync=mode)
-        everyone = world.gather_objects(world_lib.weights_sha256(ended.model.variables), "hashes")
+        everyone = world.gather_objects(
+            world_lib.weights_sha256(ended.model.variables), "hashes"
+        )
         assert len({*everyone}) == 1, mode
         is_noted = "normalize with each rank's own batch" in ended.printed
         assert is_noted == (world.size > 1 and world.is_chief), ended.printed
@@ -228,7 +261,9 @@ class Dropped(Ragged):
         return losses[weights > 0], weights[weights > 0]
 
 
-def slow_check_positions_that_a_loss_leaves_out_by_shape_count_as_those_of_weight_0(world):
+def slow_check_positions_that_a_loss_leaves_out_by_shape_count_as_those_of_weight_0(
+    world,
+):
     train_four = partial(
         fit,
         world,
@@ -262,7 +297,10 @@ def slow_check_a_loss_that_calls_the_model_again_keeps_what_the_model_added(worl
 
 
 def check_a_learning_rate_that_is_no_number_or_negative_leaves_no_trace(world):
-    for rate, words in ((float("nan"), "learning rate nan"), (-0.1, "learning rate -0.1")):
+    for rate, words in (
+        (float("nan"), "learning rate nan"),
+        (-0.1, "learning rate -0.1"),
+    ):
 
         class Task(Small):
             def schedule(self, config, rate=rate):
@@ -317,7 +355,9 @@ def slow_check_a_benchmark_sums_as_the_step_does(world):
 
 def slow_check_a_rate_is_not_suggested_from_too_few_steps(world):
     printed = fit(world, find_lr=True, num_steps=9).printed
-    assert not world.is_chief or "--num_steps=9 is too few: give 10 or more" in printed, printed
+    assert (
+        not world.is_chief or "--num_steps=9 is too few: give 10 or more" in printed
+    ), printed
 
 
 def check_other_code_on_another_host_is_refused_by_name(world):
@@ -349,7 +389,10 @@ def slow_check_other_packages_are_refused_and_other_devices_told(world):
             ended = fit(world, num_steps=1, code=code)
         text = ended.message if is_refused else ended.printed
         if world.size > 1 and (is_refused or world.is_chief):
-            assert f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} (" in text, text
+            assert (
+                f"rank 0 and rank 1 on {world_lib.hostname()} differ in {name} ("
+                in text
+            ), text
 
 
 def loop_of(make, after):
@@ -384,7 +427,9 @@ def check_a_lora_run_starts_a_plain_one_with_merged_kernels(world):
     first = fit(world, task_with(tuned), num_steps=5, base_lr=0.5)
     kernel, bias, a, b, *head = (v.numpy() for v in first.model.weights)
     assert abs(b).max() > 1e-3
-    train_from_it = partial(fit, world, num_steps=1, base_lr=1e-12, init_from=str(first.folder))
+    train_from_it = partial(
+        fit, world, num_steps=1, base_lr=1e-12, init_from=str(first.folder)
+    )
     plain = train_from_it(Small)
     same(plain.weights(), [kernel + 3.0 * a @ b, bias, *head], 1e-6, 1e-6)
     # And the other way: new factors change nothing.
@@ -406,7 +451,10 @@ class Numbered(Small):
 
     def training_example(self, sample, key):
         number = tf.cast(sample["id"], tf.float32)[None]
-        return {"inputs": tf.concat([number, sample["x"][1:]], 0), "targets": sample["y"]}
+        return {
+            "inputs": tf.concat([number, sample["x"][1:]], 0),
+            "targets": sample["y"],
+        }
 
 
 def check_another_global_batch_goes_on_where_the_data_were_left(world):
@@ -422,7 +470,12 @@ def check_another_global_batch_goes_on_where_the_data_were_left(world):
         return loop_of(plain, note)
 
     train_on = partial(
-        fit, world, Numbered, base_lr=1e-3, num_steps=Epochs(2), run_dir=folder(world) / "run"
+        fit,
+        world,
+        Numbered,
+        base_lr=1e-3,
+        num_steps=Epochs(2),
+        run_dir=folder(world) / "run",
     )
     first = train_on(own_train=until(2))
     second = train_on(own_train=until(5), global_batch_size=6, accumulation_steps=3)
@@ -448,7 +501,9 @@ def changing(change):
     """The usual loop; `change` is applied to each part of a batch."""
     return loop_of(
         plain,
-        lambda run, step, batch: run.after_step(step(tf.nest.map_structure(change, batch))),
+        lambda run, step, batch: run.after_step(
+            step(tf.nest.map_structure(change, batch))
+        ),
     )
 
 
@@ -508,7 +563,9 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
 
     plain_step = loop_of(train.make_step, usual)
     refused("--compression=bf16 needs run.make", plain_step, compression="bf16")
-    wrapped = loop_of(lambda run: run.make_step(lambda run: train.make_step(run)), usual)
+    wrapped = loop_of(
+        lambda run: run.make_step(lambda run: train.make_step(run)), usual
+    )
     refused("make_step in train.py is not", wrapped, pack_bytes=99)
     for why, own_train in (
         ("needs one run", loop_of(plain, steps_only)),
@@ -516,11 +573,20 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
         ("make the step", reads_only),
         ("call it once", trains_twice),
         ("leave tf.function out", loop_of(lambda run: tf.function(plain(run)), usual)),
-        ("step(batch) takes what run.batches() gives", changing(lambda part: part[:, 1:])),
+        (
+            "step(batch) takes what run.batches() gives",
+            changing(lambda part: part[:, 1:]),
+        ),
         ("step(batch) takes what", changing(lambda part: tf.cast(part, tf.float16))),
         ("step(batch) takes what", changing(lambda part: {"x": part})),
-        ("returns what it returns", loop_of(own_result(lambda loss, result: loss), usual)),
-        ("'loss'", loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual)),
+        (
+            "returns what it returns",
+            loop_of(own_result(lambda loss, result: loss), usual),
+        ),
+        (
+            "'loss'",
+            loop_of(own_result(lambda loss, result: result | {"loss": loss}), usual),
+        ),
         ("once a step", loop_of(own_result(just_the_result, times=2), usual)),
         ("step(batch) once", loop_of(plain, steps_twice)),
         ("for each of run.weights", own_update(lambda gradients: gradients[1:])),
@@ -529,10 +595,14 @@ def check_a_train_function_that_would_be_wrong_in_silence_is_refused(world):
     ):
         refused(why, own_train)
     if world.size > 1:
-        by_hand = own_update(lambda gradients: [hvd.allreduce(each) for each in gradients])
+        by_hand = own_update(
+            lambda gradients: [hvd.allreduce(each) for each in gradients]
+        )
         refused("give it op=hvd.Sum", by_hand)
         for op in (hvd.Average, hvd.Min):
-            refused("give it op=hvd.Sum", loop_of(own_result(just_the_result, op=op), usual))
+            refused(
+                "give it op=hvd.Sum", loop_of(own_result(just_the_result, op=op), usual)
+            )
         refused("sums no gradients", own_update(list))
         in_float16 = own_result(just_the_result, compression=hvd.Compression.fp16)
         refused("--compression=fp16", loop_of(in_float16, usual))
@@ -549,7 +619,9 @@ def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is
     printed = fit(world, dry_run=True, run_dir=ended.folder).printed
     if world.is_chief:  # which removes files that were kept for a while
         assert times() == before
-        shares = re.findall(r"rank \d: (\d+) samples a step; the first step's: ([\d, ]+)", printed)
+        shares = re.findall(
+            r"rank \d: (\d+) samples a step; the first step's: ([\d, ]+)", printed
+        )
         assert len(shares) == world.size
         shown = []
         for count, ids in shares:
@@ -563,7 +635,10 @@ def check_a_dry_run_shows_and_tries_everything_and_leaves_a_used_folder_as_it_is
             "evaluated: loss",
         ):
             assert words in printed, words
-        assert "a run would resume from" in printed and "dry run: it works; nothing was" in printed
+        assert (
+            "a run would resume from" in printed
+            and "dry run: it works; nothing was" in printed
+        )
 
 
 def check_a_batch_may_be_of_numpy_arrays_and_of_variables(world):
@@ -592,7 +667,9 @@ def check_a_loss_of_no_weight_is_refused(world):
         # Determinism would hold for all checks after this one.
         with mock.patch.object(tf.config.experimental, "enable_op_determinism"):
             why = "the loss depends on none of the model's weights"
-            ended = fit(world, Constant, why, code=WRONG_USE, deterministic=deterministic)
+            ended = fit(
+                world, Constant, why, code=WRONG_USE, deterministic=deterministic
+            )
         assert not (ended.folder / "checkpoints").exists()
 
 
@@ -602,4 +679,10 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
             return keras.optimizers.SGD(self.config.base_lr, momentum=0.1 * world.rank)
 
     if world.size > 1:
-        fit(world, Own, "optimizer of rank 1 differ ", "momentum (0.0; 0.1)", code=WRONG_USE)
+        fit(
+            world,
+            Own,
+            "optimizer of rank 1 differ ",
+            "momentum (0.0; 0.1)",
+            code=WRONG_USE,
+        )

@@ -39,11 +39,15 @@ def check_a_save_that_fails_ends_nothing(world):
     ended = trained(world, blocked(2, 3), num_steps=5)
     same(clean.weights(), ended.weights())
     if world.is_chief:
-        notes = [line for line in ended.printed.splitlines() if "was not written" in line]
+        notes = [
+            line for line in ended.printed.splitlines() if "was not written" in line
+        ]
         assert len(notes) == 2 and "checkpoint of step 2" in notes[0], notes
         assert "step-00000002 is in the way" in notes[0] and "Kept in" in notes[0]
         sound = [
-            name for name in ended.checkpoints if (ended.folder / "checkpoints" / name).is_dir()
+            name
+            for name in ended.checkpoints
+            if (ended.folder / "checkpoints" / name).is_dir()
         ]
         assert sound == ["step-00000001", "step-00000004", "step-00000005"]
         assert ended.summary["eval_accuracy"] is not None
@@ -61,7 +65,10 @@ def check_too_many_saves_that_fail_in_a_row_end_the_run_and_a_rerun_goes_on(worl
     # The third is known when the fourth begins at the latest, which may fail too before the end.
     assert ended.message.startswith(("3 ", "4 ")), ended.message
     if world.is_chief:
-        assert ended.summary["step"] in (7, 8) and ended.summary["exit_reason"] == "saves failed"
+        assert (
+            ended.summary["step"] in (7, 8)
+            and ended.summary["exit_reason"] == "saves failed"
+        )
     again = trained(world, Small, num_steps=9, run_dir=ended.folder)
     assert "at step 3" in again.printed or not world.is_chief, again.printed
 
@@ -82,11 +89,14 @@ def check_an_ending_that_wants_no_checkpoint_gets_none(world):
 def flip(run, step, result):
     """Flips a bit of the momentum on rank 1."""
     if run.world.rank == 1:
-        names = [name for name in run.state.variables if "dense/kernel/momentum" in name]
+        names = [
+            name for name in run.state.variables if "dense/kernel/momentum" in name
+        ]
         (name,) = names
         momentum = raw(run.state.variables[name])
         bits = momentum.numpy().copy()
-        bits.reshape(-1).view(np.uint32)[3] ^= 1 << 20  # the last bit might be rounded away
+        # The last bit might be rounded away.
+        bits.reshape(-1).view(np.uint32)[3] ^= 1 << 20
         momentum.assign(bits)
 
 
@@ -115,7 +125,13 @@ def check_nothing_reads_ahead_when_a_run_has_ended(world):
 
     # An earlier check may hold the error of a run, and with it what that read.
     before = iterators()
-    fit(world, Keeps, stop_signal=SimpleNamespace(asked=True), code=PREEMPTED, num_steps=50)
+    fit(
+        world,
+        Keeps,
+        stop_signal=SimpleNamespace(asked=True),
+        code=PREEMPTED,
+        num_steps=50,
+    )
     assert held
     known = {id(iterator) for iterator in before}
     assert not [iterator for iterator in iterators() if id(iterator) not in known]

@@ -9,7 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 from checks_tasks import refused
-from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, folder, numbers, same
+from small_runs import (
+    CLASSES,
+    FEATURES,
+    Small,
+    acting,
+    classifier,
+    fit,
+    folder,
+    numbers,
+    same,
+)
 
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks.world import set_precision
@@ -62,7 +72,9 @@ def plain(model: keras.Model, batches=((X, Y),) * 3) -> list[np.ndarray]:
     return [v.numpy() for v in model.trainable_variables]
 
 
-def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(world):
+def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(
+    world,
+):
     """Adapted on rank 0 only, and not at all when it resumes or is evaluated."""
     adapted = [True]
 
@@ -75,7 +87,9 @@ def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_varia
             return classifier(rescaled, first, keras.layers.Dense(5, activation="tanh"))
 
     keras.utils.set_random_seed(1)
-    train = partial(fit, world, Task, seed=1, run_dir=str(folder(world) / "run"), **WHOLE)
+    train = partial(
+        fit, world, Task, seed=1, run_dir=str(folder(world) / "run"), **WHOLE
+    )
     adapted[0] = world.is_chief
     train(num_steps=1)
     adapted[0] = False
@@ -97,7 +111,9 @@ def slow_check_vocabularies_that_differ_are_refused(world):
                 x = keras.Input((FEATURES,))
                 lookup = keras.layers.IntegerLookup(vocabulary=vocabulary)
                 ids = lookup(keras.ops.cast(x, "int64"))
-                return keras.Model(x, keras.layers.Dense(CLASSES)(keras.ops.cast(ids, "float32")))
+                return keras.Model(
+                    x, keras.layers.Dense(CLASSES)(keras.ops.cast(ids, "float32"))
+                )
 
         return Task
 
@@ -136,7 +152,9 @@ def check_trainable_changed_in_mid_run_is_refused_at_that_step(world):
 def slow_check_weights_of_16_bits_are_refused(world):
     class Half(Small):
         def build_model(self):
-            return classifier(keras.layers.Dense(5, dtype=keras.DTypePolicy("bfloat16")))
+            return classifier(
+                keras.layers.Dense(5, dtype=keras.DTypePolicy("bfloat16"))
+            )
 
     refused(world, Half, "with --precision=float32 dense", "in bfloat16")
 
@@ -180,9 +198,13 @@ def check_what_the_task_holds_is_broadcast_saved_and_restored(world):
     config = dataclasses.replace(Settings(), **WHOLE, run_dir=run_dir, task="small")
     with mock.patch.object(load_run.tasks, "load_task", Other):
         run, _ = load_run.restored(config, world, "last")
-    assert run.config.train_split == "train", "a task may learn from it how to scale its inputs"
+    assert run.config.train_split == "train", (
+        "a task may learn from it how to scale its inputs"
+    )
     if world.is_chief:
-        restored = [variable.numpy() for variable in run.task.parts["teacher"].variables]
+        restored = [
+            variable.numpy() for variable in run.task.parts["teacher"].variables
+        ]
         saved = [ended.state(4)[name] for name in names]
         same(restored, saved)
 
@@ -212,17 +234,29 @@ class Keeps(keras.layers.Layer):
     }
 
     def build(self, shape):
-        shapes = {"queue": (20, 6), "counts": (6,), "mean": (6,), "highest": (), "lowest": ()}
+        shapes = {
+            "queue": (20, 6),
+            "counts": (6,),
+            "mean": (6,),
+            "highest": (),
+            "lowest": (),
+        }
         for name, size in shapes.items():
             setattr(self, name, self.add_weight(shape=size, name=name, trainable=False))
         self.fast = self.add_weight(shape=(6,), name="fast", initializer="ones")
         self.slow = self.add_weight(shape=(6,), name="slow", trainable=False)
         for name in ("count", "updates"):
-            counter = self.add_weight(shape=(), dtype="int64", name=name, trainable=False)
+            counter = self.add_weight(
+                shape=(), dtype="int64", name=name, trainable=False
+            )
             setattr(self, name, counter)
 
     def call(self, x, training=False):
-        pulled = x * self.fast + 0.1 * tf.reduce_mean(self.queue.value, 0) + 0.1 * self.counts
+        pulled = (
+            x * self.fast
+            + 0.1 * tf.reduce_mean(self.queue.value, 0)
+            + 0.1 * self.counts
+        )
         pulled += 0.1 * self.slow
         if training:
             self.slow.assign(0.9 * self.slow + 0.1 * self.fast)
@@ -286,11 +320,18 @@ def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
         if world.size > 1 or more:
             refuse(keeping({Keeps: {}}), "queue", "counts", "`combines`", "concatenate")
             refuse(other("mean", "same"), "mean by the samples")
-            for name, rule in (("count", "max"), ("queue", ("concatenate", 2)), ("counts", "sum")):
+            for name, rule in (
+                ("count", "max"),
+                ("queue", ("concatenate", 2)),
+                ("counts", "sum"),
+            ):
                 refuse(other(name, rule), f"{name} combines by", "another rule")
-        if world.size > 1:  # it is right by its own rule, and depends on the ranks: a note
+        # It is right by its own rule, and depends on the ranks: a note.
+        if world.size > 1:
             noted = fit(world, other("count", "mean"), num_steps=1, **WHOLE | more)
-            assert "count is no mean of its samples" in noted.printed or not world.is_chief
+            assert (
+                "count is no mean of its samples" in noted.printed or not world.is_chief
+            )
     refused(world, keeping({"*/nothing": "sum"}), "*/nothing", **WHOLE)
     if world.size > 1:
         refused(world, Keeping, "--accumulation_steps", "queue", accumulation_steps=2)
@@ -314,7 +355,9 @@ def slow_check_float8_is_kerass(world):
         (Quantized, {"clip_norm": 1e3}),
         (Quantized12, {"accumulation_steps": 2, "global_batch_size": 12}),
     ):
-        train = partial(fit, world, task, run_dir=str(folder(world) / "run"), **settings | flags)
+        train = partial(
+            fit, world, task, run_dir=str(folder(world) / "run"), **settings | flags
+        )
         train(num_steps=2)
         ended = train(num_steps=3)  # goes on from step 2
         keras.utils.set_random_seed(1)

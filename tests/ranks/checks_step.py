@@ -89,12 +89,15 @@ def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(w
     """The loss's sums and the votes, however many ranks; each rank's own loss stays with it."""
     do, _ = regression_step(world, PLAIN)
     graph = do.step.graph.as_graph_def(add_shapes=True)
-    (totals,) = [c for c in agreement._collectives(graph) if c.startswith("step.totals")]
+    (totals,) = [
+        c for c in agreement._collectives(graph) if c.startswith("step.totals")
+    ]
     assert f"float32 [2, {6 + agreement.NUM_VOTES}]" in totals, totals
     result = do(*batch())
     by_rank = health.losses(world, 0, result)
     assert by_rank.shape == (world.size,) and by_rank[world.rank] == result["losses"][0]
-    np.testing.assert_allclose(np.mean(by_rank), float(result["loss"]), rtol=1e-5)  # equal shares
+    # Equal shares.
+    np.testing.assert_allclose(np.mean(by_rank), float(result["loss"]), rtol=1e-5)
 
 
 def check_counts_that_float32_has_not_are_summed_exactly(world):
@@ -118,14 +121,27 @@ def check_accumulation_reduces_once_a_step(world):
     assert len(list(agreement._collectives(graph))) == 3
     called = {f.signature.name: f.node_def for f in graph.library.function}
     every = [*graph.node, *(node for nodes in called.values() for node in nodes)]
-    bodies = [called[node.attr["body"].func.name] for node in every if "While" in node.op]
-    sends = [n for n, nodes in called.items() if any(x.op.startswith("Horovod") for x in nodes)]
-    assert bodies and not [body for body in bodies for name in sends if name in str(body)]
-    assert not [node for body in bodies for node in body if node.op.startswith("Horovod")]
+    bodies = [
+        called[node.attr["body"].func.name] for node in every if "While" in node.op
+    ]
+    sends = [
+        n
+        for n, nodes in called.items()
+        if any(x.op.startswith("Horovod") for x in nodes)
+    ]
+    assert bodies and not [
+        body for body in bodies for name in sends if name in str(body)
+    ]
+    assert not [
+        node for body in bodies for node in body if node.op.startswith("Horovod")
+    ]
 
 
-def check_loss_and_gradient_are_means_over_valid_positions_and_the_rate_is_the_schedules(world):
-    """Ignored positions all on one rank; the first of 4 steps of warm-up: w - 0.1 / 4 * gradient."""
+def check_loss_and_gradient_are_means_over_valid_positions_and_the_rate_is_the_schedules(
+    world,
+):
+    """Ignored positions all on one rank; the first of 4 steps of warm-up: w - 0.1 / 4 *
+    gradient."""
     config = dataclasses.replace(PLAIN, lr_policy="constant", warmup_steps=4)
     x, y = batch()
     y[:3] = -1000.0
@@ -154,7 +170,9 @@ def check_compressed_gradients_are_those_of_the_mean(world):
         found = []
         for compression in ("none", "fp16"):
             rate = 0.1 / of_loss["factor"]
-            config = dataclasses.replace(PLAIN, compression=compression, base_lr=rate, **way)
+            config = dataclasses.replace(
+                PLAIN, compression=compression, base_lr=rate, **way
+            )
             do, state = regression_step(world, config, task=FewPlaces(**of_loss))
             before = state.model.get_weights()
             norm = float(do(*batch())["grad_norm"])
@@ -162,7 +180,9 @@ def check_compressed_gradients_are_those_of_the_mean(world):
             found.append((norm, np.concatenate([move.ravel() for move in moves])))
         (norm, moves), (compressed_norm, compressed_moves) = found
         assert 1 < norm / of_loss["factor"] < 20
-        np.testing.assert_allclose(compressed_norm, norm, rtol=1e-3, err_msg=f"{of_loss} {way}")
+        np.testing.assert_allclose(
+            compressed_norm, norm, rtol=1e-3, err_msg=f"{of_loss} {way}"
+        )
         apart = np.linalg.norm(moves - compressed_moves) / np.linalg.norm(moves)
         assert 0 < apart < 1e-3, (apart, of_loss, way)
 
@@ -183,7 +203,9 @@ def check_clipping_is_by_the_global_norm_and_equal_on_all_ranks(world):
     do, state = regression_step(world, config)
     before = state.model.get_weights()
     result = do(*batch())
-    moved = np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(before, state.model.get_weights())))
+    moved = np.sqrt(
+        sum(np.sum((a - b) ** 2) for a, b in zip(before, state.model.get_weights()))
+    )
     assert float(result["grad_norm"]) > 0.25
     np.testing.assert_allclose(moved, 0.25, rtol=1e-5)
     # The figures of each layer are of the gradients before clipping.
@@ -202,7 +224,9 @@ def check_an_overflow_on_one_rank_makes_all_skip_the_same_step(world):
     keras.utils.set_random_seed(3)
     layer = keras.layers.Dense(1, dtype="mixed_float16")
     head = keras.layers.Activation("linear", dtype="float32")
-    do, state = regression_step(world, config, keras.Sequential([keras.Input((4,)), layer, head]))
+    do, state = regression_step(
+        world, config, keras.Sequential([keras.Input((4,)), layer, head])
+    )
     do(*(0.1 * part for part in batch()))
     assert float(state.loss_scale.value) == 2.0**15 and int(state.skipped) == 0
     before = state.model.get_weights()
@@ -217,7 +241,8 @@ def check_an_overflow_on_one_rank_makes_all_skip_the_same_step(world):
         np.testing.assert_array_equal(a, b)
     result = do(*(0.1 * part for part in batch(2)))
     assert bool(result["finite"]) and int(state.skipped) == 1
-    lr = 0.1 * (1 - 2 / 100) ** 0.9  # of step 2, counting the skipped one: one step variable
+    # Of step 2, counting the skipped one: one step variable.
+    lr = 0.1 * (1 - 2 / 100) ** 0.9
     np.testing.assert_allclose(result["lr"], lr, rtol=1e-6)
     assert not np.array_equal(before[0], state.model.get_weights()[0])
 
@@ -229,7 +254,9 @@ def check_float16_gradients_equal_float32_ones_nearly(world):
         layer = keras.layers.Dense(1, dtype=policy, kernel_initializer="ones")
         head = keras.layers.Activation("linear", dtype="float32")
         model = keras.Sequential([keras.Input((4,)), layer, head])
-        do, state = regression_step(world, dataclasses.replace(PLAIN, precision=precision), model)
+        do, state = regression_step(
+            world, dataclasses.replace(PLAIN, precision=precision), model
+        )
         do(*batch())
         changes.append(1 - state.model.get_weights()[0])
         assert state.model.get_weights()[0].dtype == np.float32
@@ -243,7 +270,11 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
     def model():
         l2 = keras.regularizers.L2(0.01)
         norm = keras.layers.BatchNormalization(momentum=0.5)
-        parts = [keras.layers.Dense(3, kernel_regularizer=l2), norm, keras.layers.Dense(1)]
+        parts = [
+            keras.layers.Dense(3, kernel_regularizer=l2),
+            norm,
+            keras.layers.Dense(1),
+        ]
         return keras.Sequential([keras.Input((4,)), *parts])
 
     for steps in (1, 2):
@@ -251,7 +282,9 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
         for jit, gpu in ((False, ""), (True, ""), (False, "/GPU:0")):
             keras.utils.set_random_seed(3)
             with mock.patch("hvdkit.ranks.world.gpu", return_value=gpu):
-                do, state = regression_step(world, dataclasses.replace(config, jit=jit), model())
+                do, state = regression_step(
+                    world, dataclasses.replace(config, jit=jit), model()
+                )
             results = [do(*batch(seed)) for seed in range(3)]
             before = state.model.get_weights()
             x, y = batch(3)
@@ -261,7 +294,9 @@ def check_a_step_compiled_by_xla_is_the_same_step(world):
                 np.testing.assert_array_equal(one, other)
             found.append((before, [float(r["keras_loss"]) for r in results]))
             functions = do.step.graph.as_graph_def().library.function
-            assert any("_XlaMustCompile" in f.attr for f in functions) == (jit or bool(gpu))
+            assert any("_XlaMustCompile" in f.attr for f in functions) == (
+                jit or bool(gpu)
+            )
         (plain, added), *others = found
         for weights, also_added in others:
             for one, other in zip([*plain, added], [*weights, also_added]):
@@ -316,26 +351,33 @@ def check_with_jit_a_step_is_two_programs_with_one_exchange_of_gradients(world):
     for config, task, shape, near in (
         (averaged, Wide(), {}, 1e-13),
         (in_parts, TwoTerms(), {"normed": False}, 1e-13),
-        (averaged, Wide(), {"first": "float32"}, 1e-5),  # weights of two types make no group
+        # Weights of two types make no group.
+        (averaged, Wide(), {"first": "float32"}, 1e-5),
     ):
         plain, _ = after_steps(world, config, deep(1, **shape), task)
         compiled = dataclasses.replace(config, jit=True)
         state, do = after_steps(world, compiled, deep(1, **shape), task)
         for name, value in state.items():
-            np.testing.assert_allclose(value, plain[name], rtol=near, atol=near, err_msg=name)
+            np.testing.assert_allclose(
+                value, plain[name], rtol=near, atol=near, err_msg=name
+            )
         programs, others = programs_and_others(do.step.graph)
         # Two terms need factors from the totals, and a sum of their gradients.
         assert programs == (4 if config is in_parts else 2), programs
         assert do.run.why_branch == ""
         counts.append(others.total())
-    do, _ = regression_step(world, dataclasses.replace(averaged, jit=True), deep(3), task=Wide())
+    do, _ = regression_step(
+        world, dataclasses.replace(averaged, jit=True), deep(3), task=Wide()
+    )
     assert programs_and_others(do.step.graph)[1].total() == counts[0], counts
     assert max(counts[:2]) <= (16 if world.size == 1 else 32), counts
 
 
 def check_an_update_that_xla_cannot_compile_is_a_branch_and_a_note_says_so(world):
     with (
-        mock.patch.object(graph_checks, "xla_fault", lambda function, what: f"fails: {what}"),
+        mock.patch.object(
+            graph_checks, "xla_fault", lambda function, what: f"fails: {what}"
+        ),
         mock.patch.object(graph_checks, "check_compiles"),
         mock.patch("hvdkit.ranks.world.say") as said,
     ):
@@ -381,7 +423,9 @@ def check_state_that_differs_between_ranks_is_named(world):
         for variable in named.values():
             variable.assign([3.0, 3.0])
     differ(check, "a, b, c and 2 more", f"rank {last} ")
-    named = {"a": tf.Variable(1.0)} | ({"new": tf.Variable(1.0)} if world.rank == last else {})
+    named = {"a": tf.Variable(1.0)} | (
+        {"new": tf.Variable(1.0)} if world.rank == last else {}
+    )
     differ(check, "at step 2 new on", f"rank {last} ")
 
 

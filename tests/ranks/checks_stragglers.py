@@ -36,8 +36,15 @@ def check_a_slow_rank_is_named_once(world):
 def slow_check_a_rank_whose_input_is_slow_is_named_with_its_wait(world):
     class Waits(Small):
         def training_example(self, sample, key):
-            x = tf.numpy_function(slowly, [sample["x"]], tf.float32) if world.rank else sample["x"]
-            return {"inputs": tf.ensure_shape(x, sample["x"].shape), "targets": sample["y"]}
+            x = (
+                tf.numpy_function(slowly, [sample["x"]], tf.float32)
+                if world.rank
+                else sample["x"]
+            )
+            return {
+                "inputs": tf.ensure_shape(x, sample["x"].shape),
+                "targets": sample["y"],
+            }
 
     def slowly(x):
         time.sleep(0.03)

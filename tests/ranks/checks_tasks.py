@@ -9,7 +9,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 from small_models import Called, Step
-from small_runs import CLASSES, FEATURES, Small, acting, classifier, fit, numbers, task_with
+from small_runs import (
+    CLASSES,
+    FEATURES,
+    Small,
+    acting,
+    classifier,
+    fit,
+    numbers,
+    task_with,
+)
 
 from hvdkit.data.source import Arrays
 from hvdkit.run.health import Ending
@@ -24,7 +33,9 @@ def refused(world, task, *words, **settings):
 
 
 def _mean(task, outputs, targets):
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+    )
 
 
 def _reads_beyond(task, outputs, targets):
@@ -50,19 +61,41 @@ def _remembers(task, outputs, targets):
 # Members of a wrong task, and words of the message about it; more: test_task_checks.py.
 MISTAKES = [
     (
-        {"training_example": lambda task, sample, key: {"x": sample["x"], "y": sample["y"]}},
+        {
+            "training_example": lambda task, sample, key: {
+                "x": sample["x"],
+                "y": sample["y"],
+            }
+        },
         "training_example",
         "inputs",
         "targets",
         "['x', 'y']",
     ),
     ({"loss": _remembers}, "changes a lookup table", "tf.Variable"),
-    ({"loss": _mean}, "loss must return two tensors", "a loss and a weight", "shape ()"),
-    ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy', 'loss']"),
-    ({"main_metric": "loss"}, 'main_metric = "loss" may be an error', "main_metric_mode"),
-    ({"augmentation": lambda task: {"shift": np.float32(1)}}, "augmentation", "float32"),
     (
-        {"draw": lambda task, inputs, targets, outputs: np.zeros((4, 8, 3), np.float32)},
+        {"loss": _mean},
+        "loss must return two tensors",
+        "a loss and a weight",
+        "shape ()",
+    ),
+    ({"main_metric": "acuracy"}, '"acuracy"', "['accuracy', 'loss']"),
+    (
+        {"main_metric": "loss"},
+        'main_metric = "loss" may be an error',
+        "main_metric_mode",
+    ),
+    (
+        {"augmentation": lambda task: {"shift": np.float32(1)}},
+        "augmentation",
+        "float32",
+    ),
+    (
+        {
+            "draw": lambda task, inputs, targets, outputs: np.zeros(
+                (4, 8, 3), np.float32
+            )
+        },
         "draw must return",
         "uint8",
         "float32 [4, 8, 3]",
@@ -73,7 +106,12 @@ MISTAKES = [
         "checks_tasks.py, line",
         "KeyError: 'data'",
     ),
-    ({"sources": lambda task: {}["data"]}, "sources failed", "checks_tasks.py, line", "KeyError"),
+    (
+        {"sources": lambda task: {}["data"]},
+        "sources failed",
+        "checks_tasks.py, line",
+        "KeyError",
+    ),
     ({"sums": _reads_beyond}, f"line {_LINE_BEYOND}: indices = 1 is not in [0, 1)"),
     ({"sources": _bytes_for_text}, "fingerprint() must return text", "b'bytes'"),
     (  # It fails on one rank only.
@@ -81,16 +119,32 @@ MISTAKES = [
         "actions failed",
         "KeyError",
     ),
-    ({"actions": lambda task, run: [lambda step, result: None]}, "actions failed", "'settles'"),
+    (
+        {"actions": lambda task, run: [lambda step, result: None]},
+        "actions failed",
+        "'settles'",
+    ),
     (
         {"schedule": lambda task, config: lambda step: float("nan")},
         "checks_tasks.py",
         "rate of nan",
     ),
-    ({"schedule": lambda task, config: lambda step: None}, "checks_tasks.py, line", "rate of None"),
+    (
+        {"schedule": lambda task, config: lambda step: None},
+        "checks_tasks.py, line",
+        "rate of None",
+    ),
     ({"schedule": lambda task, config: lambda step: [0.1]}, "line", "rate of [0.1]"),
-    ({"schedule": lambda task, config: 0.1}, "checks_tasks.py, line", "returns 0.1", "function"),
-    ({"schedule": lambda task, config: lambda step: {}[0]}, "schedule failed: checks_tasks.py"),
+    (
+        {"schedule": lambda task, config: 0.1},
+        "checks_tasks.py, line",
+        "returns 0.1",
+        "function",
+    ),
+    (
+        {"schedule": lambda task, config: lambda step: {}[0]},
+        "schedule failed: checks_tasks.py",
+    ),
     (
         {"optimizer": lambda task, model: keras.optimizers.Adam},
         "optimizer must return a keras.optimizers.Optimizer",
@@ -109,7 +163,9 @@ def check_a_model_that_does_not_compute_as_the_flag_says_is_refused(world):
         keras.backend.clear_session()
         return classifier(keras.layers.Dense(5))
 
-    refused(world, task_with(cleared), "in float32", "clear_session", precision="bfloat16")
+    refused(
+        world, task_with(cleared), "in float32", "clear_session", precision="bfloat16"
+    )
 
     class SetsPolicy(Small):
         """It sets Keras's policy, as the import of a task's file might."""
@@ -117,7 +173,9 @@ def check_a_model_that_does_not_compute_as_the_flag_says_is_refused(world):
         def __init__(self, config):
             keras.config.set_dtype_policy("mixed_float16")
 
-    refused(world, SetsPolicy, "in float16", "needs the loss scale of --precision=float16")
+    refused(
+        world, SetsPolicy, "in float16", "needs the loss scale of --precision=float16"
+    )
 
 
 def check_layers_that_lose_a_mask_stand_still_or_fail_are_told(world):
@@ -141,8 +199,12 @@ def check_layers_that_lose_a_mask_stand_still_or_fail_are_told(world):
     still = fit(world, task_with(quantized), num_steps=1).printed
     moves = fit(world, task_with(lambda: quantized(lora=2)), num_steps=1).printed
     if world.is_chief:
-        assert "the mask of padding that called/table makes does not reach" in lost, lost
-        assert "note: body are quantized, and their kernels are not trained" in still, still
+        assert "the mask of padding that called/table makes does not reach" in lost, (
+            lost
+        )
+        assert "note: body are quantized, and their kernels are not trained" in still, (
+            still
+        )
         assert "quantized" not in moves, moves
 
     def recomputed():
@@ -169,7 +231,13 @@ def check_a_label_that_is_no_class_is_told_by_value(world):
                 targets = losses.require_classes(sample["y"], CLASSES)
                 return {"inputs": sample["x"], "targets": targets}
 
-        ended = fit(world, Task, "label 7 is no class: classes are 0", code=WRONG_USE, num_steps=6)
+        ended = fit(
+            world,
+            Task,
+            "label 7 is no class: classes are 0",
+            code=WRONG_USE,
+            num_steps=6,
+        )
         assert len(ended.checkpoints) == (1 if place else 0), "trained steps are kept"
 
 
@@ -203,7 +271,8 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
 
     def look(run, step, result):
         seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
-        run.model.get_layer("leak").negative_slope = step / 10  # no step computes with it
+        # No step computes with it.
+        run.model.get_layer("leak").negative_slope = step / 10
 
     class Task(acting(look, 2, 4)):
         def build_model(self):
@@ -279,7 +348,11 @@ def noise(layer, x, training):
 
 # Without --jit they are kinds of models.
 WITH_JIT = [
-    (lambda: classifier(Step(lambda s, x, t: x * s.own, own_state)), "does not hold", "add_weight"),
+    (
+        lambda: classifier(Step(lambda s, x, t: x * s.own, own_state)),
+        "does not hold",
+        "add_weight",
+    ),
     (lambda: classifier(Step(noise)), "RandomStandardNormal", "SeedGenerator"),
 ]
 
@@ -301,7 +374,9 @@ def check_a_frozen_model_of_the_task_may_be_used(world):
 
         def loss(self, outputs, targets):
             losses, weights = super().loss(outputs, targets)
-            return losses + tf.reduce_mean(tf.square(outputs - self.teacher(outputs)), -1), weights
+            return losses + tf.reduce_mean(
+                tf.square(outputs - self.teacher(outputs)), -1
+            ), weights
 
     class Trained(Distilled):
         def __init__(self, config):
@@ -316,9 +391,18 @@ def slow_check_what_xla_cannot_compile_is_told(world):
 
     def resizing():
         inside = keras.layers.Resizing(4, 4, "bicubic")
-        return classifier(keras.layers.Reshape((2, 3, 1)), inside, keras.layers.Flatten())
+        return classifier(
+            keras.layers.Reshape((2, 3, 1)), inside, keras.layers.Flatten()
+        )
 
-    refused(world, task_with(resizing), "--jit", "it has no ResizeBicubic (", "resizing", jit=True)
+    refused(
+        world,
+        task_with(resizing),
+        "--jit",
+        "it has no ResizeBicubic (",
+        "resizing",
+        jit=True,
+    )
 
     def checked(losses):
         tf.debugging.assert_less(losses, 1e9)
@@ -328,12 +412,17 @@ def slow_check_what_xla_cannot_compile_is_told(world):
         array = tf.TensorArray(tf.float32, 0, dynamic_size=True)
         return array.write(tf.cast(0 * losses[0], tf.int32), losses).read(0)
 
-    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0], [0.0]), 0.0)
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer([0], [0.0]), 0.0
+    )
     cases = [
         (checked, "leaves out Assert ("),
         (grows, "leaves out TensorListSetItem ("),
         (lambda x: x + table.lookup(tf.cast(x, tf.int32)), "no lookup table"),
-        (lambda x: tf.reshape(x, [tf.cast(12 + 0 * x[0], tf.int32)]), "compile-time constant"),
+        (
+            lambda x: tf.reshape(x, [tf.cast(12 + 0 * x[0], tf.int32)]),
+            "compile-time constant",
+        ),
     ]
     for change, *words in cases:
 

@@ -47,7 +47,9 @@ class Always(keras.layers.Layer):
         self.generator = keras.random.SeedGenerator(1)
 
     def call(self, x):
-        return x + 0.1 * keras.random.normal(tf.shape(x), dtype=x.dtype, seed=self.generator)
+        return x + 0.1 * keras.random.normal(
+            tf.shape(x), dtype=x.dtype, seed=self.generator
+        )
 
 
 class Ordinary(Small):
@@ -61,7 +63,9 @@ class Ordinary(Small):
         ids = keras.layers.Lambda(lambda t: tf.cast(t > 0, tf.int32))(x)
         more = keras.layers.Flatten()(keras.layers.Embedding(2, 4)(ids))
         y = keras.layers.Concatenate()([y, keras.layers.GaussianNoise(0.1)(more)])
-        y = keras.layers.BatchNormalization()(keras.layers.Dense(32, activation="relu")(y))
+        y = keras.layers.BatchNormalization()(
+            keras.layers.Dense(32, activation="relu")(y)
+        )
         y = Always()(keras.layers.Dropout(0.2)(y))
         return keras.Model(x, keras.layers.Dense(CLASSES, dtype="float32")(y))
 
@@ -71,7 +75,9 @@ class Ordinary(Small):
 
     def sums(self, outputs, targets):
         # A float: its sum over batches depends on their order, if it is rounded.
-        return super().sums(outputs, targets) | {"logits": tf.reduce_sum(tf.sin(outputs))}
+        return super().sums(outputs, targets) | {
+            "logits": tf.reduce_sum(tf.sin(outputs))
+        }
 
     def metrics(self, sums):
         return super().metrics(sums) | {"logits": float(sums["logits"])}
@@ -82,7 +88,9 @@ class Gathers(Ordinary):
 
     def loss(self, outputs, targets):
         losses, weights = super().loss(outputs, targets)
-        logits = outputs @ tf.transpose(across.gather(tf.math.l2_normalize(outputs, -1)))
+        logits = outputs @ tf.transpose(
+            across.gather(tf.math.l2_normalize(outputs, -1))
+        )
         alike = tf.cast(targets[:, None] == across.gather(targets)[None], logits.dtype)
         labels = alike / tf.reduce_sum(alike, -1, keepdims=True)
         apart = tf.nn.softmax_cross_entropy_with_logits(labels, logits)
@@ -93,11 +101,21 @@ class Gathers(Ordinary):
 
 RUNS = {
     "gathers": {"precision": "float16", "optimizer": "adam", "num_steps": 3},
-    "sgd": {"global_batch_size": 20, "accumulation_steps": 2, "clip_norm": 0.5, "ema_decay": 0.5},
+    "sgd": {
+        "global_batch_size": 20,
+        "accumulation_steps": 2,
+        "clip_norm": 0.5,
+        "ema_decay": 0.5,
+    },
     "adam": {"optimizer": "adam", "eval_every": 2},
     "bfloat16": {"precision": "bfloat16", "optimizer": "lamb", "global_batch_size": 8},
     "float16": {"precision": "float16", "optimizer": "adam", "global_batch_size": 8},
-    "jit": {"jit": True, "accumulation_steps": 2, "global_batch_size": 18, "num_steps": 2},
+    "jit": {
+        "jit": True,
+        "accumulation_steps": 2,
+        "global_batch_size": 18,
+        "num_steps": 2,
+    },
 }
 
 
@@ -110,7 +128,9 @@ def train(world, name, task=Ordinary, *words, **settings):
     """One of RUNS by `name`, or a part of one (""); others do without the slow graph optimizer."""
     begin(world)
     without_optimizer = name not in ("", *RUNS)
-    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": without_optimizer})
+    tf.config.optimizer.set_experimental_options(
+        {"disable_meta_optimizer": without_optimizer}
+    )
     run_dir = FOLDER / f"{LAUNCH}-{name}"
     return fit(world, task, *words, **{"run_dir": run_dir} | VIRTUAL | settings)
 
@@ -227,7 +247,11 @@ def check_state_is_drawn_and_held(world):
     # Of four draws in [0, 1) that have nothing in common the variance is far from 0.
     assert all(square - mean**2 > 1e-3 for mean, square in drawn), drawn
     assert seeds == [[1, 0] for _ in range(6)], seeds
-    held = [variable.numpy() for variable in ended.model.variables if variable.name == "held"]
+    held = [
+        variable.numpy()
+        for variable in ended.model.variables
+        if variable.name == "held"
+    ]
     assert held == np.float32(HELD).tolist()
 
 
@@ -253,15 +277,21 @@ def check_a_loss_of_no_variable_counts_as_without_virtual_ranks(world):
         return
     figures = {}
     for count in (0, 4):
-        ended = train(world, f"adds-{count}", OnlyAdds, virtual_ranks=count, num_steps=2)
+        ended = train(
+            world, f"adds-{count}", OnlyAdds, virtual_ranks=count, num_steps=2
+        )
         records = [record for record in ended.records if "loss" in record]
-        figures[count] = [[record["keras_loss"], record["grad_norm"]] for record in records]
+        figures[count] = [
+            [record["keras_loss"], record["grad_norm"]] for record in records
+        ]
     assert np.allclose(figures[0], figures[4], rtol=1e-5)
 
 
 def ends(world, task, code, *words, **settings):
     if TWO:
-        ended = train(world, "ends", task, *words, code=code, resume="never", **settings)
+        ended = train(
+            world, "ends", task, *words, code=code, resume="never", **settings
+        )
         assert all(np.isfinite(array).all() for array in ended.weights())
 
 
@@ -312,5 +342,9 @@ def check_ranks_with_other_kernels_are_refused(world):
 
 def check_float16_skips_steps_until_its_scale_fits(world):
     if TWO:
-        ended = train(world, "steep", scaled(1e3), precision="float16", base_lr=1e-6, num_steps=20)
-        assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, ended.summary
+        ended = train(
+            world, "steep", scaled(1e3), precision="float16", base_lr=1e-6, num_steps=20
+        )
+        assert not world.is_chief or 0 < ended.summary["skipped_steps"] <= 10, (
+            ended.summary
+        )

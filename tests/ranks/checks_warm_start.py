@@ -19,12 +19,23 @@ from tasks.blank import Task
 RUNS = Path(os.environ.get("WARM_RUNS", "."))
 STEADY = ["--num_steps=6", "--log_every=1", "--optimizer=sgd", "--deterministic"]
 STILL = ["--num_steps=40", "--optimizer=sgd", "--base_lr=1e-12", "--deterministic"]
-EARLY = [*STILL, "--eval_every=2", "--checkpoint_every=2", "--early_stop_evals=3", "--keep=9"]
+EARLY = [
+    *STILL,
+    "--eval_every=2",
+    "--checkpoint_every=2",
+    "--early_stop_evals=3",
+    "--keep=9",
+]
 
 
 def run(world, name: str, *flags: str, code: int = DONE) -> str:
     """Trains the skeleton in the folder RUNS/name; its refusal, and what rank 0 printed."""
-    words = ["train.py", "--flagfile=configs/blank.cfg", f"--run_dir={RUNS / name}", *flags]
+    words = [
+        "train.py",
+        "--flagfile=configs/blank.cfg",
+        f"--run_dir={RUNS / name}",
+        *flags,
+    ]
     ended = fit_config(settings_lib.parse(words), world, Task, code=code)
     return ended.message + world.broadcast_object(ended.printed, "warm.said")
 
@@ -41,7 +52,9 @@ def check_one_a_run_with_averages_trains_alike_and_evaluates_them(world):
     run(world, "first", *STEADY)
     run(world, "one", *STEADY, "--ema_decay=0.8")
     plain, one = left("first").summary, left("one").summary
-    assert one["weights_sha256"] == plain["weights_sha256"], "evaluating must not change weights"
+    assert one["weights_sha256"] == plain["weights_sha256"], (
+        "evaluating must not change weights"
+    )
     assert abs(one["eval_loss"] - plain["eval_loss"]) > 1e-4
 
 
@@ -57,12 +70,19 @@ def check_one_another_runs_checkpoint_is_gone_on_from_in_a_new_folder(world):
         "--early_stop_evals=2",
         "--num_steps=8",
     )
-    assert (left("later").summary["step"], left("later").summary["exit_reason"]) == (8, "done")
+    assert (left("later").summary["step"], left("later").summary["exit_reason"]) == (
+        8,
+        "done",
+    )
     file = RUNS / "later" / "config.cfg"
     lines = file.read_text().splitlines()
     assert resume in lines
-    said = run(world, "later", f"--flagfile={file}", "--num_steps=9", "--early_stop_evals=0")
-    assert f"resuming from {RUNS}/later/checkpoints/step-00000008 at step 8" in said, said
+    said = run(
+        world, "later", f"--flagfile={file}", "--num_steps=9", "--early_stop_evals=0"
+    )
+    assert f"resuming from {RUNS}/later/checkpoints/step-00000008 at step 8" in said, (
+        said
+    )
     page = report.write(RUNS / "later").read_text()
     assert f"<th>began from</th><td>{RUNS}/first/checkpoints/step-00000006</td>" in page
     run(world, "ended", *STEADY, resume)
@@ -106,7 +126,8 @@ def check_two_ranks_evaluate_the_same_averages(world):
     run(world, "two", *STEADY, "--ema_decay=0.8")
     before = left("one").summary["eval_loss"]
     assert math.isclose(left("two").summary["eval_loss"], before, rel_tol=1e-5)
-    run(world, "one", *STEADY, "--ema_decay=0.8")  # has nothing left to do but to evaluate
+    # Has nothing left to do but to evaluate.
+    run(world, "one", *STEADY, "--ema_decay=0.8")
     assert math.isclose(left("one").summary["eval_loss"], before, rel_tol=1e-9)
 
 

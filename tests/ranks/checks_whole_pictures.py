@@ -47,14 +47,23 @@ def small_run(world) -> RunContext:
             # Blocks, so that a scaled or a shifted picture gives other classes.
             image = np.kron(rng.integers(256, size=(10, 12, 3)), np.ones((6, 6, 1)))
             label = rng.choice([0, 1, 2, 255], size=size, p=[0.4, 0.3, 0.2, 0.1])
-            for kind, pixels in (("images", image[: size[0], : size[1]]), ("labels", label)):
-                Image.fromarray(pixels.astype(np.uint8)).save(root / kind / f"{number}.png")
+            for kind, pixels in (
+                ("images", image[: size[0], : size[1]]),
+                ("labels", label),
+            ):
+                Image.fromarray(pixels.astype(np.uint8)).save(
+                    root / kind / f"{number}.png"
+                )
         names = "\n".join(str(number) for number in range(len(SIZES)))
         for split in ("train", "val"):
             (root / "splits" / f"{split}.txt").write_text(names)
     world.gather_objects(None, "whole.data")
     config = dataclasses.replace(
-        Settings(), model="tiny", data_dir=str(root), num_classes=CLASSES, image_size=CROP
+        Settings(),
+        model="tiny",
+        data_dir=str(root),
+        num_classes=CLASSES,
+        image_size=CROP,
     )
     world_lib.set_up(world, config)
     run = run_lib.prepare(run_lib.make_task(config, world), config, world)
@@ -89,7 +98,9 @@ def by_hand(run: RunContext) -> tuple[float, float]:
     losses = []
 
     def model(image: np.ndarray) -> np.ndarray:
-        return run.model({"image": image[None].astype(np.float32)}, training=False).numpy()[0]
+        return run.model(
+            {"image": image[None].astype(np.float32)}, training=False
+        ).numpy()[0]
 
     for number in range(len(SIZES)):
         folder = run.task.root
@@ -107,7 +118,9 @@ def by_hand(run: RunContext) -> tuple[float, float]:
         )
         labels.append(label)
         predictions.append(shares.argmax(-1))
-        of_label = np.take_along_axis(shares, np.minimum(label, CLASSES - 1)[..., None], -1)
+        of_label = np.take_along_axis(
+            shares, np.minimum(label, CLASSES - 1)[..., None], -1
+        )
         losses.extend(-np.log(of_label[..., 0][label != 255]))
     return miou(labels, predictions), float(np.mean(losses))
 
@@ -123,7 +136,9 @@ def centre(pixels: np.ndarray, fill: float) -> np.ndarray:
 
 def check_scores_are_those_of_plain_numpy(world):
     # All of them first: a rank that fails must not leave the others alone in the next.
-    figures_of = {name: evaluator(world, name).run(lambda: False).figures for name in WAYS}
+    figures_of = {
+        name: evaluator(world, name).run(lambda: False).figures for name in WAYS
+    }
     if not world.is_chief:
         return
     values = set()
@@ -170,7 +185,9 @@ def slow_check_a_picture_too_large_for_memory_is_told_on_all_ranks(world):
 
     full.get_concrete_function = step.get_concrete_function
     with mock.patch.object(whole, "_step", full):
-        stop = differ(lambda: whole.run(lambda: False), "--eval_window", "[1, 17, 23, 3]")
+        stop = differ(
+            lambda: whole.run(lambda: False), "--eval_window", "[1, 17, 23, 3]"
+        )
     assert stop.code == WRONG_USE
 
 
@@ -181,7 +198,9 @@ def probabilities(
     height, width = image.shape[:2]
 
     def at(scale: float, image: np.ndarray) -> np.ndarray:
-        image = resized(image, max(round(height * scale), 1), max(round(width * scale), 1))
+        image = resized(
+            image, max(round(height * scale), 1), max(round(width * scale), 1)
+        )
         return resized(in_windows(model, image, window), height, width)
 
     views = []
@@ -200,7 +219,9 @@ def in_windows(model: Model, image: np.ndarray, window: int) -> np.ndarray:
     for top in starts(height, side):
         for left in starts(width, side):
             place = np.s_[top : top + side, left : left + side]
-            total[place] += softmax(padded(model, image[place]).astype(np.float64), axis=-1)
+            total[place] += softmax(
+                padded(model, image[place]).astype(np.float64), axis=-1
+            )
             count[place] += 1
     return total / count
 

@@ -14,7 +14,8 @@ def check_the_carrier_and_who_shares_a_host_are_as_horovod_says(world):
     expected = messages.Mpi if hvd.mpi_enabled() else messages.Horovod
     assert type(world.carrier) is expected, world.carrier
     if hvd.mpi_enabled():  # the import of MPI's module initializes it
-        with mock.patch("mpi4py.MPI.Query_thread", return_value=2):  # threads must take turns
+        # Threads must take turns.
+        with mock.patch("mpi4py.MPI.Query_thread", return_value=2):
             assert type(messages.carrier()) is messages.Horovod
     assert (world.rank, world.size) == (hvd.rank(), hvd.size())
     assert (world.local_rank, world.local_size) == (hvd.local_rank(), hvd.local_size())
@@ -44,21 +45,34 @@ def check_rank_0_reads_for_all_and_all_report_its_failure(world):
 
     assert world.from_chief("reading", read, "a") == {"name": "a"}
     assert asked == ([0] if world.is_chief else [])
-    differ(lambda: world.from_chief("reading", fail), "reading: the disk is away (rank 0 on ")
+    differ(
+        lambda: world.from_chief("reading", fail),
+        "reading: the disk is away (rank 0 on ",
+    )
 
 
 def check_a_broadcast_is_of_its_root(world):
     for root in range(world.size):
-        assert world.broadcast_object({"rank": world.rank}, "roots", root) == {"rank": root}
+        assert world.broadcast_object({"rank": world.rank}, "roots", root) == {
+            "rank": root
+        }
     large = np.arange(9_000_000, dtype=np.uint8)
-    assert np.array_equal(world.broadcast_object(large if world.is_chief else None, "8 MB"), large)
+    assert np.array_equal(
+        world.broadcast_object(large if world.is_chief else None, "8 MB"), large
+    )
 
 
 def check_objects_of_any_length_come_in_rank_order(world):
     texts = world.gather_objects("x" * (world.rank * 100_000), "uneven")
-    assert [len(text) for text in texts] == [rank * 100_000 for rank in range(world.size)]
-    objects = world.gather_objects({"own": np.full((2, world.rank), world.rank)}, "arrays")
-    assert [each["own"].shape for each in objects] == [(2, rank) for rank in range(world.size)]
+    assert [len(text) for text in texts] == [
+        rank * 100_000 for rank in range(world.size)
+    ]
+    objects = world.gather_objects(
+        {"own": np.full((2, world.rank), world.rank)}, "arrays"
+    )
+    assert [each["own"].shape for each in objects] == [
+        (2, rank) for rank in range(world.size)
+    ]
     flags = world.gather_alike(world.rank == 1, "one is not like the others")
     assert flags == [rank == 1 for rank in range(world.size)]
 
@@ -72,7 +86,11 @@ def check_ranks_at_different_places_are_reported_whatever_they_exchange(world):
         lambda: world.gather_objects(1, "hosts"),
         lambda: world.check_same("a", "weights"),
     ):
-        differ(one_fails if world.rank == 0 else other, "rank 1 is at", "'fail_together.reading'")
+        differ(
+            one_fails if world.rank == 0 else other,
+            "rank 1 is at",
+            "'fail_together.reading'",
+        )
 
 
 def check_a_malformed_message_is_reported_by_all_with_its_rank(world):
@@ -107,7 +125,9 @@ def check_a_malformed_message_is_reported_by_all_with_its_rank(world):
 
             with mock.patch.object(encoding, "pack", pack):
                 differ(send, "rank 1 sent a malformed message as 'spoilt'")
-            assert world.gather_objects(world.rank, "it goes on") == [*range(world.size)]
+            assert world.gather_objects(world.rank, "it goes on") == [
+                *range(world.size)
+            ]
 
 
 def check_a_message_that_is_too_large_is_reported_by_all_with_its_rank(world):
@@ -123,4 +143,7 @@ def check_variables_of_types_that_horovod_lacks_come_from_rank_0(world):
 
 
 def check_fingerprints_that_differ_are_reported(world):
-    differ(lambda: world.check_same(str(world.rank % 2), "the weights"), "the weights on rank 1")
+    differ(
+        lambda: world.check_same(str(world.rank % 2), "the weights"),
+        "the weights on rank 1",
+    )

@@ -16,7 +16,9 @@ FOLDER = ROOT / "benchmarks"
 
 def benchmark(name: str):
     """A file of benchmarks/ as a module: other files there have the names of tests' modules."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"benchmarks_{name}", FOLDER / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -27,7 +29,12 @@ scale = benchmark("scale")
 
 
 def record(rate, **more):
-    speed = {"mean": rate, "interval_95": [rate - 2, rate + 2], "median": rate, "jitter": 1.0}
+    speed = {
+        "mean": rate,
+        "interval_95": [rate - 2, rate + 2],
+        "median": rate,
+        "jitter": 1.0,
+    }
     return {"samples_per_second": speed} | more
 
 
@@ -35,7 +42,11 @@ def test_a_line_of_gpus_table():
     ours = record(
         200.0,
         ranks=2,
-        shares_of_a_step={"input": 0.011, "bookkeeping": 0.002, "reduction_alone": None},
+        shares_of_a_step={
+            "input": 0.011,
+            "bookkeeping": 0.002,
+            "reduction_alone": None,
+        },
         model_flops={"utilization": 0.42},
         by_rank=[{"gpu_peak_bytes": 3 * 2**30, "host_peak_bytes": 2**30}],
     )
@@ -64,12 +75,24 @@ def test_a_line_of_gpus_table():
 
 @pytest.mark.slow
 def test_the_small_form_of_gpu_runs():
-    command = [sys.executable, "benchmarks/gpu.py", "--ranks=1,2", "float32", "bfloat16, input"]
+    command = [
+        sys.executable,
+        "benchmarks/gpu.py",
+        "--ranks=1,2",
+        "float32",
+        "bfloat16, input",
+    ]
     env = os.environ | ENVIRONMENT
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=800)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=800
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.startswith("No GPU here: the small form on CPUs")
-    lines = [line.split(" | ") for line in ended.stdout.splitlines() if re.match(r"\| \d", line)]
+    lines = [
+        line.split(" | ")
+        for line in ended.stdout.splitlines()
+        if re.match(r"\| \d", line)
+    ]
     names = ["float32", "bfloat16, input on"] * 2 + ["float32, --virtual_ranks"]
     assert [line[1] for line in lines] == names
     for line in lines:
@@ -93,7 +116,12 @@ def test_thousands_of_ranks_cost_rank_0_little():
 
 @pytest.mark.slow
 def test_only_what_is_written_grows_with_steps():
-    flags = ["--num_steps=1000", "--log_every=1", "--eval_every=100", "--checkpoint_every=100"]
+    flags = [
+        "--num_steps=1000",
+        "--log_every=1",
+        "--eval_every=100",
+        "--checkpoint_every=100",
+    ]
     *rows, _ = scale.run(1, False, flags)
     tenth, half, end = rows
     assert [row["step"] for row in rows] == [100, 500, 1000]

@@ -38,7 +38,9 @@ def splats(function: ast.AST) -> list[str]:
                 made.update(ast.unparse(target) for target in targets)
         if isinstance(node, ast.Call) and ast.unparse(node.func) != "zip":
             passed += [word.value for word in node.keywords if word.arg is None]
-            passed += [word.value for word in node.args if isinstance(word, ast.Starred)]
+            passed += [
+                word.value for word in node.args if isinstance(word, ast.Starred)
+            ]
     return [name for name in map(ast.unparse, passed) if name in made]
 
 
@@ -56,7 +58,9 @@ def test_no_function_has_more_than_40_statements():
 def test_no_modules_import_each_other_in_a_circle():
     """Nor where functions import them."""
     graph = grimp.build_graph("hvdkit", exclude_type_checking_imports=True)
-    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    imported = {
+        name: graph.find_modules_directly_imported_by(name) for name in graph.modules
+    }
     TopologicalSorter(imported).prepare()  # CycleError names the modules
 
 
@@ -68,7 +72,10 @@ def test_the_page_of_rooms_has_each_of_them():
 
 
 def test_arguments_are_passed_by_name_not_in_a_dict_or_list_made_for_it():
-    assert splats(ast.parse("how = {} | x; parts = [1]; g(*parts, **how)")) == ["how", "parts"]
+    assert splats(ast.parse("how = {} | x; parts = [1]; g(*parts, **how)")) == [
+        "how",
+        "parts",
+    ]
     for place, function in functions():
         assert not splats(function), place
 
@@ -82,7 +89,9 @@ def test_without_a_flag_the_demo_is_trained():
     assert settings_lib.parse(["train.py"]) == named
 
 
-CONFIGS = {*(ROOT / "template/configs").glob("*.cfg")} - {ROOT / "template/configs/default.cfg"}
+CONFIGS = {*(ROOT / "template/configs").glob("*.cfg")} - {
+    ROOT / "template/configs/default.cfg"
+}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS), ids=str)

@@ -54,7 +54,9 @@ def check_flags(kind: type[Settings], argv: Sequence[str] | None = None) -> None
     _import_tensorflow()
 
 
-def main(train: Any, kind: type[Settings] | Settings, argv: Sequence[str] | None = None) -> int:
+def main(
+    train: Any, kind: type[Settings] | Settings, argv: Sequence[str] | None = None
+) -> int:
     """Trains by `train(run)` on the ranks that were launched; returns the exit code.
 
     `kind`: the class of settings, which are read from `argv`, by default sys.argv; or settings, by
@@ -116,7 +118,9 @@ def _words(argv: Sequence[str] | None) -> list[str]:
     if program.name in _KERNELS or program.parent.name == "ipykernel":
         from hvdkit.logs import refuse
 
-        refuse("a notebook has no flags: hvdkit.main(train, hvdkit.load_settings(Settings, ...))")
+        refuse(
+            "a notebook has no flags: hvdkit.main(train, hvdkit.load_settings(Settings, ...))"
+        )
     return words
 
 

@@ -12,28 +12,49 @@ from hvdkit.stop import WRONG_USE
 
 # By name: a module with main(argv) -> exit code, and a summary.
 COMMANDS = {
-    "example": ("hvdkit.commands.example", "copies an example into tasks/, or lists them"),
+    "example": (
+        "hvdkit.commands.example",
+        "copies an example into tasks/, or lists them",
+    ),
     "start": (
         "hvdkit.commands.start.start",
         "a folder of pictures to a flagfile that trains on them",
     ),
-    "check": ("hvdkit.data.prepare.check", "reads every sample of a data set, lists the bad ones"),
+    "check": (
+        "hvdkit.data.prepare.check",
+        "reads every sample of a data set, lists the bad ones",
+    ),
     "browse": ("hvdkit.commands.browse", "a sheet of samples as the model gets them"),
     "pack": (
         "hvdkit.data.prepare.pack",
         "many small files into a few large ones, for network disks",
     ),
-    "evaluate": ("hvdkit.commands.evaluate", "scores of a checkpoint, classes, worst samples"),
+    "evaluate": (
+        "hvdkit.commands.evaluate",
+        "scores of a checkpoint, classes, worst samples",
+    ),
     "predict": ("hvdkit.commands.predict", "predictions on pictures"),
     "export": ("hvdkit.commands.export", "a SavedModel that needs none of this code"),
-    "serve": ("hvdkit.commands.serve", "a page in the browser: a picture, the prediction"),
-    "compare": ("hvdkit.observe.compare", "runs side by side: curves, scores, settings, bits"),
+    "serve": (
+        "hvdkit.commands.serve",
+        "a page in the browser: a picture, the prediction",
+    ),
+    "compare": (
+        "hvdkit.observe.compare",
+        "runs side by side: curves, scores, settings, bits",
+    ),
     "seeds": (
         "hvdkit.commands.jobs.seeds",
         "several seeds of one run: mean and confidence interval",
     ),
-    "sweep": ("hvdkit.commands.jobs.sweep", "searches settings by many runs, weak ones end early"),
-    "supervise": ("hvdkit.commands.jobs.supervise", "starts a run again until it is done"),
+    "sweep": (
+        "hvdkit.commands.jobs.sweep",
+        "searches settings by many runs, weak ones end early",
+    ),
+    "supervise": (
+        "hvdkit.commands.jobs.supervise",
+        "starts a run again until it is done",
+    ),
     "report": ("hvdkit.observe.report", "a run's report.html again"),
 }
 _RUNS_A_TASK = {"start", "browse", "evaluate", "predict", "export", "serve"}
@@ -51,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)
     name = words[1]
     if name not in COMMANDS:
-        refuse(f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}")
+        refuse(
+            f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}"
+        )
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
     # Other commands continue when the reader of their output ends; all that compare does is print.
     if name == "compare":

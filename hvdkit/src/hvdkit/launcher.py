@@ -83,7 +83,9 @@ def launched_ranks() -> tuple[int, str]:
 
 def is_launched() -> bool:
     """Whether a launcher started this process as a rank, be it the only one."""
-    return any(launcher.makes_ranks and launcher.rank in os.environ for launcher in LAUNCHERS)
+    return any(
+        launcher.makes_ranks and launcher.rank in os.environ for launcher in LAUNCHERS
+    )
 
 
 def is_under_mpirun() -> bool:
@@ -100,13 +102,20 @@ def in_mpi_world() -> bool:
     """Whether mpirun or `srun --mpi=pmix` started this process."""
     if over_gloo():
         return False
-    return any(launcher.makes_mpi_world and launcher.rank in os.environ for launcher in LAUNCHERS)
+    return any(
+        launcher.makes_mpi_world and launcher.rank in os.environ
+        for launcher in LAUNCHERS
+    )
 
 
 def is_lone_task_of_srun() -> bool:
     """Whether srun started this process and others which know nothing of each other."""
     ranks, _ = launched_ranks()
-    return "SLURM_STEP_ID" in os.environ and ranks > 1 and not (over_gloo() or in_mpi_world())
+    return (
+        "SLURM_STEP_ID" in os.environ
+        and ranks > 1
+        and not (over_gloo() or in_mpi_world())
+    )
 
 
 def left_of_a_launch() -> str:

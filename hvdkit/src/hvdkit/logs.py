@@ -21,7 +21,8 @@ from hvdkit.launcher import launch_rank
 from hvdkit.stop import WRONG_USE
 
 _BAR_COLUMNS = 30
-_UNTIL_ENDED = 10.0  # A launcher ends the other ranks within these seconds after rank 0.
+# A launcher ends the other ranks within these seconds after rank 0.
+_UNTIL_ENDED = 10.0
 
 
 class _Lines(python_logging.Handler):
@@ -162,7 +163,12 @@ def progress(title: str, done: int, count: int) -> None:
         if done % max(1, count // 200) == 0 or done == count:
             bar = ("#" * (_BAR_COLUMNS * done // count)).ljust(_BAR_COLUMNS, "-")
             end = "\n" if done == count else ""
-            print(f"\r{title:>8} [{bar}] {done}/{count}", end=end, file=sys.stderr, flush=True)
+            print(
+                f"\r{title:>8} [{bar}] {done}/{count}",
+                end=end,
+                file=sys.stderr,
+                flush=True,
+            )
     elif 10 * done // count > 10 * (done - 1) // count:
         # One write a line: launchers put their tags between writes.
         sys.stderr.write(f"{title}: {done}/{count}\n")

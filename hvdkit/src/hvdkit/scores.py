@@ -54,7 +54,9 @@ class MainMetric(NamedTuple):
         return self.height(score.value), -loss, score.step
 
     def describe(self) -> str:
-        return f"{self.name} (the lowest is the best)" if self.mode == "min" else self.name
+        return (
+            f"{self.name} (the lowest is the best)" if self.mode == "min" else self.name
+        )
 
 
 def of_task(task: Any) -> MainMetric:
@@ -83,7 +85,9 @@ def none_is_best(name: str) -> str:
 
 def of_measure(measure: Mapping[str, Any]) -> MainMetric:
     """The main metric of scores, by what they measure (hvdkit/checkpoint/checkpoints.py)."""
-    return MainMetric(measure.get("main_metric", ""), measure.get("main_metric_mode", "max"))
+    return MainMetric(
+        measure.get("main_metric", ""), measure.get("main_metric_mode", "max")
+    )
 
 
 def _names_an_error(name: str) -> bool:

@@ -59,4 +59,6 @@ def passes(error: object) -> bool:
     """Whether the same start may work later, by an error or its text: it names a disk or network
     that fails, or no space."""
     text = str(error)
-    return isinstance(error, NotNow) or any(os.strerror(number) in text for number in _PASSING)
+    return isinstance(error, NotNow) or any(
+        os.strerror(number) in text for number in _PASSING
+    )

@@ -65,7 +65,8 @@ class _Patient(io.RawIOBase):
                 size = end_of_line or select.PIPE_BUF
             try:
                 written = os.write(self._number, self._kept[:size])
-            except BlockingIOError:  # Another program has made the pipe or terminal non-blocking.
+            except BlockingIOError:
+                # Another program has made the pipe or terminal non-blocking.
                 if _waits:
                     select.select([], [self._number], [])
                     continue
@@ -100,7 +101,8 @@ def open_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # It gets the lowest number that is free: this one.
+            # It gets the lowest number that is free: this one.
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
@@ -123,7 +125,9 @@ def _patient(number: int, encoding: str) -> io.TextIOWrapper:
     # A line is written at once and in one piece, also with PYTHONUNBUFFERED=1, because mpirun
     # tags every piece. backslashreplace: names of files may hold any bytes.
     buffer = io.BufferedWriter(raw)
-    return io.TextIOWrapper(buffer, encoding, errors="backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(
+        buffer, encoding, errors="backslashreplace", line_buffering=True
+    )
 
 
 def never_wait() -> None:

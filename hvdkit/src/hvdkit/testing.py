@@ -34,7 +34,8 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMPI_MCA_odls_base_sigkill_timeout": "1",  # s; mpirun waits so twice where a rank has failed
+    # S; mpirun waits so twice where a rank has failed.
+    "OMPI_MCA_odls_base_sigkill_timeout": "1",
 }
 
 
@@ -47,7 +48,9 @@ class Launch:
 
     def errors(self) -> list[str]:
         """The lines that start with `error:`, whatever rank they come from."""
-        return re.findall(r"^(?:\[[\d,]+\]<\w+>:)?error: (.*)$", self.output, re.MULTILINE)
+        return re.findall(
+            r"^(?:\[[\d,]+\]<\w+>:)?error: (.*)$", self.output, re.MULTILINE
+        )
 
 
 def launch(
@@ -96,11 +99,15 @@ def launch(
         log.seek(0)
         output = log.read()
     if code is None:
-        raise AssertionError(f"{words} hung: killed after {timeout} s\n{last_lines(output)}")
+        raise AssertionError(
+            f"{words} hung: killed after {timeout} s\n{last_lines(output)}"
+        )
     return Launch(code, output)
 
 
-def assert_same_weights(*flags: str, ranks: Sequence[int] = (1, 2), steps: int = 3) -> None:
+def assert_same_weights(
+    *flags: str, ranks: Sequence[int] = (1, 2), steps: int = 3
+) -> None:
     """Trains a few steps in float64 on each number of ranks: the weights differ by rounding alone.
 
     Batch norm normalizes over all ranks (--bn_sync=full), or weights would depend on their number.
@@ -135,7 +142,9 @@ def assert_learns_one_batch(*flags: str, steps: int = 50, factor: float = 0.5) -
     losses = json.loads(_ended(1, ["-c", code]).splitlines()[-1])
     start = losses[0]
     end = float(np.mean(losses[-3:]))
-    assert end < factor * start, f"the loss went from {start:.4g} to {end:.4g} in {steps} steps"
+    assert end < factor * start, (
+        f"the loss went from {start:.4g} to {end:.4g} in {steps} steps"
+    )
 
 
 def print_losses(steps: int, flags: Sequence[str]) -> None:
@@ -151,7 +160,9 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
     from hvdkit.run.main import with_ranks
 
     if not hasattr(train, "make_step"):
-        refuse("train.py has no make_step(run): assert_learns_one_batch takes the step from there")
+        refuse(
+            "train.py has no make_step(run): assert_learns_one_batch takes the step from there"
+        )
     words = ["train.py", "--resume=never", *flags]
     settings = settings_lib.from_command_line(words, settings_lib.of_project())
 
@@ -159,7 +170,9 @@ def print_losses(steps: int, flags: Sequence[str]) -> None:
         run = Run(settings, world, stop_signal=stop_signal)
         step = run.make_step(train.make_step)
         batch = run.parts.feed.next()
-        print(json.dumps([float(step(batch)["loss"]) for _ in range(steps)]), flush=True)
+        print(
+            json.dumps([float(step(batch)["loss"]) for _ in range(steps)]), flush=True
+        )
 
     sys.exit(with_ranks(settings, work))
 
@@ -185,7 +198,9 @@ def _weights(flags: Sequence[str], ranks: int, steps: int) -> dict[str, np.ndarr
         )
         path = Path(folder) / "run" / "checkpoints" / f"step-{steps:08d}" / "state.npz"
         with np.load(path) as file:
-            return {name: file[name] for name in file.files if name.startswith("model/")}
+            return {
+                name: file[name] for name in file.files if name.startswith("model/")
+            }
 
 
 def _ended(ranks: int, command: list[str]) -> str:
@@ -208,7 +223,9 @@ def last_lines(output: str) -> str:
     return "\n".join(parts)
 
 
-def _wait(process: subprocess.Popen, timeout: float, kill_when: Callable[[], bool] | None) -> int:
+def _wait(
+    process: subprocess.Popen, timeout: float, kill_when: Callable[[], bool] | None
+) -> int:
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.poll() is None:
         if kill_when and kill_when():

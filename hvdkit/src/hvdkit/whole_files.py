@@ -25,10 +25,12 @@ JSON_BYTES = 2**24
 TABLE_BYTES = 2**26
 LINES_BYTES = 2**26
 
-_UNFINISHED = ".unfinished"  # `replaced` lets files be made in a hidden folder with this ending.
+# `replaced` lets files be made in a hidden folder with this ending.
+_UNFINISHED = ".unfinished"
 _OLD = ".old"  # What had a name before gets this ending.
 _LOCK = ".lock"
-_RECORD = ".written-by-hvdkit.json"  # It has path, size and time of what `replaced` put there.
+# It has path, size and time of what `replaced` put there.
+_RECORD = ".written-by-hvdkit.json"
 _RECORD_BYTES = 2**30
 _SIGN_BYTES = 2**10  # A file's sign stands in so many bytes of its beginning.
 # Arguments of the system's renameat2.
@@ -98,8 +100,11 @@ def written(path: Path) -> Iterator[Path]:
 
     Raises OSError: it cannot be written. After any exception the old file is unchanged.
     """
-    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):  # It may be /dev/null.
-        raise OSError(errno.EINVAL, "it is no regular file, which alone is replaced", str(path))
+    # It may be /dev/null.
+    if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
+        raise OSError(
+            errno.EINVAL, "it is no regular file, which alone is replaced", str(path)
+        )
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -108,7 +113,8 @@ def written(path: Path) -> Iterator[Path]:
         os.fsync(handle)
         partial.replace(path)
     except BaseException as error:
-        if isinstance(error, OSError) and not error.filename:  # The error of a full disk has none.
+        # The error of a full disk has none.
+        if isinstance(error, OSError) and not error.filename:
             error.filename = str(path)
         with contextlib.suppress(OSError):  # The first error says more.
             partial.unlink(missing_ok=True)
@@ -119,7 +125,9 @@ def written(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replaced(folder: Path, names: Sequence[str], *, inputs: Iterable[Path] = ()) -> Iterator[Path]:
+def replaced(
+    folder: Path, names: Sequence[str], *, inputs: Iterable[Path] = ()
+) -> Iterator[Path]:
     """Yields a folder to write in; what has these names in it then takes its place in `folder`.
 
     Of `names`, what was not written is removed from `folder`, so that all of them are of one call.
@@ -139,14 +147,16 @@ def replaced(folder: Path, names: Sequence[str], *, inputs: Iterable[Path] = ())
     _refuse_foreign(folder, names)
     unfinished = folder / f".{secrets.token_hex(8)}{_UNFINISHED}"
     try:
-        unfinished.mkdir(mode=0o700)  # With wider permissions, other users could hold the lock.
+        # With wider permissions, other users could hold the lock.
+        unfinished.mkdir(mode=0o700)
         # The lock is closed before the folder is removed: on NFS a file that is open stays.
         with contextlib.ExitStack() as locks:
             with contextlib.suppress(NoLocks):
                 locks.enter_context(lock(unfinished / _LOCK))
             yield unfinished
             _flush_all(unfinished)
-            _refuse_foreign(folder, names)  # Somebody may have put files there meanwhile.
+            # Somebody may have put files there meanwhile.
+            _refuse_foreign(folder, names)
             _write_record(folder, names, unfinished)
             for name in names:
                 put(unfinished / name, folder / name)
@@ -154,7 +164,8 @@ def replaced(folder: Path, names: Sequence[str], *, inputs: Iterable[Path] = ())
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         if is_new:
-            with contextlib.suppress(OSError):  # It is not empty where files were written.
+            # It is not empty where files were written.
+            with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
@@ -197,7 +208,9 @@ def _refuse_foreign(folder: Path, names: Sequence[str]) -> None:
 
 def _write_record(folder: Path, names: Sequence[str], unfinished: Path) -> None:
     """Records the files that have these names and the new ones: a kill may leave either."""
-    others = {entry for entry in _recorded(folder) if entry[0].split("/")[0] not in names}
+    others = {
+        entry for entry in _recorded(folder) if entry[0].split("/")[0] not in names
+    }
     files = others | _entries(folder, names) | _entries(unfinished, names)
     write_json(unfinished / _RECORD, sorted(files))
     (unfinished / _RECORD).replace(folder / _RECORD)
@@ -222,7 +235,9 @@ def _entries(folder: Path, names: Sequence[str]) -> set[tuple[str, int, int]]:
             paths += path.iterdir()
         elif os.path.lexists(path):
             status = path.lstat()
-            entries.add((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+            entries.add(
+                (str(path.relative_to(folder)), status.st_size, status.st_mtime_ns)
+            )
     return entries
 
 
@@ -337,7 +352,9 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
     """Writes rows as CSV; names of files in them may be any bytes."""
     with (
         written(path) as partial,
-        partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+        partial.open(
+            "w", newline="", encoding="utf-8", errors="surrogateescape"
+        ) as file,
     ):
         csv.writer(file).writerows(rows)
 
@@ -419,7 +436,8 @@ def _why_not_safe(folder: Path) -> str:
     """Why others may replace what this user makes in a folder, or ""."""
     user = os.geteuid()
     status = folder.stat()
-    for owner in (folder.lstat().st_uid, status.st_uid):  # a link has an owner of its own
+    # A link has an owner of its own.
+    for owner in (folder.lstat().st_uid, status.st_uid):
         if owner not in (user, 0):
             return f"is of another user (number {owner})"
     others = 0o002 if status.st_uid == user else 0o022

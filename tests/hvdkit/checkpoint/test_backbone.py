@@ -42,7 +42,9 @@ def features(model, image):
 
 def test_features_are_those_of_keras_applications(tmp_path):
     """On the same picture, which the project feeds as it is and Keras in BGR less a mean."""
-    there = keras.applications.ResNet50(include_top=False, weights=None, input_shape=(64, 64, 3))
+    there = keras.applications.ResNet50(
+        include_top=False, weights=None, input_shape=(64, 64, 3)
+    )
     rng = np.random.default_rng(1)
     for variable in there.variables:
         if variable.name != "kernel":
@@ -97,14 +99,18 @@ def test_models_that_leave_pictures_unscaled_are_known():
     shades, floats = (np.zeros((1, 8, 8, 3), dtype) for dtype in ("uint8", "float32"))
     image = keras.Input((8, 8, 3))
     bare = keras.Model(image, keras.layers.Conv2D(2, 3)(image))
-    inside = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Rescaling(1 / 255), bare])
+    inside = keras.Sequential(
+        [keras.Input((8, 8, 3)), keras.layers.Rescaling(1 / 255), bare]
+    )
     unscaled = preprocessing.leaves_unscaled
     assert unscaled(bare, {"image": tf.constant(shades)})
     assert not unscaled(bare, {"image": tf.constant(floats)})
     for model in (small(), small(pixels=False), inside):
         assert not unscaled(model, tf.constant(shades))
     # Whole numbers to a layer that Keras does not cast for.
-    np.testing.assert_array_equal(Preprocess()(tf.constant(shades)), Preprocess()(floats))
+    np.testing.assert_array_equal(
+        Preprocess()(tf.constant(shades)), Preprocess()(floats)
+    )
 
 
 @pytest.mark.parametrize(("last", "left", "policy"), [
@@ -167,7 +173,9 @@ def linked(kind):
                 where = [(str(secret), 0, h5py.h5f.UNLIMITED)]
                 content.create_dataset(name, KERNEL, "f4", external=where)
             else:
-                content[name] = h5py.ExternalLink(secret, "/" if kind == "layer" else "/kernel")
+                content[name] = h5py.ExternalLink(
+                    secret, "/" if kind == "layer" else "/kernel"
+                )
 
     return link
 
@@ -180,20 +188,45 @@ ELSEWHERE = ["conv1_conv/conv1_conv/kernel is in another file"]
     ("here", "there", "spoil", "words"),
     [
         ({}, {"filters": 5}, None, ["up to conv1_bn: Shape mismatch", "(3, 3, 3, 5)"]),
-        ({}, {"last": "logits"}, None, ["Layer count mismatch", "expected 2 layers, found 3"]),
-        ({"pixels": False}, {}, None, ["hvdkit.train.preprocessing.Preprocess", ".backbone"]),
+        (
+            {},
+            {"last": "logits"},
+            None,
+            ["Layer count mismatch", "expected 2 layers, found 3"],
+        ),
+        (
+            {"pixels": False},
+            {},
+            None,
+            ["hvdkit.train.preprocessing.Preprocess", ".backbone"],
+        ),
         ({"backbone": ""}, {}, None, ["small has no backbone", "model.backbone"]),
         ({}, {}, weights_of_keras, NO_FILE),
         ({}, {}, lambda file: file.with_name("gone.h5"), NO_FILE),
         ({}, {}, no_number, ["conv1_bn holds values that are not finite"]),
-        ({}, {}, lambda file: os.truncate(file, file.stat().st_size * 97 // 100), ["does not fit"]),
+        (
+            {},
+            {},
+            lambda file: os.truncate(file, file.stat().st_size * 97 // 100),
+            ["does not fit"],
+        ),
         ({}, {}, linked("layer"), ["conv1_conv is in another file"]),
-        *(({}, {}, linked(kind), ELSEWHERE) for kind in ("kernel", "external", "virtual")),
+        *(
+            ({}, {}, linked(kind), ELSEWHERE)
+            for kind in ("kernel", "external", "virtual")
+        ),
         ({}, {}, linked("terabytes"), ["conv1_conv/conv1_conv/kernel claims 4,"]),
-        ({}, {}, linked("one chunk"), ["conv1_conv/kernel holds 1 values in a chunk of 134,"]),
+        (
+            {},
+            {},
+            linked("one chunk"),
+            ["conv1_conv/kernel holds 1 values in a chunk of 134,"],
+        ),
     ],
 )
-def test_a_file_that_does_not_fit_is_refused_in_one_line(here, there, spoil, words, tmp_path):
+def test_a_file_that_does_not_fit_is_refused_in_one_line(
+    here, there, spoil, words, tmp_path
+):
     file = published(tmp_path / "a.h5", **there)
     if spoil:
         file = spoil(file) or file

@@ -34,18 +34,30 @@ from hvdkit.train.step.state import State
 
 def test_types_that_numpy_does_not_know(kept):
     value = np.array([1.5, -2.0], ml_dtypes.bfloat16)
-    values = {"v": tf.Variable(value), "w": tf.Variable(True), "s": tf.Variable(value[0])}
+    values = {
+        "v": tf.Variable(value),
+        "w": tf.Variable(True),
+        "s": tf.Variable(value[0]),
+    }
     writing.check_types(values)
     path = kept.write(kept.copy(Place(1), values, Settings()))
     assert files.read(path)["v"].dtype == value.dtype
     into = {"v": tf.Variable(tf.zeros_like(value)), "w": tf.Variable(False)}
     into["s"] = tf.Variable(tf.zeros_like(value[0]))
     kept.restore(kept.find("auto"), into, Settings())
-    assert np.all(into["v"].numpy() == value) and bool(into["w"]) and into["s"].numpy() == 1.5
-    with pytest.raises(ValueError, match="t is of type object: a checkpoint holds numbers only"):
+    assert (
+        np.all(into["v"].numpy() == value)
+        and bool(into["w"])
+        and into["s"].numpy() == 1.5
+    )
+    with pytest.raises(
+        ValueError, match="t is of type object: a checkpoint holds numbers only"
+    ):
         writing.check_types({"t": tf.Variable("text")})
     grows = tf.Variable(tf.zeros([0, 3]), shape=[None, 3])
-    with pytest.raises(ValueError, match=r"task/bank has the shape \(None, 3\): .* full size"):
+    with pytest.raises(
+        ValueError, match=r"task/bank has the shape \(None, 3\): .* full size"
+    ):
         writing.check_types({"task/bank": grows})
 
 
@@ -65,7 +77,9 @@ def test_the_newest_and_the_best_are_kept(scores, left, best, kept):
             kept.add_score(of_step(step, score))
             kept_score = kept.score_of(kept.find(str(path)))
             assert kept_score == score or not math.isfinite(kept_score + score)
-    assert names(kept) == [f"step-{step:08d}" for step in left] and kept.best()[:2] == best
+    assert (
+        names(kept) == [f"step-{step:08d}" for step in left] and kept.best()[:2] == best
+    )
 
 
 def test_of_equal_scores_the_lower_loss_is_the_best_then_the_newer(kept):
@@ -84,7 +98,9 @@ def test_of_an_error_the_lowest_score_is_kept(kept):
     kept = replace(kept, measure=lowest)
     for step, score in enumerate([20.2, 5.7, math.nan, -math.inf, 9.0, 7.0], start=1):
         save(kept, step, score=score)
-    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)] and kept.best()[:2] == (
+    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)] and kept.best()[
+        :2
+    ] == (
         5.7,
         2,
     )
@@ -106,17 +122,24 @@ def test_a_mode_that_is_mended_decides_from_then_on(kept, capsys):
     assert load_run.chosen(kept.folder, "best", task).name == "step-00000004"
     printed = capsys.readouterr().out
     assert (
-        "main_metric_mode was max and is now min: the best is chosen anew, of the 3 ch" in printed
+        "main_metric_mode was max and is now min: the best is chosen anew, of the 3 ch"
+        in printed
     )
     task.main_metric = "rmse"
-    words = "the scores of the checkpoints are mae, and the task's main_metric is now rmse"
+    words = (
+        "the scores of the checkpoints are mae, and the task's main_metric is now rmse"
+    )
     refused(lambda: load_run.chosen(kept.folder, "best", task), words)
     assert load_run.chosen(kept.folder, "last", task).name == "step-00000004"
     # A training that goes on says so, and compares with what was kept.
     resumed = replace(kept, measure=mended)
     step, note = resumed.other_scores()
-    assert step == 0 and note.startswith("main_metric_mode was max, is min: the best is chosen")
-    assert resumed.best()[:2] == (7.0, 4) and resumed.score_of(resumed.find("auto")) == 7.0
+    assert step == 0 and note.startswith(
+        "main_metric_mode was max, is min: the best is chosen"
+    )
+    assert (
+        resumed.best()[:2] == (7.0, 4) and resumed.score_of(resumed.find("auto")) == 7.0
+    )
     save(resumed, 5, score=8.0)
     assert names(kept) == ["step-00000004", "step-00000005"]
 
@@ -144,7 +167,9 @@ def test_scores_of_another_measure_are_none(kept):
         save(new, step, score=score)
     assert names(kept) == [f"step-0000000{step}" for step in (1, 2, 4, 5)]
     assert new.best()[:2] == (0.3, 2) and old.best()[:2] == (0.9, 1)
-    assert new.other_scores() == (1, note) and kept.best()[:2] == (0.9, 1), "of none: like all"
+    assert new.other_scores() == (1, note) and kept.best()[:2] == (0.9, 1), (
+        "of none: like all"
+    )
 
 
 def test_pruning_touches_nothing_else(kept):
@@ -175,11 +200,21 @@ def test_auto_never_a_checkpoint_and_a_run(kept, tmp_path):
         assert kept.find(str(run)) == (paths[1], Place(2, 64), False, True)
     renamed = paths[0].rename(tmp_path / "my favourite")
     assert kept.find(str(renamed)) == (renamed, Place(1, 32), True, False)
-    for nothing in (tmp_path / "nothing", tmp_path / "checkpoints", tmp_path / "step-00000001"):
-        with pytest.raises(Stop, match=f"--resume={nothing}: .*(checkpoint|does not exist)"):
+    for nothing in (
+        tmp_path / "nothing",
+        tmp_path / "checkpoints",
+        tmp_path / "step-00000001",
+    ):
+        with pytest.raises(
+            Stop, match=f"--resume={nothing}: .*(checkpoint|does not exist)"
+        ):
             kept.find(str(nothing))
     (paths[1] / "state.npz").write_bytes(b"damaged")
-    refused(lambda: kept.find(str(paths[1])), "step-00000002/state.npz is damaged", kind=Stop)
+    refused(
+        lambda: kept.find(str(paths[1])),
+        "step-00000002/state.npz is damaged",
+        kind=Stop,
+    )
 
 
 def rewrite(file, number=files.FORMAT, **changes):
@@ -196,12 +231,19 @@ def test_another_format_is_refused_by_name_not_passed_over(number, kept):
     file = save(kept, 2) / "manifest.json"
     rewrite(file, number)
     for resume in ("auto", str(file.parent)):
-        with pytest.raises(Stop, match=rf"step-00000002 is of checkpoint format {number}"):
+        with pytest.raises(
+            Stop, match=rf"step-00000002 is of checkpoint format {number}"
+        ):
             kept.find(resume)
 
 
 @pytest.mark.parametrize(
-    "card", [{"train": 5}, {"train": {"fingerprint": ["a"], "samples": 1}}, {"class_names": [5]}]
+    "card",
+    [
+        {"train": 5},
+        {"train": {"fingerprint": ["a"], "samples": 1}},
+        {"class_names": [5]},
+    ],
 )
 def test_a_card_that_is_none_is_damage(card, kept, capsys):
     """Of an author who knows the checksum: what reads it would end in a trace."""
@@ -214,7 +256,10 @@ def test_a_card_that_is_none_is_damage(card, kept, capsys):
     ("into", "words"),
     [
         (variables(shape=(3, 2)), ["w/kernel", "(2, 3)", "(3, 2)"]),
-        (variables(dtype=tf.float64), ["w/kernel is float32", "float64", "--precision"]),
+        (
+            variables(dtype=tf.float64),
+            ["w/kernel is float32", "float64", "--precision"],
+        ),
         ({"step": variables()["step"]}, ["'w/kernel' is not known"]),
         (variables() | {"v": tf.Variable(1.0)}, ["'v' is missing"]),
     ],
@@ -240,7 +285,9 @@ def test_other_kernels_are_named_where_bits_are_promised(kept, capsys):
     save(replace(kept, fingerprint={"switches": "none"}), 7)
     other = replace(kept, fingerprint={"switches": "TF_ENABLE_ONEDNN_OPTS=0"})
     for deterministic in (False, True):
-        other.restore(other.find("auto"), variables(), Settings(deterministic=deterministic))
+        other.restore(
+            other.find("auto"), variables(), Settings(deterministic=deterministic)
+        )
         named = "switches (none; TF_ENABLE_ONEDNN_OPTS=0)" in capsys.readouterr().out
         assert named == deterministic
 
@@ -248,13 +295,19 @@ def test_other_kernels_are_named_where_bits_are_promised(kept, capsys):
 @pytest.mark.parametrize(
     ("config", "normed", "words"),
     [
-        (Settings(lr_scaling="linear", bn_sync="full"), True, ["--lr_scaling=linear multiplies"]),
+        (
+            Settings(lr_scaling="linear", bn_sync="full"),
+            True,
+            ["--lr_scaling=linear multiplies"],
+        ),
         (Settings(bn_sync="mean"), True, ["--bn_sync=mean normalizes"]),
         (Settings(bn_sync="mean"), False, []),
         (Settings(bn_sync="full"), True, []),
     ],
 )
-def test_another_number_of_ranks_is_named_where_it_changes_numbers(config, normed, words, kept):
+def test_another_number_of_ranks_is_named_where_it_changes_numbers(
+    config, normed, words, kept
+):
     before = files.read_manifest(save(kept, 7, config=config))
     differences = changes(before, config, ranks=4, has_batch_norm=normed)
     assert (
@@ -268,7 +321,9 @@ def test_the_same_path_from_another_folder_is_no_change(kept):
     before = files.read_manifest(save(kept, 7))
     elsewhere = Settings(data_dir=str(project.folder() / before.config["data_dir"]))
     assert changes(before, elsewhere, ranks=1, has_batch_norm=True) == []
-    differences = changes(before, Settings(data_dir="other"), ranks=1, has_batch_norm=True)
+    differences = changes(
+        before, Settings(data_dir="other"), ranks=1, has_batch_norm=True
+    )
     assert differences == ["--data_dir was datasets/demo, is other"]
 
 
@@ -283,7 +338,9 @@ def test_a_setting_that_came_later_had_its_default(kept):
         noise: float = setting(0.1, "share of pixels that are noise")
 
     old = replace(before, config=before.config | {"noise": 0.2})
-    assert changes(old, OfFork(), ranks=1, has_batch_norm=True) == ["--noise was 0.2, is 0.1"]
+    assert changes(old, OfFork(), ranks=1, has_batch_norm=True) == [
+        "--noise was 0.2, is 0.1"
+    ]
 
 
 def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):
@@ -302,7 +359,8 @@ def test_the_newest_before_skipped_steps_is_kept_for_going_back(tmp_path):
 def test_a_disk_that_takes_no_more_leaves_what_was_there_and_no_half(kept):
     path = save(kept, 1)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))  # each file takes so many bytes
+    # Each file takes so many bytes.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
     try:
         for step in (2, 1):  # the second would replace the old one
             with pytest.raises(OSError, match="File too large"):
@@ -311,7 +369,11 @@ def test_a_disk_that_takes_no_more_leaves_what_was_there_and_no_half(kept):
             kept.add_score(of_step(1, 0.5))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    assert names(kept) == ["step-00000001"] and restored(kept) == 1.0 and kept.best() is None
+    assert (
+        names(kept) == ["step-00000001"]
+        and restored(kept) == 1.0
+        and kept.best() is None
+    )
     assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "state.npz"]
     kept.add_score(of_step(1, 0.5))
     assert kept.best()[:2] == (0.5, 1)
@@ -321,13 +383,24 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
     def saves(folder, step):
         arrays = {"w": np.full((2, 3), step, np.float32)}
         writing.write(
-            folder, step, arrays, samples=0, passed_over=0, config={}, ranks=1, tensorflow=""
+            folder,
+            step,
+            arrays,
+            samples=0,
+            passed_over=0,
+            config={},
+            ranks=1,
+            tensorflow="",
         )
 
     outcomes = Counter()
-    for folder in killed_at_each(tmp_path, lambda it: saves(it, 4), lambda it: saves(it, 5)):
+    for folder in killed_at_each(
+        tmp_path, lambda it: saves(it, 4), lambda it: saves(it, 5)
+    ):
         newest, passed_over = files.newest_sound(folder)
-        assert not passed_over and np.all(files.read(newest)["w"] == files.step_of(newest))
+        assert not passed_over and np.all(
+            files.read(newest)["w"] == files.step_of(newest)
+        )
         outcomes[newest.name] += 1
         files.tidy(folder)
         assert sorted(folder.iterdir()) == [*files.candidates(folder)]
@@ -360,7 +433,11 @@ def test_a_disk_that_fails_for_a_moment_loses_no_checkpoint(kept, monkeypatch):
     read = whole_files.read
 
     def fails_for_the_best(path, *arguments):
-        return fails(path) if path.parent.name == "step-00000001" else read(path, *arguments)
+        return (
+            fails(path)
+            if path.parent.name == "step-00000001"
+            else read(path, *arguments)
+        )
 
     for step, score in ((1, 0.9), (2, 0.1), (3, 0.2)):
         save(kept, step, score=score)
@@ -369,7 +446,10 @@ def test_a_disk_that_fails_for_a_moment_loses_no_checkpoint(kept, monkeypatch):
         save(kept, 4)
     assert kept.best()[:2] == (0.9, 1)
     monkeypatch.setattr(whole_files, "sha256", fails)
-    assert differ(lambda: kept.find("auto"), "Input/output error", "--resume=never").code == 76
+    assert (
+        differ(lambda: kept.find("auto"), "Input/output error", "--resume=never").code
+        == 76
+    )
     assert kept.find("never") is None
 
 
@@ -419,7 +499,9 @@ def test_all_that_a_run_counts_comes_back(kept):
     assert {id(v) for v in counters} < {id(raw(v)) for v in saved.variables.values()}
     kept.write(kept.copy(Place(100), saved.variables, Settings()))
     kept.restore(kept.find("auto"), restored.variables, Settings())
-    for one, other in zip(saved.variables.values(), restored.variables.values(), strict=True):
+    for one, other in zip(
+        saved.variables.values(), restored.variables.values(), strict=True
+    ):
         np.testing.assert_array_equal(raw(one), raw(other))
 
 
@@ -434,4 +516,6 @@ def test_a_counter_that_is_wider_now_takes_the_values_of_an_older_checkpoint(kep
     refused(lambda: kept.restore(found, other, Settings()), "count is int32", kind=Stop)
     narrower = {"count": tf.Variable(0, dtype=tf.int16), "weight": tf.Variable([0.0])}
     words = ["count is int32 in the checkpoint, int16 in the model"]
-    refused(lambda: kept.restore(kept.find("auto"), narrower, Settings()), *words, kind=Stop)
+    refused(
+        lambda: kept.restore(kept.find("auto"), narrower, Settings()), *words, kind=Stop
+    )

@@ -39,10 +39,17 @@ def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys):
         printed = capsys.readouterr().out
         into = variables(-1.0)
         kept.restore(checkpoint, into, Settings())
-        assert float(into["w/kernel"][1, 2]) == checkpoint.step, (mutate.__name__, checkpoint)
+        assert float(into["w/kernel"][1, 2]) == checkpoint.step, (
+            mutate.__name__,
+            checkpoint,
+        )
         if checkpoint.step < 4:
             name = "step-00000004" if victim is None else victim
-            assert name in printed and checkpoint.step == 3, (mutate.__name__, name, printed)
+            assert name in printed and checkpoint.step == 3, (
+                mutate.__name__,
+                name,
+                printed,
+            )
         best = kept.best()
         assert best is None or best.value == best.step / 10
         with contextlib.suppress(Stop):  # by name it is refused, or restored right
@@ -53,7 +60,9 @@ def test_200_mutations_restore_right_or_are_passed_over_by_name(kept, capsys):
 
 
 def newest(folder, draw, name=None):
-    return folder / "step-00000004" / (name or draw.choice(["state.npz", "manifest.json"]))
+    return (
+        folder / "step-00000004" / (name or draw.choice(["state.npz", "manifest.json"]))
+    )
 
 
 def flip_a_bit(folder, draw):
@@ -85,7 +94,9 @@ def swap_a_file_with_another_steps(folder, draw):
 
 def copy_a_step_under_another_name(folder, draw):
     shutil.rmtree(folder / "step-00000004")
-    shutil.copytree(folder / f"step-{draw.randrange(1, 4):08d}", folder / "step-00000004")
+    shutil.copytree(
+        folder / f"step-{draw.randrange(1, 4):08d}", folder / "step-00000004"
+    )
 
 
 def nothing_a_folder_or_a_pipe_instead_of_a_file(folder, draw):
@@ -108,7 +119,9 @@ def a_link_to_nowhere(folder, draw):
 
 def a_link_to_elsewhere(folder, draw):
     (folder / "step-00000004").rename(folder.parent / f"moved-{draw.random()}")
-    (folder / "step-00000004").symlink_to(max(folder.parent.glob("moved-*"), key=os.path.getctime))
+    (folder / "step-00000004").symlink_to(
+        max(folder.parent.glob("moved-*"), key=os.path.getctime)
+    )
 
 
 def terabytes(folder, draw):
@@ -118,8 +131,18 @@ def terabytes(folder, draw):
 MUTATIONS = [
     *[flip_a_bit] * 2,
     *[nothing_a_folder_or_a_pipe_instead_of_a_file] * 3,
-    *(swap_a_file_with_another_steps, copy_a_step_under_another_name, a_link_to_nowhere),
-    *(a_link_to_elsewhere, terabytes, a_file_instead_of_the_folder, cut_off, rename_the_folder),
+    *(
+        swap_a_file_with_another_steps,
+        copy_a_step_under_another_name,
+        a_link_to_nowhere,
+    ),
+    *(
+        a_link_to_elsewhere,
+        terabytes,
+        a_file_instead_of_the_folder,
+        cut_off,
+        rename_the_folder,
+    ),
 ]
 
 
@@ -153,8 +176,12 @@ def test_a_state_that_numpy_cannot_read_is_named_even_with_its_right_sum(content
     """As if it had been written so: the sums say that it is sound."""
     path = save(kept, 1)
     (path / "state.npz").write_bytes(content)
-    about = replace(files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz"))
+    about = replace(
+        files.read_manifest(path), sha256=whole_files.sha256(path / "state.npz")
+    )
     writing._write_manifest(path, about)
     with pytest.raises(Stop) as stop:
         kept.restore(kept.find("auto"), {"w": tf.Variable(np.zeros(9))}, Settings())
-    assert re.search(r"step-00000001/state\.npz is damaged: \w+: .", str(stop.value)), stop.value
+    assert re.search(r"step-00000001/state\.npz is damaged: \w+: .", str(stop.value)), (
+        stop.value
+    )

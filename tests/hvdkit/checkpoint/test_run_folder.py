@@ -22,7 +22,13 @@ from hvdkit.settings import Settings, project
 from hvdkit.stop import NotNow
 from ranks import json_lines
 
-RECORDS = ("metrics.jsonl", "gradients.jsonl", "summary.json", "report.html", "predictions.png")
+RECORDS = (
+    "metrics.jsonl",
+    "gradients.jsonl",
+    "summary.json",
+    "report.html",
+    "predictions.png",
+)
 
 
 def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
@@ -37,16 +43,22 @@ def train(run_dir, seed, num_steps, every, keep=3, resume="auto", stop_at=None):
     board = run_dir / "tensorboard" / f"events-{seed}-{stop_at}"
     board.parent.mkdir(exist_ok=True)
     board.touch()
-    for step in range(checkpoint.step + 1 if checkpoint else 1, (stop_at or num_steps) + 1):
+    for step in range(
+        checkpoint.step + 1 if checkpoint else 1, (stop_at or num_steps) + 1
+    ):
         weight.assign(float(100 * (weight.numpy() // 100) + step))
         for name in ("metrics.jsonl", "gradients.jsonl"):
             with (run_dir / name).open("a") as file:
                 file.write(json.dumps({"step": step, "seed": seed}) + "\n")
         if step % every == 0:
             kept.write(kept.copy(Place(step), {"w": weight}, config))
-            kept.add_score(of_step(step, 0.9 if (seed, step) == (1, 8) else 0.1 + step / 100))
+            kept.add_score(
+                of_step(step, 0.9 if (seed, step) == (1, 8) else 0.1 + step / 100)
+            )
             with (run_dir / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "eval_loss": 0, "seed": seed}) + "\n")
+                file.write(
+                    json.dumps({"step": step, "eval_loss": 0, "seed": seed}) + "\n"
+                )
     if not stop_at:
         for name in ("summary.json", "report.html", "predictions.png"):
             (run_dir / name).write_text(f"of seed {seed}")
@@ -78,8 +90,12 @@ def test_starting_anew_in_a_used_folder_then_going_on(used):
     assert steps(used / "checkpoints") == [2, 4]
     assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8]
     assert Checkpoints(used / "checkpoints", 2, ALONE).best()[:2] == (0.14, 4)
-    assert not (used / "summary.json").exists() and not (used / "predictions.png").exists()
-    assert seeds(used / "metrics.jsonl") == {2} and seeds(used / "aside-1/metrics.jsonl") == {1}
+    assert (
+        not (used / "summary.json").exists() and not (used / "predictions.png").exists()
+    )
+    assert seeds(used / "metrics.jsonl") == {2} and seeds(
+        used / "aside-1/metrics.jsonl"
+    ) == {1}
     assert "--seed=1" in (used / "aside-1" / "config.cfg").read_text().splitlines()
     assert "--seed=2" in (used / "config.cfg").read_text().splitlines()
 
@@ -92,32 +108,43 @@ def test_starting_anew_in_a_used_folder_then_going_on(used):
     assert checkpoint.step == 8 and steps(used / "checkpoints") == [9]
     assert files.read(used / "checkpoints" / "step-00000009")["w"] == 109.0
     assert steps(used / "aside-2" / "checkpoints") == [4, 6]
-    assert len([*used.glob("tensorboard/*")]) == 1 and len([*used.glob("aside-2/*board/*")]) == 2
+    assert (
+        len([*used.glob("tensorboard/*")]) == 1
+        and len([*used.glob("aside-2/*board/*")]) == 2
+    )
     assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8], "it stays as it is"
 
 
 def test_an_ordinary_resume_shows_no_step_twice(tmp_path):
-    train(tmp_path, 1, 9, every=4, stop_at=7)  # killed: three logged steps were not saved
+    # Killed: three logged steps were not saved.
+    train(tmp_path, 1, 9, every=4, stop_at=7)
     (tmp_path / "summary.json").write_text("of an earlier attempt")
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 7, "lo\xff')
     checkpoint, note = train(tmp_path, 1, 9, every=4, stop_at=8)
-    assert checkpoint.step == 4 and note == "" and not (tmp_path / "summary.json").exists()
+    assert (
+        checkpoint.step == 4 and note == "" and not (tmp_path / "summary.json").exists()
+    )
     expected = [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
     assert [x["step"] for x in json_lines(tmp_path / "metrics.jsonl")] == expected
     assert not list(tmp_path.glob("aside*")) and not list(tmp_path.glob("**/*.partial"))
 
 
-def test_damaged_newer_checkpoints_are_set_aside_and_their_steps_saved_again(used, capsys):
+def test_damaged_newer_checkpoints_are_set_aside_and_their_steps_saved_again(
+    used, capsys
+):
     folder = used / "checkpoints"
     (folder / "step-00000008" / "state.npz").write_bytes(b"damaged")
     (folder / "step-00000009").write_text("a file where a folder should be")
-    for left in (".step-00000009.partial", ".step-00000002.deleted"):  # a kill leaves these
+    # A kill leaves these.
+    for left in (".step-00000009.partial", ".step-00000002.deleted"):
         (folder / left).mkdir()
     (folder / "notes").write_text("mine")
     checkpoint, note = train(used, 1, 9, every=1, keep=9)
     assert (
-        checkpoint.step == 6 and "2 checkpoints (of steps 8 to 9)" in note and "records" not in note
+        checkpoint.step == 6
+        and "2 checkpoints (of steps 8 to 9)" in note
+        and "records" not in note
     )
     expected = ["notes", *(f"step-0000000{n}" for n in (2, 4, 6, 7, 8, 9))]
     assert sorted(p.name for p in folder.iterdir()) == expected
@@ -132,9 +159,13 @@ def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):
     old.mkdir(parents=True)
 
     def begin(listed: set[str]) -> None:
-        run_folder.begin(tmp_path, None, Settings(), evaluates_first=False, listed=listed)
+        run_folder.begin(
+            tmp_path, None, Settings(), evaluates_first=False, listed=listed
+        )
 
-    with pytest.raises(NotNow, match="step-00000003, which was not there when this start looked"):
+    with pytest.raises(
+        NotNow, match="step-00000003, which was not there when this start looked"
+    ):
         begin(set())
     assert old.exists() and not (tmp_path / "config.cfg").exists()
     begin({old.name})
@@ -154,7 +185,9 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_a_disk_without_locks_is_in_use_while_its_lease_is_renewed(tmp_path, monkeypatch, is_used):
+def test_a_disk_without_locks_is_in_use_while_its_lease_is_renewed(
+    tmp_path, monkeypatch, is_used
+):
     def flock(*_):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
@@ -205,7 +238,9 @@ def old_run(folder):
             passed_over=0,
         )
     for name in RECORDS:
-        (folder / name).write_text("".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8)))
+        (folder / name).write_text(
+            "".join(f'{{"step": {s}, "seed": 1}}\n' for s in range(1, 8))
+        )
     settings_lib.write(Settings(seed=1), folder / "config.cfg")
 
 
@@ -230,8 +265,14 @@ def test_a_kill_at_any_moment_mixes_and_loses_nothing(back_to, tmp_path):
         step = files.read_manifest(there).step if there else 0
         ahead = [s for s in (2, 4, 6) if s > step]
         assert asides(folder) == {f"step-0000000{s}": 1 for s in ahead}
-        logged = [x["step"] for x in json_lines(folder / "metrics.jsonl")] if step else []
-        assert not step or logged == [*range(1, 8)] or (step == back_to and logged == [1, 2])
+        logged = (
+            [x["step"] for x in json_lines(folder / "metrics.jsonl")] if step else []
+        )
+        assert (
+            not step
+            or logged == [*range(1, 8)]
+            or (step == back_to and logged == [1, 2])
+        )
         settings = folder / "config.cfg"
         if settings.exists() and "--seed=2" in settings.read_text():
             assert step == (back_to or 0) and not (folder / "summary.json").exists()

@@ -1,4 +1,5 @@
-"""Averages of weights; weights of other runs and of .keras files. test_backbone.py has backbones."""
+"""Averages of weights; weights of other runs and of .keras files. test_backbone.py has
+backbones."""
 
 import dataclasses
 import io
@@ -30,11 +31,15 @@ from ranks import CHECKS, names_of_checks, run_checks
 def network(start: float = 0.0) -> keras.Model:
     """Named layers and batch norm; every weight counts up from `start`."""
     x = keras.Input((4,))
-    y = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(5, name="body")(x))
+    y = keras.layers.BatchNormalization(name="norm")(
+        keras.layers.Dense(5, name="body")(x)
+    )
     return counted(keras.Model(x, keras.layers.Dense(3, name="head")(y)), start)
 
 
-def save(folder, model: keras.Model, *, step: int = 1, state=None) -> checkpoints.Checkpoints:
+def save(
+    folder, model: keras.Model, *, step: int = 1, state=None
+) -> checkpoints.Checkpoints:
     kept = checkpoints.Checkpoints(folder, 9, ALONE)
     state = state or averaging(model)
     kept.write(kept.copy(Place(step), state.variables, Settings()))
@@ -50,7 +55,9 @@ def averaging(model: keras.Model, decay: float = 0.0) -> State:
 def run_dir(tmp_path):
     """Checkpoints of steps 1, 2, 3 with scores 0.5, 0.9, none; weights start at the step."""
     for step, score in ((1, 0.5), (2, 0.9), (3, None)):
-        kept = save(tmp_path / "run" / "checkpoints", network(start=float(step)), step=step)
+        kept = save(
+            tmp_path / "run" / "checkpoints", network(start=float(step)), step=step
+        )
         if score is not None:
             kept.add_score(of_step(step, score))
     return tmp_path / "run"
@@ -58,7 +65,9 @@ def run_dir(tmp_path):
 
 def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
     model = network(start=70.0)
-    assert not warm_start.load(model, run_dir, False) and set(first_weights(model)) == {2.0}
+    assert not warm_start.load(model, run_dir, False) and set(first_weights(model)) == {
+        2.0
+    }
     warm_start.load(model, run_dir / "checkpoints" / "step-00000003", False)
     assert set(first_weights(model)) == {3.0}
     # Step 2 has the higher score, but of another measure than the newest that has one.
@@ -69,7 +78,9 @@ def test_a_runs_best_checkpoint_or_the_one_that_is_named(run_dir):
         run_dir / "checkpoints" / "step-00000003", of_step(3, 0.1), {"--eval_crop": 0}
     )
     warm_start.load(model, run_dir, False)
-    assert set(first_weights(model)) == {1.0}, "of an older version's: compared with all"
+    assert set(first_weights(model)) == {1.0}, (
+        "of an older version's: compared with all"
+    )
     renamed = (run_dir / "checkpoints" / "step-00000002").rename(run_dir / "good")
     warm_start.load(model, renamed, False)
     assert set(first_weights(model)) == {2.0}
@@ -85,9 +96,13 @@ def unnamed(start: float, before: int = 0) -> keras.Model:
     for _ in range(before):
         keras.layers.Dense(1), keras.layers.Conv1D(1, 1), keras.random.SeedGenerator()
     x = keras.Input((4, 3))
-    y = keras.layers.TimeDistributed(keras.layers.Dense(3))(keras.layers.Conv1D(3, 1)(x))
+    y = keras.layers.TimeDistributed(keras.layers.Dense(3))(
+        keras.layers.Conv1D(3, 1)(x)
+    )
     y = keras.layers.Bidirectional(keras.layers.GRU(2))(keras.layers.Dropout(0.1)(y))
-    return counted(keras.Model(x, keras.layers.Dense(2)(keras.layers.Dense(2)(y))), start)
+    return counted(
+        keras.Model(x, keras.layers.Dense(2)(keras.layers.Dense(2)(y))), start
+    )
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "keras"])
@@ -104,7 +119,9 @@ def test_what_keras_counted_does_not_matter(kind, tmp_path):
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
     assert not warm_start.load(model, path, False)
     same(model.weights, there.weights)
-    assert state.numpy().tolist() == [3, 1], "states of random layers are the new run's own"
+    assert state.numpy().tolist() == [3, 1], (
+        "states of random layers are the new run's own"
+    )
     # Also inside another model.
     x = keras.Input((4, 3))
     inner = unnamed(70.0)
@@ -118,7 +135,9 @@ def averaged_run(folder, count, decay=0.0):
     model = network(start=1.0)
     state = averaging(model, decay)
     for number in range(count):
-        gradients = [tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables]
+        gradients = [
+            tf.fill(v.shape, float(number + 1)) for v in model.trainable_variables
+        ]
         state.apply(gradients, model.trainable_variables)
     save(folder / "checkpoints", model, step=count, state=state)
     weights = [v.numpy() for v in model.variables]
@@ -169,11 +188,14 @@ NO_AVERAGE = r"holds no average .*--init_ema.*--ema_decay"
         (broken, False, r"\(NaN there\)"),
         (keras_file, True, r"a .keras file holds no average"),
         (lambda at: averaged_run(at, 3)[0], True, NO_AVERAGE),
-        (lambda at: averaged_run(at, 0, decay=0.5)[0], True, NO_AVERAGE),  # they are zeros so far
+        # They are zeros so far.
+        (lambda at: averaged_run(at, 0, decay=0.5)[0], True, NO_AVERAGE),
         (lambda at: at / "nothing", False, "nothing does not exist"),
     ],
 )
-def test_what_holds_no_such_weights_is_named_in_one_line(write, averages, match, tmp_path):
+def test_what_holds_no_such_weights_is_named_in_one_line(
+    write, averages, match, tmp_path
+):
     with pytest.raises(ValueError, match=match) as error:
         warm_start.load(network(), write(tmp_path), False, averages=averages)
     assert "\n" not in str(error.value)
@@ -182,16 +204,24 @@ def test_what_holds_no_such_weights_is_named_in_one_line(write, averages, match,
 def test_a_run_of_which_nothing_fits_is_refused(run_dir):
     """What fits in part is refused or taken on request: checks_warm_start.py."""
     x = keras.Input((4,))
-    with pytest.raises(ValueError, match=r"2 of the model's 2 .* other/kernel \(missing there\)"):
-        warm_start.load(keras.Model(x, keras.layers.Dense(3, name="other")(x)), run_dir, True)
+    with pytest.raises(
+        ValueError, match=r"2 of the model's 2 .* other/kernel \(missing there\)"
+    ):
+        warm_start.load(
+            keras.Model(x, keras.layers.Dense(3, name="other")(x)), run_dir, True
+        )
 
 
 def test_weights_of_another_precision_are_cast(run_dir):
     x = keras.Input((4,), dtype="float64")
     model = keras.Model(x, keras.layers.Dense(5, name="body", dtype="float64")(x))
-    with pytest.raises(ValueError, match=r"no place for norm/gamma, .*--init_skip_mismatched"):
+    with pytest.raises(
+        ValueError, match=r"no place for norm/gamma, .*--init_skip_mismatched"
+    ):
         warm_start.load(model, run_dir, False)
-    assert not warm_start.load(model, run_dir, True) and set(first_weights(model)) == {2.0}
+    assert not warm_start.load(model, run_dir, True) and set(first_weights(model)) == {
+        2.0
+    }
     assert model.weights[0].dtype == "float64"
 
 
@@ -214,7 +244,9 @@ class Holds:
     """A task with a teacher, a queue, an optimizer and random numbers of its own."""
 
     def __init__(self, start: float, queue: int = 3, *, extra: bool = False) -> None:
-        self.teacher = counted(keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]), start)
+        self.teacher = counted(
+            keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]), start
+        )
         self.queue = tf.Variable(tf.fill([queue], start))
         self.adam = keras.optimizers.Adam(start + 1.0)
         self.draws = keras.random.SeedGenerator(int(start))
@@ -233,10 +265,17 @@ def starting(run_dir, task: Holds, *, skip: bool = False) -> Holds:
 
 def test_what_a_task_holds_starts_from_there_too(tmp_path, capsys):
     model = network(start=7.0)
-    state = State(model, optimizer.build(Settings(), model), "float32", task=Holds(5.0, extra=True))
+    state = State(
+        model,
+        optimizer.build(Settings(), model),
+        "float32",
+        task=Holds(5.0, extra=True),
+    )
     save(tmp_path / "checkpoints", model, state=state)
     task = starting(tmp_path, Holds(1.0))
-    assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {5.0}
+    assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {
+        5.0
+    }
     assert float(task.adam.learning_rate) == 2.0 and int(task.draws.state[0]) == 1
     printed = capsys.readouterr().out
     assert "of what the task holds, too: task/queue/0000, task/teacher/" in printed
@@ -244,13 +283,18 @@ def test_what_a_task_holds_starts_from_there_too(tmp_path, capsys):
     words = "task/queue/0000 ([3] there, [4] here). --init_skip_mismatched leaves"
     refused(lambda: starting(tmp_path, Holds(1.0, queue=4)), words)
     task = starting(tmp_path, Holds(1.0, queue=4), skip=True)
-    assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {1.0}
+    assert first_weights(task.teacher) == [5.0, 5.0] and set(task.queue.numpy()) == {
+        1.0
+    }
     # Of a run whose task held nothing.
     save(tmp_path / "plain" / "checkpoints", network(start=7.0))
     task = starting(tmp_path / "plain", Holds(1.0))
     printed = capsys.readouterr().out
     assert first_weights(task.teacher) == [1.0, 1.0]
-    assert "holds these, left as made: task/queue/0000 (missing there), task/teacher" in printed
+    assert (
+        "holds these, left as made: task/queue/0000 (missing there), task/teacher"
+        in printed
+    )
 
 
 def test_weights_of_another_vocabulary_are_refused(tmp_path, capsys):
@@ -262,14 +306,19 @@ def test_weights_of_another_vocabulary_are_refused(tmp_path, capsys):
     state = State(model, optimizer.build(Settings(), model), "float32", task=task)
     save(tmp_path / "checkpoints", model, state=state)
     starting(tmp_path, lookup(["a", "b"]))
-    refused(lambda: starting(tmp_path, lookup(["b", "a"])), "table/0000 (a vocabulary or bound")
+    refused(
+        lambda: starting(tmp_path, lookup(["b", "a"])),
+        "table/0000 (a vocabulary or bound",
+    )
     starting(tmp_path, lookup(["b", "a"]), skip=True)
     assert "is not used: table/0000" in capsys.readouterr().out
 
 
 def test_the_best_to_start_from_is_by_the_tasks_mode(tmp_path, capsys):
     for step, score in ((1, 20.0), (2, 5.0)):
-        checkpoints = save(tmp_path / "checkpoints", network(start=float(step)), step=step)
+        checkpoints = save(
+            tmp_path / "checkpoints", network(start=float(step)), step=step
+        )
         measure = {"main_metric": "mae", "main_metric_mode": "max"}
         checkpoints = dataclasses.replace(checkpoints, measure=measure)
         checkpoints.add_score(of_step(step, score))
@@ -315,12 +364,16 @@ def test_a_keras_file_holds_all_that_it_claims(tmp_path):
     for name, (content, words) in more.items():
         network().save(file)
         with zipfile.ZipFile(file, "a") as archive:
-            archive.writestr(name, content, zipfile.ZIP_DEFLATED if name == "a" else None)
+            archive.writestr(
+                name, content, zipfile.ZIP_DEFLATED if name == "a" else None
+            )
         with pytest.raises(ValueError, match=f"{file} cannot be read: .*{words}"):
             warm_start.load(network(), file, False)
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("model.weights.npz", b"")
-    with pytest.raises(ValueError, match=f"{file} cannot be read: it holds no model.weights.h5"):
+    with pytest.raises(
+        ValueError, match=f"{file} cannot be read: it holds no model.weights.h5"
+    ):
         warm_start.load(network(), file, False)
 
 
@@ -338,7 +391,9 @@ def packed_twice(content):
 def packed_chunk(content):
     """A chunk of 4 KiB that gives 256 MiB."""
     name = "layers/dense/vars/0"
-    values = content.create_dataset(name, (1024,), "f4", chunks=(1024,), compression="gzip")
+    values = content.create_dataset(
+        name, (1024,), "f4", chunks=(1024,), compression="gzip"
+    )
     values.id.write_direct_chunk((0,), zlib.compress(bytes(2**28)))
 
 
@@ -380,7 +435,9 @@ def no_place(content):
         (no_place, "vars/x1 is not named by its place in the layer"),
     ],
 )
-def test_a_hostile_keras_file_is_one_sentence_and_takes_no_memory(write, words, tmp_path):
+def test_a_hostile_keras_file_is_one_sentence_and_takes_no_memory(
+    write, words, tmp_path
+):
     file = tmp_path / "model.keras"
     weights = io.BytesIO()
     with h5py.File(weights, "w") as content:
@@ -390,7 +447,9 @@ def test_a_hostile_keras_file_is_one_sentence_and_takes_no_memory(write, words, 
         archive.writestr("model.weights.h5", weights.getvalue())
     model = network()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=f"--init_from={file} cannot be read: .*{words}"):
+    with pytest.raises(
+        ValueError, match=f"--init_from={file} cannot be read: .*{words}"
+    ):
         warm_start.load(model, file, False)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert used < 100 * 1024  # it is in KiB
@@ -401,7 +460,10 @@ def test_no_model_of_a_keras_file_is_made(tmp_path):
     model = network(start=1.0)
     model.save(tmp_path / "plain.keras")
     file = tmp_path / "model.keras"
-    with zipfile.ZipFile(tmp_path / "plain.keras") as plain, zipfile.ZipFile(file, "w") as archive:
+    with (
+        zipfile.ZipFile(tmp_path / "plain.keras") as plain,
+        zipfile.ZipFile(file, "w") as archive,
+    ):
         archive.writestr("model.weights.h5", plain.read("model.weights.h5"))
         archive.writestr("config.json", b"no JSON at all")
     fresh = network(start=70.0)
@@ -415,7 +477,9 @@ def layers_with_kernels(rank: int = 0, alpha: float = 0.0) -> keras.Model:
     x = keras.Input((6,), dtype="int32")
     y = keras.layers.Embedding(9, 4, name="embedding")(x)
     y = keras.layers.Conv1D(5, 2, name="conv")(y)
-    y = keras.layers.EinsumDense("abc,cd->abd", output_shape=(None, 3), name="einsum")(y)
+    y = keras.layers.EinsumDense("abc,cd->abd", output_shape=(None, 3), name="einsum")(
+        y
+    )
     y = keras.layers.Dropout(0.5)(y) if rank else y  # a dropout's state is no weight
     model = keras.Model(x, keras.layers.Dense(2, name="head")(y))
     for layer in model.layers if rank else ():
@@ -453,7 +517,9 @@ def test_a_scale_of_what_is_no_factor_is_refused(tmp_path):
     kept = checkpoints.Checkpoints(tmp_path / "checkpoints", 9, ALONE)
     variables = averaging(network()).variables | {"lora/0000/body": tf.Variable(2.0)}
     kept.write(kept.copy(Place(1), variables, Settings()))
-    with pytest.raises(ValueError, match="'body' is not the name of a first factor of LoRA"):
+    with pytest.raises(
+        ValueError, match="'body' is not the name of a first factor of LoRA"
+    ):
         warm_start.load(network(), tmp_path, False)
 
 
@@ -486,10 +552,14 @@ def test_another_lora_alpha_is_refused_on_a_resume(tmp_path):
 @pytest.mark.parametrize("kind", ["checkpoint", "keras"])
 def test_weights_without_a_place_in_the_model_are_refused(kind, tmp_path, capsys):
     path = tmp_path / "model.keras" if kind == "keras" else tmp_path
-    network(start=5.0).save(path) if kind == "keras" else save(path / "checkpoints", network())
+    network(start=5.0).save(path) if kind == "keras" else save(
+        path / "checkpoints", network()
+    )
     x = keras.Input((4,))
     model = keras.Model(x, keras.layers.Dense(5, name="body")(x))
-    with pytest.raises(ValueError, match=r"the model has no place for .*norm/.*skip_mismatched"):
+    with pytest.raises(
+        ValueError, match=r"the model has no place for .*norm/.*skip_mismatched"
+    ):
         warm_start.load(model, path, False)
     assert not warm_start.load(model, path, True)
     assert "is not used: " in capsys.readouterr().out
@@ -504,7 +574,9 @@ def test_a_keras_file_and_lora_layers(tmp_path):
     tuned.save(tmp_path / "tuned.keras")
     plain = network(start=70.0)
     assert not warm_start.load(plain, tmp_path / "tuned.keras", False)
-    np.testing.assert_allclose(plain.get_layer("body").kernel.numpy(), merged, rtol=1e-6)
+    np.testing.assert_allclose(
+        plain.get_layer("body").kernel.numpy(), merged, rtol=1e-6
+    )
     plain.save(tmp_path / "plain.keras")
     fresh = network(start=70.0)
     body = fresh.get_layer("body")

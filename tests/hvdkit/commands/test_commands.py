@@ -34,7 +34,15 @@ from hvdkit.stop import WRONG_USE, Stop
 from hvdkit.train.optim import optimizer
 from hvdkit.train.step.state import State
 from hvdkit.train.task import outputs
-from ranks import CHECKS, PROJECT, json_lines, last_lines, launch, names_of_checks, run_checks
+from ranks import (
+    CHECKS,
+    PROJECT,
+    json_lines,
+    last_lines,
+    launch,
+    names_of_checks,
+    run_checks,
+)
 from tasks import classification
 
 FILE = CHECKS / "checks_commands.py"
@@ -67,15 +75,28 @@ def command(name, *words):
     return ended
 
 
-def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_digit(digits):
+def test_by_default_the_best_is_evaluated_with_the_runs_own_figures_to_the_last_digit(
+    digits,
+):
     ended = command("evaluate", f"--run_dir={digits}")
     records = json_lines(digits / "metrics.jsonl")
-    best = max((r for r in records if "eval_loss" in r), key=lambda r: r["eval_accuracy"])
+    best = max(
+        (r for r in records if "eval_loss" in r), key=lambda r: r["eval_accuracy"]
+    )
     out = digits / "evaluation" / f"step-{best['step']:08d}-val"
     report = json.loads((out / "evaluation.json").read_text())
-    assert report["step"] == best["step"] and report["averaged"] and len(report["worst"]) == 8
-    assert report["chose_checkpoint"] and "(val) chose this checkpoint as the best" in ended.output
-    assert report["figures"] == {n[5:]: v for n, v in best.items() if n.startswith("eval_")}
+    assert (
+        report["step"] == best["step"]
+        and report["averaged"]
+        and len(report["worst"]) == 8
+    )
+    assert (
+        report["chose_checkpoint"]
+        and "(val) chose this checkpoint as the best" in ended.output
+    )
+    assert report["figures"] == {
+        n[5:]: v for n, v in best.items() if n.startswith("eval_")
+    }
 
 
 @pytest.mark.parametrize(
@@ -102,7 +123,10 @@ def test_outside_a_fork_it_says_where_to_run_it(tmp_path):
     words = [sys.executable, "-m", "hvdkit", "evaluate", "--run_dir=run"]
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert "run it in your fork" in ended.stderr and "type `cd models/mine`" in ended.stderr
+    assert (
+        "run it in your fork" in ended.stderr
+        and "type `cd models/mine`" in ended.stderr
+    )
 
 
 def test_code_is_run_of_a_fork_only_that_others_cannot_change(tmp_path: Path):
@@ -180,26 +204,38 @@ def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
 def test_what_decode_returns_beside_classes_is_written_and_shown_too(tmp_path):
     image = np.zeros((2, 2, 3), np.uint8)
     names = ["cat", "dog"]
-    of_class = {"classes": np.int64(1), "probabilities": np.array([0.25, 0.75]), "size": 3.5}
+    of_class = {
+        "classes": np.int64(1),
+        "probabilities": np.array([0.25, 0.75]),
+        "size": 3.5,
+    }
     prediction = predict.write(tmp_path, "a.png", image=image, outputs=of_class)
     assert prediction == ("a.png", [(1, 0.75), (0, 0.25)], {"size": 3.5})
     predict.record(tmp_path, [prediction], names)
     assert "a.png,dog,0.75,cat,0.25" in (tmp_path / "predictions.csv").read_text()
-    assert json_lines(tmp_path / "predictions.jsonl") == [{"file": "a.png", "size": 3.5}]
+    assert json_lines(tmp_path / "predictions.jsonl") == [
+        {"file": "a.png", "size": 3.5}
+    ]
     of_pixels = of_class | {"classes": np.zeros((2, 2), np.int64)}
     prediction = predict.write(tmp_path, "b.png", image=image, outputs=of_pixels)
     assert prediction == ("b.png", [], {"size": 3.5})
     assert (tmp_path / "labels" / "b.png.png").exists()
     data = tf.io.encode_png(image).numpy()
-    rows = serve.answered(data, lambda _: of_class, names)["rows"]  # a number has no share
+    # A number has no share.
+    rows = serve.answered(data, lambda _: of_class, names)["rows"]
     assert rows == [("dog", "75.0%"), ("cat", "25.0%"), ("size", "3.5")]
-    assert serve.answered(data, lambda _: of_pixels, names)["rows"][1:] == [("size", "3.5")]
+    assert serve.answered(data, lambda _: of_pixels, names)["rows"][1:] == [
+        ("size", "3.5")
+    ]
 
 
 @pytest.mark.parametrize("classes", [np.int64(0), np.zeros((2, 2), np.int64)])
 def test_outputs_that_are_no_numbers_are_no_class(tmp_path, classes):
     image = np.zeros((2, 2, 3), np.uint8)
-    numbers = {"classes": classes, "probabilities": np.full([*classes.shape, 2], np.nan)}
+    numbers = {
+        "classes": classes,
+        "probabilities": np.full([*classes.shape, 2], np.nan),
+    }
     refused(
         lambda: predict.write(tmp_path, "a.png", image=image, outputs=numbers),
         "a.png: ",
@@ -211,7 +247,9 @@ def test_colours_of_16_bits_in_a_tiff_are_refused():
     file = readers.encoded(np.zeros((2, 3, 3), np.uint8), "TIFF")
     assert predict.decoded(file, "a.tiff").shape == (2, 3, 3)
     deep = file.replace(b"\x08\0" * 3, b"\x10\0" * 3)
-    refused(lambda: predict.decoded(deep, "a.tiff"), "a.tiff has more than 8 bits a channel")
+    refused(
+        lambda: predict.decoded(deep, "a.tiff"), "a.tiff has more than 8 bits a channel"
+    )
 
 
 def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
@@ -232,7 +270,9 @@ def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
     assert not any(name.startswith(".") for name in predict.listed([tmp_path], out))
     (tmp_path / "empty").mkdir()
     refused(lambda: predict.listed([tmp_path / "empty"], out), "no files in")
-    refused(lambda: predict.listed([tmp_path / "gone.png"], out), "gone.png does not exist")
+    refused(
+        lambda: predict.listed([tmp_path / "gone.png"], out), "gone.png does not exist"
+    )
 
 
 # In a process without this project's code, but for the .keras file's own layers.
@@ -269,15 +309,25 @@ if one["classes"].shape.rank == 1:
             "(3,) (3, 10)",
             marks=pytest.mark.slow,
         ),
-        ("scenes", "hvdkit.models.upsampling.BilinearUpsampling", "(3, 24, 40) (3, 24, 40, 11)"),
+        (
+            "scenes",
+            "hvdkit.models.upsampling.BilinearUpsampling",
+            "(3, 24, 40) (3, 24, 40, 11)",
+        ),
     ],
 )
-def test_an_export_is_served_without_this_code(run, layer, shapes, folder, outcomes, tmp_path):
-    ended = command("export", f"--run_dir={folder / run}", f"--out={tmp_path}/out", "--onnx")
+def test_an_export_is_served_without_this_code(
+    run, layer, shapes, folder, outcomes, tmp_path
+):
+    ended = command(
+        "export", f"--run_dir={folder / run}", f"--out={tmp_path}/out", "--onnx"
+    )
     assert "model.onnx: the network alone, image tensor(float) ['any', " in ended.output
     assert "without this code: equal outputs" in ended.output
     # A note names the layer that is none of Keras's own.
-    assert f"not Keras's own, {layer}: import their modules" in ended.output, ended.output
+    assert f"not Keras's own, {layer}: import their modules" in ended.output, (
+        ended.output
+    )
     with (folder / "predicted" / "predictions.csv").open() as file:
         _, (name, first, chance, *_), *_ = csv.reader(file)
     module, _, _ = layer.rpartition(".")
@@ -288,7 +338,9 @@ def test_an_export_is_served_without_this_code(run, layer, shapes, folder, outco
         text=True,
         cwd=tmp_path,
     )
-    assert served.returncode == 0 and f"shapes {shapes}" in served.stdout, served.stderr[-2000:]
+    assert served.returncode == 0 and f"shapes {shapes}" in served.stdout, (
+        served.stderr[-2000:]
+    )
     if run == "digits":  # its probabilities are those of `hvdkit predict`
         number, probability = served.stdout.split()[-2:]
         assert f"digit {number}" == first
@@ -306,8 +358,17 @@ def answer(address: str, data: bytes | None = None) -> tuple[int, str]:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", ["digits", "scenes"])
-def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(run, folder, outcomes):
-    serve_words = [sys.executable, "-u", "-m", "hvdkit", "serve", f"--run_dir={folder / run}"]
+def test_a_picture_is_predicted_on_a_page_whose_address_is_secret(
+    run, folder, outcomes
+):
+    serve_words = [
+        sys.executable,
+        "-u",
+        "-m",
+        "hvdkit",
+        "serve",
+        f"--run_dir={folder / run}",
+    ]
     picture = np.random.default_rng(1).integers(0, 256, (24, 40, 3), np.uint8)
     data = tf.io.encode_png(picture).numpy()
     with subprocess.Popen(
@@ -380,7 +441,9 @@ def test_examples_for_a_model_of_pictures_are_refused(folder, outcomes, tmp_path
         checkpoint="best",
         ema=False,
     )
-    with pytest.raises(Stop, match=r"x\.npz: task classification takes a picture") as stop:
+    with pytest.raises(
+        Stop, match=r"x\.npz: task classification takes a picture"
+    ) as stop:
         export(config, ALONE, None, arguments=arguments)
     assert stop.value.code == WRONG_USE and not arguments.out.exists()
 
@@ -389,7 +452,9 @@ def test_an_export_replaces_nothing_of_a_person(tmp_path):
     (tmp_path / "saved_model").mkdir()
     (tmp_path / "saved_model" / "mine").write_text("a person's own")
     with pytest.raises(Stop, match="saved_model/mine was put there") as stop:
-        export(Settings(), ALONE, None, arguments=SimpleNamespace(out=tmp_path, check=None))
+        export(
+            Settings(), ALONE, None, arguments=SimpleNamespace(out=tmp_path, check=None)
+        )
     assert stop.value.code == WRONG_USE and "\n" not in str(stop.value)
     assert [path.name for path in tmp_path.rglob("*")] == ["saved_model", "mine"]
 
@@ -406,21 +471,37 @@ def test_probabilities_of_an_export_are_of_the_tasks_inputs():
     served = Exported(task, model, outputs.softmax).of_pictures(pictures)
     high = np.e / (np.e + 2)
     low = 1 / (np.e + 2)
-    np.testing.assert_allclose(served["probabilities"], [[high, low, low], [low, low, high]])
+    np.testing.assert_allclose(
+        served["probabilities"], [[high, low, low], [low, low, high]]
+    )
     np.testing.assert_array_equal(served["classes"], [0, 2])
 
 
 def test_a_sheet_holds_the_pictures_and_labels_of_the_first_step(tiny, tmp_path):
-    flags = ["--flagfile=configs/demo.cfg", *tiny, "--accumulation_steps=1", "--num_steps=2"]
+    flags = [
+        "--flagfile=configs/demo.cfg",
+        *tiny,
+        "--accumulation_steps=1",
+        "--num_steps=2",
+    ]
     command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")
-    command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")  # it replaces its own
+    # It replaces its own.
+    command("browse", *flags, f"--out={tmp_path}/sheet.png", "--count=6")
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     Image.fromarray(sheet).save(tmp_path / "photo.png")
-    ended = launch(1, ["-m", "hvdkit", "browse", *flags, f"--out={tmp_path}/photo.png"], "alone")
-    assert ended.code == 2 and "photo.png is a file that this command did not" in ended.output
+    ended = launch(
+        1, ["-m", "hvdkit", "browse", *flags, f"--out={tmp_path}/photo.png"], "alone"
+    )
+    assert (
+        ended.code == 2
+        and "photo.png is a file that this command did not" in ended.output
+    )
     config = settings_lib.parse(["train.py", *flags])
     examples, _ = browse.samples(config.for_ranks(1), 6)
-    assert len(examples) == 6 and len({e["inputs"]["image"].tobytes() for e in examples}) == 6
+    assert (
+        len(examples) == 6
+        and len({e["inputs"]["image"].tobytes() for e in examples}) == 6
+    )
     first = examples[0]["inputs"]["image"]
     assert first.shape == (32, 32, 3) and (sheet[1:97:3, 1:97:3] == first).all()
     label = browse.COLOURS[examples[0]["targets"]["label"][..., 0]]
@@ -428,7 +509,10 @@ def test_a_sheet_holds_the_pictures_and_labels_of_the_first_step(tiny, tmp_path)
 
 
 def test_a_class_stands_below_its_picture():
-    example = {"inputs": {"image": np.full((8, 8, 3), 7, np.uint8)}, "targets": np.int64(1)}
+    example = {
+        "inputs": {"image": np.full((8, 8, 3), 7, np.uint8)},
+        "targets": np.int64(1),
+    }
     named = browse.tile(example, ["cat", "dog"])
     plain = browse.tile(example, [])
     assert named.shape == (98 + 18, 98, 3) and (named[1:97, 1:97] == 7).all()

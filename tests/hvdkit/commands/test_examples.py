@@ -38,9 +38,13 @@ class Table(Small):
         age = keras.Input((1,), name="age")
         job = keras.Input((), name="job", dtype="string")
         tokens = keras.Input((None,), name="tokens", dtype="int32")
-        words = keras.layers.StringLookup(vocabulary=["cook", "baker"], output_mode="one_hot")
+        words = keras.layers.StringLookup(
+            vocabulary=["cook", "baker"], output_mode="one_hot"
+        )
         parts = [keras.ops.cast(hours[:, None], "float32"), age, words(job)]
-        parts.append(keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(9, 4)(tokens)))
+        parts.append(
+            keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(9, 4)(tokens))
+        )
         x = keras.layers.Concatenate()(parts)
         outputs = {"one": keras.layers.Dense(1)(x), "more": [keras.layers.Dense(3)(x)]}
         columns = {"hours per week": hours, "age": age, "job": job}
@@ -48,9 +52,24 @@ class Table(Small):
 
 
 LINES = [
-    {"columns/hours per week": 3, "columns/age": 4.5, "columns/job": "cook", "tokens": [1, 2]},
-    {"columns/hours per week": 0.1, "columns/age": [2], "columns/job": "\u00e9", "tokens": [8]},
-    {"columns/hours per week": -2, "columns/age": [3], "columns/job": "", "tokens": [1, 5]},
+    {
+        "columns/hours per week": 3,
+        "columns/age": 4.5,
+        "columns/job": "cook",
+        "tokens": [1, 2],
+    },
+    {
+        "columns/hours per week": 0.1,
+        "columns/age": [2],
+        "columns/job": "\u00e9",
+        "tokens": [8],
+    },
+    {
+        "columns/hours per week": -2,
+        "columns/age": [3],
+        "columns/job": "",
+        "tokens": [1, 5],
+    },
 ]
 
 
@@ -95,7 +114,9 @@ def called(model, line):
     return {"one": outputs["one"].numpy()[0], "more/0": outputs["more"][0].numpy()[0]}
 
 
-def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, tmp_path, capsys):
+def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(
+    run, tmp_path, capsys
+):
     config, model = run()
     file = tmp_path / "people.jsonl"
     file.write_text("".join(json.dumps(line | {"id": 7}) + "\n" for line in LINES))
@@ -107,7 +128,9 @@ def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, 
         for name, value in called(model, line).items():
             np.testing.assert_allclose(predicted[name], value, 1e-5)
 
-    export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "exported", check=file))
+    export.export(
+        config, ALONE, NEVER, arguments=arguments_of(tmp_path / "exported", check=file)
+    )
     assert "equal outputs (more/0 [2, 3], one [2, 1])" in capsys.readouterr().out
     names = sorted(path.name for path in (tmp_path / "exported").glob("[!.]*"))
     assert names == ["card.json", "model.keras", "saved_model"]
@@ -124,13 +147,19 @@ def test_columns_text_and_tokens_are_exported_and_predicted_by_their_names(run, 
 def test_arrays_are_predicted_to_arrays(run, tmp_path):
     class Plain(Small):
         def decode(self, outputs):
-            return {"file": tf.cast(outputs, tf.bfloat16), "word": tf.strings.as_string(outputs)}
+            return {
+                "file": tf.cast(outputs, tf.bfloat16),
+                "word": tf.strings.as_string(outputs),
+            }
 
     config, model = run(Plain)
     x = np.random.default_rng(1).normal(size=(20, 6))
     np.savez_compressed(tmp_path / "x.npz", inputs=x)
     predict.predict(
-        config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out", tmp_path / "x.npz")
+        config,
+        ALONE,
+        NEVER,
+        arguments=arguments_of(tmp_path / "out", tmp_path / "x.npz"),
     )
     with np.load(tmp_path / "out" / "predictions.npz") as file:
         outputs = tf.cast(model(x), tf.bfloat16)
@@ -158,7 +187,10 @@ def test_a_table_that_the_task_holds_is_exported(run, tmp_path, capsys):
 def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
     class Subclassed(Small):
         def evaluation_example(self, sample):
-            return {"inputs": (sample["x"][:2], {"b": sample["x"][2:]}), "targets": sample["y"]}
+            return {
+                "inputs": (sample["x"][:2], {"b": sample["x"][2:]}),
+                "targets": sample["y"],
+            }
 
         def build_model(self):
             def call(model, inputs, training):
@@ -177,15 +209,23 @@ def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():
             raise OSError("/data does not exist")
 
     refused(
-        lambda: inputs_lib.of_model(Away(Settings()), task.build_model(), 8), "which say", "/data"
+        lambda: inputs_lib.of_model(Away(Settings()), task.build_model(), 8),
+        "which say",
+        "/data",
     )
 
 
 @pytest.mark.parametrize(
     ("model", "wanted"),
     [
-        (lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]), ["inputs"]),
-        (lambda: both(keras.Input((4,), name="left"), keras.Input((4,))), ["left", "inputs_1"]),
+        (
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]),
+            ["inputs"],
+        ),
+        (
+            lambda: both(keras.Input((4,), name="left"), keras.Input((4,))),
+            ["left", "inputs_1"],
+        ),
     ],
 )
 def test_an_input_without_a_name_has_the_same_in_every_process(model, wanted):
@@ -211,14 +251,26 @@ GOOD = {"age": 1.5, "ids": [1, 2], "job": "cook"}
     ("line", "words"),
     [
         ('{"age": 1', "line 2 is no JSON"),
-        ("[1, 2]", "line 2 is no JSON object: write {...} with age float32 [1], ids int32 [any]"),
+        (
+            "[1, 2]",
+            "line 2 is no JSON object: write {...} with age float32 [1], ids int32 [any]",
+        ),
         ({"age": 1.5, "ids": [1]}, "line 2 has no job; the model takes age"),
         (GOOD | {"ids": [1, 2.5]}, "line 2: ids holds a value that int32 cannot"),
         (GOOD | {"ids": [1, 2**40]}, "line 2: ids holds a value that int32 cannot"),
         (GOOD | {"ids": [[1], [2, 3]]}, "line 2: ids holds lists of different lengths"),
-        (GOOD | {"ids": 3}, "line 2: ids has examples of shape []; the model takes int32 [any]"),
-        (GOOD | {"age": None}, "line 2: age is null: write numbers (NaN for a missing one)"),
-        (GOOD | {"age": "old"}, "line 2: age holds <U3, not numbers; the model takes float32 [1]"),
+        (
+            GOOD | {"ids": 3},
+            "line 2: ids has examples of shape []; the model takes int32 [any]",
+        ),
+        (
+            GOOD | {"age": None},
+            "line 2: age is null: write numbers (NaN for a missing one)",
+        ),
+        (
+            GOOD | {"age": "old"},
+            "line 2: age holds <U3, not numbers; the model takes float32 [1]",
+        ),
         (GOOD | {"age": 1e300}, "line 2: age holds a value that float32 cannot"),
         (GOOD | {"job": 3}, "line 2: job holds int64, not texts"),
         (GOOD | {"job": ["a", 3]}, "line 2: job is"),
@@ -253,12 +305,18 @@ def test_arrays_become_what_the_model_takes(tmp_path):
 )  # fmt: skip
 def test_a_wrong_array_is_named(change, words, tmp_path):
     file = tmp_path / "x.npz"
-    arrays = {"age": np.zeros(3), "ids": np.ones([3, 4]), "job": np.array(["a", "b", "c"])}
+    arrays = {
+        "age": np.zeros(3),
+        "ids": np.ones([3, 4]),
+        "job": np.array(["a", "b", "c"]),
+    }
     np.savez(file, **(arrays | change))
     refused(lambda: examples.read(file, SPECS), str(file), words)
 
 
-def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_stay(run, tmp_path):
+def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_stay(
+    run, tmp_path
+):
     config, _ = run()
     file = tmp_path / "people.jsonl"
     out = tmp_path / "out"
@@ -307,7 +365,9 @@ def test_what_fails_leaves_the_export_before(run, tmp_path, monkeypatch):
     with pytest.raises(Stop, match="No space left") as stop:
         export.export(config, ALONE, NEVER, arguments=arguments_of(out))
     assert stop.value.code == NOT_NOW
-    assert sorted(out.rglob("*")) == before and (out / "model.keras").read_text() == "old"
+    assert (
+        sorted(out.rglob("*")) == before and (out / "model.keras").read_text() == "old"
+    )
 
 
 class Scaled(keras.layers.Layer):
@@ -342,11 +402,27 @@ def double(x):
     ("layer", "words", "stays"),
     [
         (lambda: Registered(3.0), "", True),
-        (lambda: Told(3.0), "load_model takes model.keras with custom_objects of Told only", True),
-        (lambda: keras.layers.Lambda(lambda x: 2 * x), "with safe_mode=False only", True),
+        (
+            lambda: Told(3.0),
+            "load_model takes model.keras with custom_objects of Told only",
+            True,
+        ),
+        (
+            lambda: keras.layers.Lambda(lambda x: 2 * x),
+            "with safe_mode=False only",
+            True,
+        ),
         (lambda: Told(double), "nobody can load model.keras", True),
-        (lambda: Scaled(double), "there is no model.keras: Keras cannot write it", False),
-        (lambda: Forgets(3.0), "there is no model.keras: loaded again it gives other out", False),
+        (
+            lambda: Scaled(double),
+            "there is no model.keras: Keras cannot write it",
+            False,
+        ),
+        (
+            lambda: Forgets(3.0),
+            "there is no model.keras: loaded again it gives other out",
+            False,
+        ),
     ],
 )
 def test_what_keras_cannot_write_or_load_is_said(layer, words, stays, tmp_path):
@@ -360,7 +436,9 @@ def test_what_keras_cannot_write_or_load_is_said(layer, words, stays, tmp_path):
     assert (tmp_path / "model.keras").exists() == stays
 
 
-def test_a_layer_that_keras_cannot_write_is_exported_as_a_saved_model(run, tmp_path, capsys):
+def test_a_layer_that_keras_cannot_write_is_exported_as_a_saved_model(
+    run, tmp_path, capsys
+):
     class OfOne(Small):
         def build_model(self):
             x = keras.Input((6,), name="x")
@@ -389,7 +467,9 @@ def test_noise_that_the_model_cannot_take_asks_for_examples(run, tmp_path):
 
     config, _ = run(Long)
     refused(
-        lambda: export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out")),
+        lambda: export.export(
+            config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out")
+        ),
         "with noise: --check=FILE gives it examples",
         kind=Stop,
     )

@@ -12,7 +12,8 @@ from scipy import stats
 
 from hvdkit.commands.jobs import seeds
 
-# Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a signal
+# Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a
+# signal
 # comes too late, of seed 12 a launcher loses the exit code, seed 14 has
 # another metric, the score of seed 16 is NaN, that of 17 missing, 18 has no evaluation.
 RUN = """
@@ -69,7 +70,10 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
     assert "mean" not in printed.out
     assert start("--first=13", "--count=2") == 2
     error = capfd.readouterr().err
-    assert "seed 14 is of miou (the lowest is the best)" in error and "give another" in error
+    assert (
+        "seed 14 is of miou (the lowest is the best)" in error
+        and "give another" in error
+    )
     for seed, words in (
         (16, "seed-16: miou of its last evaluation is NaN or infinite"),
         (17, "seed-17: miou is missing in its last evaluation, of acc"),

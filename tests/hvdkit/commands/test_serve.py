@@ -66,14 +66,22 @@ def sent(port, *lines, body=b"") -> tuple[int, dict]:
 def test_the_page_allows_its_own_script_alone(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/word", timeout=60) as reply:
         page, headers = reply.read().decode(), reply.headers
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1]
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[
+        1
+    ]
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
-    assert rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
+    assert (
+        rules["default-src"] == "'none'" and rules["script-src"] == f"'sha256-{digest}'"
+    )
     # It sends the picture to its own address, shows it, and colours its classes.
     assert rules["connect-src"] == "'self'" and rules["img-src"] == "data: blob:"
-    assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script>")
+    assert (
+        page.index("Content-Security-Policy")
+        < page.index("<style>")
+        < page.index("<script>")
+    )
     assert headers["Content-Security-Policy"] == "frame-ancestors 'none'"
 
 
@@ -96,7 +104,9 @@ def test_strangers_hold_few_threads_and_not_for_long(port, monkeypatch):
     before = threading.active_count()
     with contextlib.ExitStack() as strangers:
         for _ in range(400):
-            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+            stranger = strangers.enter_context(
+                socket.create_connection(("127.0.0.1", port), 60)
+            )
             stranger.sendall(b"POST /wor")
         assert post(port, b"abc") == (200, {"rows": [3]})
         assert threading.active_count() < before + serve._MOST_STRANGERS + 20
@@ -134,7 +144,13 @@ def test_a_client_that_asks_before_it_sends_is_answered_before_it_sends(port):
     status, answer = sent(port, "Expect: 100-continue", f"Content-Length: {LARGE}")
     assert status == 413 and "too large" in answer["error"]
     with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        lines = ["POST /word HTTP/1.1", "Expect: 100-continue", "Content-Length: 3", "", ""]
+        lines = [
+            "POST /word HTTP/1.1",
+            "Expect: 100-continue",
+            "Content-Length: 3",
+            "",
+            "",
+        ]
         connection.sendall("\r\n".join(lines).encode())
         assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
         connection.sendall(b"abc")

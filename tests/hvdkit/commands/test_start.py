@@ -30,7 +30,11 @@ from ranks import PROJECT
 LAYOUTS = {
     "classes": ("archive/{c}/IMG_{n:04}.JPG", "", ()),
     "splits": ("{s}/{c}/{n}.png", "", ("training", "validation")),
-    "patients": ("images/patient{p:02}_{m}.png", "masks/patient{p:02}_{m}_mask.png", ()),
+    "patients": (
+        "images/patient{p:02}_{m}.png",
+        "masks/patient{p:02}_{m}_mask.png",
+        (),
+    ),
     "above": ("{s}/images/{n}.jpg", "{s}/masks/{n}.png", ("train", "valid")),
     "below": ("img/{s}/town/{n}.png", "annotations/{s}/town/{n}.png", ("train", "val")),
 }
@@ -65,13 +69,18 @@ def fork(tmp_path, monkeypatch) -> Path:
 def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
     data = tmp_path / "my data"
     tried = layout == "patients"
-    write(data, layout, high=255 if layout == "patients" else 1)  # white is usual in binary masks
+    # White is usual in binary masks.
+    write(data, layout, high=255 if layout == "patients" else 1)
     before = sorted(data.rglob("*"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("n\n" if tried else "\n"))
-    monkeypatch.setattr(measurements, "rate", lambda flags: 0.02 if "my-data" in flags else None)
+    monkeypatch.setattr(
+        measurements, "rate", lambda flags: 0.02 if "my-data" in flags else None
+    )
     words = ["hvdkit start", str(data)]
     assert start.main(words if tried else [*words, "--quick"]) == 0
-    assert sorted(data.rglob("*")) == before and (fork / "runs/my-data-sheet.png").exists()
+    assert (
+        sorted(data.rglob("*")) == before and (fork / "runs/my-data-sheet.png").exists()
+    )
     config = settings_lib.parse(["", "--flagfile=configs/my-data.cfg"])
     assert config.task == ("segmentation" if LAYOUTS[layout][1] else "classification")
     assert config.base_lr == (0.02 if tried else 0.003)
@@ -122,22 +131,31 @@ def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
 
 
 @pytest.mark.parametrize("kind", ["names of classes", "numbers of classes"])
-def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_path, kind):
+def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(
+    fork, tmp_path, kind
+):
     """As the package datasets writes it, which keeps names of classes in the file's metadata."""
     files = []
     for number in range(20):
         data = readers.encoded(np.full((20, 20, 3), 10 * number, np.uint8), "PNG")
         files.append({"bytes": data, "path": f"{number}.png"})
-    table = pyarrow.table({"image": files, "label": [number % 2 for number in range(20)]})
+    table = pyarrow.table(
+        {"image": files, "label": [number % 2 for number in range(20)]}
+    )
     if kind == "names of classes":
         features = {"label": {"names": ["no", "yes"], "_type": "ClassLabel"}}
         text = json.dumps({"info": {"features": features}})
         table = table.replace_schema_metadata({"huggingface": text})
     parquet.write_table(table, tmp_path / "set.parquet")
-    assert start.main(["hvdkit start", str(tmp_path / "set.parquet"), "--yes", "--quick"]) == 0
+    assert (
+        start.main(["hvdkit start", str(tmp_path / "set.parquet"), "--yes", "--quick"])
+        == 0
+    )
     config = settings_lib.parse(["", "--flagfile=configs/set.cfg"])
     train, val = open_sources(config, config.data_format)
-    assert train.class_names == (["no", "yes"] if kind == "names of classes" else ["0", "1"])
+    assert train.class_names == (
+        ["no", "yes"] if kind == "names of classes" else ["0", "1"]
+    )
     assert len(train) == 16 and len(val) == 4
     for source in (train, val):
         for sample in readers.read_all(source):
@@ -151,14 +169,26 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
         ("a,b\n1,2\n3", "row 2 has 1 values, the line of names 2"),
         ("a,a\n1,2", "more than one column a"),
         ("p,b,c\n1,x,y", "which column holds the classes? Give --label=, of b, c"),
-        ("p,label,y\n1,x,8\n2,y,9", "which column holds the classes? Give --label=, of label, y"),
+        (
+            "p,label,y\n1,x,8\n2,y,9",
+            "which column holds the classes? Give --label=, of label, y",
+        ),
         ("p\n1\n2", "of no other column"),
         ("p,label\n1,x\n2,", "row 2 has no label in the column label"),
-        ("p,label\n./1.png,x\nTMP/set/1.png,y", "in rows 1 and 2 (./1.png, TMP/set/1.png)"),
-        ("p,label\n1,x\n2,NA", "row 2 has NA as label, a class or nothing: write the class as a"),
+        (
+            "p,label\n./1.png,x\nTMP/set/1.png,y",
+            "in rows 1 and 2 (./1.png, TMP/set/1.png)",
+        ),
+        (
+            "p,label\n1,x\n2,NA",
+            "row 2 has NA as label, a class or nothing: write the class as a",
+        ),
         ("p,label\n1,0.5\n2,0.7", "label is no class but a number: 0.5 in row 1"),
         ("p,label\n1,x\n2,x", "label is x in all rows"),
-        ("p,label\n1,1\n2,1.0", "label: '1', '1.0' look like one class: give it one name"),
+        (
+            "p,label\n1,1\n2,1.0",
+            "label: '1', '1.0' look like one class: give it one name",
+        ),
         ("p,label\n1,01\n2,1", "label: '01', '1' look like one class"),
         ("p,label\n1,Cat\n2,cat", "label: 'Cat', 'cat' look like one class"),
         ("p,label\n1,\u00e9s\n2,e\u0301s", r"'e\u0301s', '\xe9s' look like one class"),
@@ -175,9 +205,18 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
             "names no picture, and start is for pictures: `hvdkit example tabular`",
         ),
         ("p,label\n1,x\n1,y", "p has a picture twice"),
-        ("p,label\n2.png,x\n2,y", "p has a picture twice, in rows 1 and 2 (2.png, 2), and one"),
-        ("p,label,split\nmore/4.png,x,train\n4,y,val", "in rows 1 and 2 (more/4.png, 4)"),
-        ("p,label\n1,x\nlinked,y", "set/1.png and TMP/set/linked.png are one picture under two"),
+        (
+            "p,label\n2.png,x\n2,y",
+            "p has a picture twice, in rows 1 and 2 (2.png, 2), and one",
+        ),
+        (
+            "p,label,split\nmore/4.png,x,train\n4,y,val",
+            "in rows 1 and 2 (more/4.png, 4)",
+        ),
+        (
+            "p,label\n1,x\nlinked,y",
+            "set/1.png and TMP/set/linked.png are one picture under two",
+        ),
         ("p,mask,label\n1,2,x\n2,1,y", "p and mask name pictures, and one column may"),
         ("p,label\n1,../x\n2,y", "'../x' cannot be a folder's name"),
         ("p,label\n2,x\n3,y", "3 may be each of "),
@@ -185,7 +224,15 @@ def test_a_parquet_file_with_the_bytes_of_pictures_becomes_a_flagfile(fork, tmp_
     ],
 )
 def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words):
-    for name in ("1.png", "2.png", "3.png", "k.png", "007.png", "more/3.png", "more/4.png"):
+    for name in (
+        "1.png",
+        "2.png",
+        "3.png",
+        "k.png",
+        "007.png",
+        "more/3.png",
+        "more/4.png",
+    ):
         readers.save(tmp_path / "set" / name, readers.noise(0))
     (tmp_path / "set" / "linked.png").hardlink_to(tmp_path / "set" / "1.png")
     (tmp_path / "set" / "of.csv").write_text(text.replace("TMP", str(tmp_path)))
@@ -206,11 +253,17 @@ def test_a_table_that_does_not_say_is_refused(fork, tmp_path, capfd, text, words
         ([0, 1, 2], "row 3 has 2, which is no class of 0 to 1, in the column label"),
         ([0, 1, None], "row 3 has no label in the column label"),
         ([[0], [0, 1], [1]], "row 1 has [0], no single value, in the column label"),
-        ([{"a": 0}, {"a": 1}, {"a": 0}], "row 1 has {'a': 0}, no single value, in the column"),
+        (
+            [{"a": 0}, {"a": 1}, {"a": 0}],
+            "row 1 has {'a': 0}, no single value, in the column",
+        ),
     ],
 )
 def test_what_is_no_single_label_is_refused_by_row(tmp_path, labels: list, words: str):
-    files = [{"bytes": readers.encoded(readers.noise(n), "PNG"), "path": None} for n in range(3)]
+    files = [
+        {"bytes": readers.encoded(readers.noise(n), "PNG"), "path": None}
+        for n in range(3)
+    ]
     table = pyarrow.table({"image": files, "label": labels})
     text = json.dumps({"info": {"features": {"label": {"names": ["no", "yes"]}}}})
     file = tmp_path / "set.parquet"
@@ -221,12 +274,17 @@ def test_what_is_no_single_label_is_refused_by_row(tmp_path, labels: list, words
 @pytest.mark.parametrize("text", ["[" * 100_000, "[1]", '{"info": 1}'])
 def test_what_a_table_says_of_its_columns_is_known_or_refused(tmp_path, text: str):
     """Text of `datasets`, which anybody may have written."""
-    files = [{"bytes": readers.encoded(readers.noise(n), "PNG"), "path": None} for n in range(2)]
+    files = [
+        {"bytes": readers.encoded(readers.noise(n), "PNG"), "path": None}
+        for n in range(2)
+    ]
     table = pyarrow.table({"image": files, "label": ["a", "b"]})
     file = tmp_path / "set.parquet"
     parquet.write_table(table.replace_schema_metadata({"huggingface": text}), file)
     if text.startswith("[["):
-        refused(lambda: tables.understood(file, "", tmp_path / "links"), f"{file}: its text")
+        refused(
+            lambda: tables.understood(file, "", tmp_path / "links"), f"{file}: its text"
+        )
     else:
         assert tables.understood(file, "", tmp_path / "links")
 
@@ -240,7 +298,10 @@ def test_what_lies_beside_a_table_and_is_not_read_is_said(tmp_path, capfd):
     printed = capfd.readouterr().out
     assert "not read: 1 tables beside it, as val.csv" in printed
     assert f"not read: 4 pictures that p does not name, as {tmp_path}/2.png" in printed
-    refused(lambda: tables.of(tmp_path), "join them into one, or give one, without the others")
+    refused(
+        lambda: tables.of(tmp_path),
+        "join them into one, or give one, without the others",
+    )
 
 
 def test_a_broken_picture_of_a_table_is_named_by_its_row(fork, tmp_path, capfd):
@@ -250,7 +311,10 @@ def test_a_broken_picture_of_a_table_is_named_by_its_row(fork, tmp_path, capfd):
     parquet.write_table(table, tmp_path / "set.parquet")
     assert start.main(["hvdkit start", str(tmp_path / "set.parquet"), "--yes"]) == 2
     printed = capfd.readouterr().out
-    assert "row 4 of set.parquet cannot be decoded" in printed and ".pictures" not in printed
+    assert (
+        "row 4 of set.parquet cannot be decoded" in printed
+        and ".pictures" not in printed
+    )
 
 
 def test_arrays_are_for_a_task_of_ones_own(fork, tmp_path, capfd):
@@ -267,14 +331,19 @@ def test_arrays_are_for_a_task_of_ones_own(fork, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("layout", ["voc", "classes"])
-def test_published_layouts_are_read_as_they_are(fork, tmp_path, monkeypatch, capfd, layout):
+def test_published_layouts_are_read_as_they_are(
+    fork, tmp_path, monkeypatch, capfd, layout
+):
     getattr(readers, f"write_{layout}")(tmp_path / "set")
     for name in ("sizes.csv", "sources.csv"):  # there are notes beside it
         (tmp_path / "set" / name).write_text("a,b\n1,2")
     words: list[str] = []
     monkeypatch.setattr(os, "execvp", lambda _, given: words.extend(given))
     command = ["hvdkit start", str(tmp_path / "set"), "--yes", "--quick", "--train"]
-    assert start.main([*command, "--label=a"]) == 2 and "without one" in capfd.readouterr().err
+    assert (
+        start.main([*command, "--label=a"]) == 2
+        and "without one" in capfd.readouterr().err
+    )
     (tmp_path / "set" / "x.odt").touch()
     assert start.main([*command[:1], str(tmp_path / "set" / "x.odt"), "--label=a"]) == 2
     assert "is no folder, and no table" in capfd.readouterr().err
@@ -304,9 +373,19 @@ CAT = "archive/cat/IMG_0002."
             {"archive/x.JPG": f"{CAT}JPG"},
             "archive does not say what its 20 pictures are",
         ),
-        ("classes", 1, {f"{CAT}bmp": f"{CAT}JPG"}, "0002.bmp .* must be PNG, JPEG or WebP"),
+        (
+            "classes",
+            1,
+            {f"{CAT}bmp": f"{CAT}JPG"},
+            "0002.bmp .* must be PNG, JPEG or WebP",
+        ),
         ("classes", 1, {f"{CAT}JPG": ""}, f"my data/{CAT}JPG is no PNG(.|\n)*1 fault"),
-        ("classes", 1, {f"{CAT[:-1]}_mask.JPG": "archive/dog/IMG_0001.JPG"}, "looks like the mask"),
+        (
+            "classes",
+            1,
+            {f"{CAT[:-1]}_mask.JPG": "archive/dog/IMG_0001.JPG"},
+            "looks like the mask",
+        ),
         ("classes", 1, {"archive/dog/c": "../../archive"}, "leads to a folder"),
         (
             "classes",
@@ -317,7 +396,10 @@ CAT = "archive/cat/IMG_0002."
         (
             "classes",
             1,
-            {"archive/cat/x_1.JPG": f"{CAT}JPG", "archive/cat/x/1.JPG": "archive/cat/IMG_0000.JPG"},
+            {
+                "archive/cat/x_1.JPG": f"{CAT}JPG",
+                "archive/cat/x/1.JPG": "archive/cat/IMG_0000.JPG",
+            },
             "cat holds x, which would be left out: move pictures",
         ),
     ],
@@ -348,7 +430,9 @@ def test_what_cannot_be_told_is_refused_and_leaves_nothing(
 def held_back(names: list[str]) -> dict[str, int]:
     """By class how many of these CLASS/NAME are kept to score; no group is in both splits."""
     pairs = [name.split("/") for name in names]
-    items = [arrangement.Item("", stem, Path(label, stem), label) for label, stem in pairs]
+    items = [
+        arrangement.Item("", stem, Path(label, stem), label) for label, stem in pairs
+    ]
     split_items, _ = arrangement.with_splits(items)
     return dict(Counter(item.label for item in split_items if item.split == "val"))
 
@@ -387,7 +471,8 @@ def test_pictures_in_a_folder_test_are_no_class_without_a_word(tmp_path):
     for name in ("cat/1.png", "dog/1.png", "test/1.png"):
         readers.save(tmp_path / name, readers.noise(1))
     refused(
-        lambda: arrangement.recognized(tmp_path), "test may be a split or a class, beside cat, dog"
+        lambda: arrangement.recognized(tmp_path),
+        "test may be a split or a class, beside cat, dog",
     )
     (tmp_path / "train").mkdir()
     for name in ("cat", "dog"):
@@ -395,7 +480,9 @@ def test_pictures_in_a_folder_test_are_no_class_without_a_word(tmp_path):
     assert {item.label for item in arrangement.recognized(tmp_path)} == {"cat", "dog"}
 
 
-def test_values_that_one_split_alone_calls_white_are_classes_of_the_other(fork, tmp_path, capfd):
+def test_values_that_one_split_alone_calls_white_are_classes_of_the_other(
+    fork, tmp_path, capfd
+):
     write(tmp_path / "set", "above")
     for name, high in (("train", 1), ("valid", 255)):
         for mask in (tmp_path / "set" / name / "masks").glob("*"):

@@ -45,7 +45,9 @@ sys.exit({"diverges": 3, "stops": 75, "wrong": 2, "crashes": 1}.get(model, 0))
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     """Starts a sweep of RUN in this process, and returns its exit code."""
-    (tmp_path / "base.cfg").write_text("--task=blank\n--eval_every=5\n--num_classes=3\n")
+    (tmp_path / "base.cfg").write_text(
+        "--task=blank\n--eval_every=5\n--num_classes=3\n"
+    )
     monkeypatch.chdir(PROJECT)
     monkeypatch.setattr(sweep_trials, "_INTERVAL", 0.1)
     monkeypatch.setattr(sweep_trials, "_PAUSE", 0.0)
@@ -62,8 +64,20 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
     base = tmp_path / "base.cfg"
     folder = tmp_path / "all"
     base.write_text("--flagfile=configs/blank.cfg\n--num_steps=12\n--eval_every=4\n")
-    words = ["-m", "hvdkit", "sweep", base, f"--folder={folder}", "--trials=3", "--jobs=2"]
-    words += ["--base_lr=1e-3:1e-1:log", "--global_batch_size=8:32", "--optimizer=adam,sgd"]
+    words = [
+        "-m",
+        "hvdkit",
+        "sweep",
+        base,
+        f"--folder={folder}",
+        "--trials=3",
+        "--jobs=2",
+    ]
+    words += [
+        "--base_lr=1e-3:1e-1:log",
+        "--global_batch_size=8:32",
+        "--optimizer=adam,sgd",
+    ]
     killed = launch(1, words, timeout=300, kill_when=(folder / "best.cfg").exists)
     before = {path: path.read_text() for path in folder.glob("trial-*/config.cfg")}
     ended = launch(1, words, timeout=300)
@@ -85,19 +99,38 @@ def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):
     assert start("--base_lr=0.1:1.0", models, "--trials=6", "--seed=10") == 0
     *trials, last = capfd.readouterr().out.splitlines()
     ends = {re.search(r"model=(\w+)", line)[1]: line for line in trials}
-    assert re.fullmatch(r"trial 1/6: miou 0\.\d+ \(best .*, trial 1\): base_lr=.*", ends["whole"])
+    assert re.fullmatch(
+        r"trial 1/6: miou 0\.\d+ \(best .*, trial 1\): base_lr=.*", ends["whole"]
+    )
     assert "pruned at evaluation 1, miou 0.0000 (best 0." in ends["weak"]
     codes = {model: line.partition("exit code ")[2][:2] for model, line in ends.items()}
-    assert codes == {"whole": "", "weak": "", "diverges": "3 ", "stops": "75", "wrong": "2 "}
+    assert codes == {
+        "whole": "",
+        "weak": "",
+        "diverges": "3 ",
+        "stops": "75",
+        "wrong": "2 ",
+    }
     starts = tmp_path / f"all/trial-000{ends['stops'][6]}/starts.jsonl"
     assert len(starts.read_text().splitlines()) == 4
     assert f"{tmp_path}/all/best.cfg" in last and f"{tmp_path}/all/sweep.html" in last
     assert start("--base_lr=0.1:0.9", models) == 2
     assert "only that one has --base_lr=0.1:1.0" in capfd.readouterr().err
-    assert start("--base_lr=0.1:1.0", "--model=wrong", f"--folder={tmp_path}/wrong") == 2
-    assert capfd.readouterr().err == f"error: {tmp_path}/wrong/trial-0001.log: no such model\n"
-    assert start("--base_lr=0.1:1.0", "--model=crashes", f"--folder={tmp_path}/crashes") == 1
-    assert capfd.readouterr().err == f"error: {tmp_path}/crashes/trial-0003.log: KeyError: 0\n"
+    assert (
+        start("--base_lr=0.1:1.0", "--model=wrong", f"--folder={tmp_path}/wrong") == 2
+    )
+    assert (
+        capfd.readouterr().err
+        == f"error: {tmp_path}/wrong/trial-0001.log: no such model\n"
+    )
+    assert (
+        start("--base_lr=0.1:1.0", "--model=crashes", f"--folder={tmp_path}/crashes")
+        == 1
+    )
+    assert (
+        capfd.readouterr().err
+        == f"error: {tmp_path}/crashes/trial-0003.log: KeyError: 0\n"
+    )
 
 
 def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
@@ -106,7 +139,9 @@ def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
     scores = []
     bests = []
     for line in trials:
-        match = re.search(r"miou (0\.\d+) \(best (0\.\d+), trial \d\): base_lr=(\S+);", line)
+        match = re.search(
+            r"miou (0\.\d+) \(best (0\.\d+), trial \d\): base_lr=(\S+);", line
+        )
         score, best, rate = (float(number) for number in match.groups())
         assert score == rate
         scores.append(score)
@@ -115,8 +150,13 @@ def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
     assert len(scores) == 5 and len({*scores}) > 1
     assert bests[-1] == min(scores)
     about = (tmp_path / "all/best.cfg").read_text().splitlines()
-    assert about[0].startswith(f"# miou {min(scores):g}, ") and f"--base_lr={min(scores)}" in about
-    table = re.findall(r"<td>\d</td><td>(0\.\d+)</td>", (tmp_path / "all/sweep.html").read_text())
+    assert (
+        about[0].startswith(f"# miou {min(scores):g}, ")
+        and f"--base_lr={min(scores)}" in about
+    )
+    table = re.findall(
+        r"<td>\d</td><td>(0\.\d+)</td>", (tmp_path / "all/sweep.html").read_text()
+    )
     assert float(table[0]) == min(scores)
 
 
@@ -124,15 +164,23 @@ def test_of_equal_scores_the_lower_loss_is_the_best(start, tmp_path, capfd):
     ties = f"--folder={tmp_path}/ties"
     assert start("--base_lr=0.9,0.5,0.1", "--model=tie", "--trials=4", ties) == 0
     rates = re.findall(r"complete|miou 0.5000 .*base_lr=(\S+);", capfd.readouterr().out)
-    assert f"--base_lr={min(rates)}" in (tmp_path / "ties/best.cfg").read_text().splitlines()
+    assert (
+        f"--base_lr={min(rates)}"
+        in (tmp_path / "ties/best.cfg").read_text().splitlines()
+    )
     assert len({*rates}) > 1 and rates[0] != min(rates)
 
 
-def test_a_trial_whose_metric_has_another_direction_has_no_score(start, tmp_path, capfd):
+def test_a_trial_whose_metric_has_another_direction_has_no_score(
+    start, tmp_path, capfd
+):
     two = f"--folder={tmp_path}/two"
     assert start("--base_lr=0.1:1.0", "--model=whole,error", "--trials=4", two) == 0
     printed = capfd.readouterr().out
-    assert "failed, its score is of miou" in printed and "the lowest is the best" in printed
+    assert (
+        "failed, its score is of miou" in printed
+        and "the lowest is the best" in printed
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +196,10 @@ def test_a_sweep_without_a_score_says_why(model, why, start, tmp_path, capfd):
         printed = capfd.readouterr()
         assert printed.err.startswith("error: no trial has a score: ")
         assert f"{tmp_path}/all/trial-0002: {why}; " in printed.err
-        assert f"{tmp_path}/all/trial-*.log" in printed.err and printed.err.count("\n") == 1
+        assert (
+            f"{tmp_path}/all/trial-*.log" in printed.err
+            and printed.err.count("\n") == 1
+        )
         assert "signal" not in printed.out and "exit code" not in printed.out
         assert printed.out.count(f"failed, {tmp_path}/all/trial-000") == failed
 
@@ -190,7 +241,9 @@ def test_a_stopped_sweep_goes_on_with_the_same_trial(start, tmp_path, capfd):
         ("--base_lr=0.1,0.2 --find_lr=true", "--find_lr gives no score"),
     ],
 )
-def test_wrong_use_is_refused_before_the_first_trial(start, tmp_path, words, message, capfd):
+def test_wrong_use_is_refused_before_the_first_trial(
+    start, tmp_path, words, message, capfd
+):
     try:
         code = start(*words.split())
     except SystemExit as ended:
@@ -206,7 +259,10 @@ def test_a_folder_with_a_persons_files_is_refused(start, tmp_path, capfd):
     assert start("--base_lr=0.1,0.2") == 2
     assert "all has best.cfg of no sweep" in capfd.readouterr().err
     assert (tmp_path / "all" / "best.cfg").read_text() == "--base_lr=0.1\n"
-    for text, why in (("[" * 100_000, "is no JSON that can be read"), ("5", "holds no lines of")):
+    for text, why in (
+        ("[" * 100_000, "is no JSON that can be read"),
+        ("5", "holds no lines of"),
+    ):
         (tmp_path / "all" / "sweep.json").write_text(text)
         assert start("--base_lr=0.1,0.2") == 2
         assert f"all/sweep.json {why}" in capfd.readouterr().err

@@ -19,7 +19,9 @@ from tasks import classification, segmentation
 PLAIN = augment.Augmentation(size=(32, 40), brightness=0, contrast=0, saturation=0)
 
 
-def pairs(image: np.ndarray, label: np.ndarray, options: augment.Augmentation, keys: int):
+def pairs(
+    image: np.ndarray, label: np.ndarray, options: augment.Augmentation, keys: int
+):
     """Augmented pairs, one a key, made as training makes them: in a graph, on several threads."""
     sample = {"image": tf.constant(image), "label": tf.constant(label)}
 
@@ -47,15 +49,22 @@ def test_image_and_label_stay_on_each_other():
         last = coordinate.max()
         for drawn, label in pairs(image, coordinate[..., None], PLAIN, 60):
             place = drawn[..., channel].astype(int)
-            inner = (label > 0) & (label < last)  # the fill colour mixes in beside the edge
+            # The fill colour mixes in beside the edge.
+            inner = (label > 0) & (label < last)
             on_both_edges = np.isin(label, (0, last)) | (label == 255)
-            outside = Image.fromarray(np.uint8(label == 255)).filter(ImageFilter.MaxFilter(5))
+            outside = Image.fromarray(np.uint8(label == 255)).filter(
+                ImageFilter.MaxFilter(5)
+            )
             # A source pixel is two pixels at most.
             near_edge = on_both_edges | np.asarray(outside, bool)
-            assert np.abs(place - label)[inner & ~near_edge].max() <= 1  # both are rounded
+            # Both are rounded.
+            assert np.abs(place - label)[inner & ~near_edge].max() <= 1
             if channel == 0:
-                steps.append(int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum())))
-    assert set(steps) == {-1, 1} and 20 < steps.count(-1) < 40  # half of them were mirrored
+                steps.append(
+                    int(np.sign(np.diff(place[16][(inner & ~near_edge)[16]]).sum()))
+                )
+    # Half of them were mirrored.
+    assert set(steps) == {-1, 1} and 20 < steps.count(-1) < 40
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (20, 30), (20, 90), (1, 1)])
@@ -77,8 +86,11 @@ def test_a_key_says_it_all():
     assert len({image.tobytes() for image, _ in first}) == 20
     sample = {"image": image, "label": label}
     fifth_image, fifth_label = first[5]
-    eager_image, eager_label = augment.training_pair(sample, tf.constant([3, 5]), options)
-    np.testing.assert_allclose(eager_image, fifth_image, atol=1)  # the graph rounds otherwise
+    eager_image, eager_label = augment.training_pair(
+        sample, tf.constant([3, 5]), options
+    )
+    # The graph rounds otherwise.
+    np.testing.assert_allclose(eager_image, fifth_image, atol=1)
     np.testing.assert_array_equal(eager_label[..., 0], fifth_label)
     other_image, _ = augment.training_pair(sample, tf.constant([4, 5]), options)
     assert not np.array_equal(other_image, fifth_image)
@@ -99,7 +111,9 @@ def test_beside_a_small_image_are_fill_colour_and_ignore_label():
         corners.add((rows.min(), columns.min()))
         assert (drawn[outside] == 10).all()
     assert len(corners) > 40  # the image lies anywhere
-    plain = dataclasses.replace(options, brightness=0, contrast=0, saturation=0, mirror=False)
+    plain = dataclasses.replace(
+        options, brightness=0, contrast=0, saturation=0, mirror=False
+    )
     for drawn, picked in pairs(image, label, plain, 5):
         np.testing.assert_array_equal(drawn[picked != 99], image.reshape(-1, 3))
 
@@ -145,7 +159,9 @@ def test_jitter_is_its_formula(brightness: float, contrast: float, saturation: f
         expected = grey + (1 + saturation * deeper) * (image - grey) - grey.mean()
         expected = grey.mean() + (1 + contrast * more) * expected
         expected = np.clip(expected + 255 * brightness * brighter, 0, 255)
-        assert np.abs(jittered.numpy() - expected.astype(np.float64)).max() <= 0.5 + 1e-3
+        assert (
+            np.abs(jittered.numpy() - expected.astype(np.float64)).max() <= 0.5 + 1e-3
+        )
 
 
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
@@ -178,7 +194,9 @@ def test_shifts_reach_an_eighth_or_what_is_asked_both_ways_and_no_further(most, 
     places = set()
     mirrored_crops = 0
     sample = {"image": tf.constant(image)}
-    shift = tf.function(lambda key: augment.shifted(sample, key, size=32, mirror=True, most=most))
+    shift = tf.function(
+        lambda key: augment.shifted(sample, key, size=32, mirror=True, most=most)
+    )
     for number in range(500):
         crop = shift(tf.constant([number, 0])).numpy()
         place = place_of.get(crop[::8, ::8].tobytes())
@@ -191,7 +209,9 @@ def test_shifts_reach_an_eighth_or_what_is_asked_both_ways_and_no_further(most, 
     assert 200 < mirrored_crops < 300
 
 
-@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 333), (40, 200), (5, 3), (1, 1)])
+@pytest.mark.parametrize(
+    ("height", "width"), [(375, 500), (500, 333), (40, 200), (5, 3), (1, 1)]
+)
 def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
     """The rule of torchvision's RandomResizedCrop, written out one try after the other."""
 
@@ -204,14 +224,17 @@ def test_a_part_is_the_first_of_ten_that_fits_or_the_middle(height, width):
 
     draws = np.random.default_rng(0).random((400, 10, 4), np.float32)
     middles = 0
-    for tries, (top, left, high, wide) in zip(draws.astype(np.float64), parts(draws).numpy()):
+    for tries, (top, left, high, wide) in zip(
+        draws.astype(np.float64), parts(draws).numpy()
+    ):
         expected = first_that_fits(height, width, tries)
         if expected is None:
             middles += 1
             h = min(height, round(width * 4 / 3))
             w = min(width, round(height * 4 / 3))
             expected = [(height - h) // 2, (width - w) // 2, h, w]
-        assert np.abs(np.array(expected) - [top, left, high, wide]).max() <= 1  # both round
+        # Both round.
+        assert np.abs(np.array(expected) - [top, left, high, wide]).max() <= 1
         assert 0 <= top <= height - high and 0 <= left <= width - wide
     assert (middles > 50) == (width == 200)
 
@@ -234,7 +257,9 @@ def test_evaluation_takes_the_middle():
     assert (augment.centred({"image": image}, 16, share=0.8).numpy() == 255).all()
     assert augment.centred({"image": image}, 16, share=1.0).numpy().min() == 0
     small = NOISE[:32, :32]
-    np.testing.assert_array_equal(augment.centred({"image": small}, 32, share=1.0), small)
+    np.testing.assert_array_equal(
+        augment.centred({"image": small}, 32, share=1.0), small
+    )
 
 
 DEMO = ((0.8, 1.25), False)
@@ -245,7 +270,10 @@ def opened(root: Path, **settings) -> tuple[tuple[tuple[float, float], bool], st
     """Its scales and whether it is mirrored; its fingerprint."""
     task = segmentation.Task(Settings(data_dir=str(root), image_size=32, **settings))
     train, val = task.sources()
-    return (task.options.scale, task.options.mirror), train.fingerprint() + val.fingerprint()
+    return (
+        task.options.scale,
+        task.options.mirror,
+    ), train.fingerprint() + val.fingerprint()
 
 
 def test_a_copy_of_the_demo_is_the_demo(tiny_data, tmp_path, monkeypatch):
@@ -270,7 +298,10 @@ def test_flags_have_the_last_word(tiny_data):
     usual_scales, _ = USUAL
     assert opened(tiny_data, mirror="on", scale_range="1,3")[0] == ((1.0, 3.0), True)
     assert opened(tiny_data, synthetic_data=True)[0] == USUAL
-    assert opened(tiny_data, synthetic_data=True, mirror="off")[0] == (usual_scales, False)
+    assert opened(tiny_data, synthetic_data=True, mirror="off")[0] == (
+        usual_scales,
+        False,
+    )
 
 
 def test_pictures_of_a_class_have_other_colours_where_a_flag_says():

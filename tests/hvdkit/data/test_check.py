@@ -17,7 +17,9 @@ from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.data.source import Arrays
 from hvdkit.settings import project
 
-COUNTED = r"^[^:]+: (  |pictures: |the \d+ rarest|warning: \d+ class\(es\) never|to balance)"
+COUNTED = (
+    r"^[^:]+: (  |pictures: |the \d+ rarest|warning: \d+ class\(es\) never|to balance)"
+)
 
 
 @pytest.fixture
@@ -27,7 +29,9 @@ def run(capsys):
     def call(*flags: object, counts: bool = False) -> tuple[int, str]:
         code = check.main(["check", *(str(flag) for flag in flags)])
         lines = capsys.readouterr().out.splitlines(keepends=True)
-        return code, "".join(line for line in lines if counts or not re.match(COUNTED, line))
+        return code, "".join(
+            line for line in lines if counts or not re.match(COUNTED, line)
+        )
 
     return call
 
@@ -43,13 +47,17 @@ def run(capsys):
         ("idx", readers.write_idx, 3),
     ],
 )
-def test_a_sound_set_of_each_layout(tmp_path: Path, run, layout: str, write, highest: int):
+def test_a_sound_set_of_each_layout(
+    tmp_path: Path, run, layout: str, write, highest: int
+):
     write(tmp_path)
     code, printed = run(f"--data_dir={tmp_path}")
     assert code == 0, printed
     size = len(reader_of(layout)(tmp_path, "train", 0))
     train, val = printed.splitlines()
-    assert train == f"train: {size} samples, labels 0 to {highest} ({layout}): all is well"
+    assert (
+        train == f"train: {size} samples, labels 0 to {highest} ({layout}): all is well"
+    )
     assert val.startswith("val: ") and val.endswith(": all is well")
 
 
@@ -64,12 +72,19 @@ def test_every_bad_sample_is_named(tmp_path: Path, run):
     readers.save(tmp_path / "labels" / "7.png", np.full((12, 16), 3, np.uint8))
     code, printed = run(f"--data_dir={tmp_path}", "--num_classes=3")
     lines = printed.splitlines()
-    assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, printed
+    assert code == 1 and [str(tmp_path) in line for line in lines].count(True) == 4, (
+        printed
+    )
     assert "images/2.png is no PNG, JPEG or WebP" in lines[0]
     assert "labels/5.png" in lines[1] and "zero bytes" in lines[1]
     assert "labels/7.png cannot be read: label value 3" in lines[2]
-    assert lines[3] == "train: 9 samples, labels 0 to 1 (folders): 3 fault(s), listed above"
-    assert "splits/val.txt is missing" in lines[4] and lines[5].startswith("val: not read")
+    assert (
+        lines[3]
+        == "train: 9 samples, labels 0 to 1 (folders): 3 fault(s), listed above"
+    )
+    assert "splits/val.txt is missing" in lines[4] and lines[5].startswith(
+        "val: not read"
+    )
     # Without the number of classes, only what no label can hold is wrong.
     assert "labels 0 to 3" in run(f"--data_dir={tmp_path}", "--split=train")[1]
     for number in range(9):
@@ -82,10 +97,16 @@ def test_the_command_ends_with_what_it_found(tmp_path: Path):
     readers.write_classes(tmp_path)
     command = [sys.executable, "-m", "hvdkit", "check", f"--data_dir={tmp_path}"]
     (tmp_path / "train" / "n02" / "bad.png").write_bytes(b"no picture")
-    ended = subprocess.run(command, cwd=project.folder(), capture_output=True, text=True)
-    assert ended.returncode == 1 and "bad.png is no PNG, JPEG or WebP" in ended.stdout, ended
+    ended = subprocess.run(
+        command, cwd=project.folder(), capture_output=True, text=True
+    )
+    assert (
+        ended.returncode == 1 and "bad.png is no PNG, JPEG or WebP" in ended.stdout
+    ), ended
     lines = ended.stderr.splitlines()  # TensorFlow prints none
-    assert "samples: 5/5" in lines and all(line.startswith("samples: ") for line in lines), ended
+    assert "samples: 5/5" in lines and all(
+        line.startswith("samples: ") for line in lines
+    ), ended
 
 
 def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
@@ -98,9 +119,14 @@ def test_classes_of_two_splits_are_compared(tmp_path: Path, run):
         pack.pack(ClassFolders(tmp_path, split), tmp_path / "out", split, shards=1)
     for where in (tmp_path, tmp_path / "out"):
         code, printed = run(f"--data_dir={where}", "--split=train", "--split=val2")
-        assert code == 1 and printed.count(f"{where / 'val2'} has n03, n04, and the training") == 1
+        assert (
+            code == 1
+            and printed.count(f"{where / 'val2'} has n03, n04, and the training") == 1
+        )
         assert "it lacks n01, n02, n10:" in printed
-        assert "val2: 2 samples, labels 0 to 1" in printed and "1 fault(s)" in printed, printed
+        assert (
+            "val2: 2 samples, labels 0 to 1" in printed and "1 fault(s)" in printed
+        ), printed
 
 
 def test_shards_are_read_whole(tmp_path: Path, run):
@@ -112,7 +138,10 @@ def test_shards_are_read_whole(tmp_path: Path, run):
     assert "label 2 is no class" in printed, printed
     (tmp_path / "out" / "val").mkdir()  # this is no pack, so it is not read
     code, printed = run(f"--data_dir={tmp_path / 'out'}")
-    assert (code, printed) == (0, "train: 4 samples, labels 0 to 2 (records): all is well\n")
+    assert (code, printed) == (
+        0,
+        "train: 4 samples, labels 0 to 2 (records): all is well\n",
+    )
     shard = folder / "train-00001-of-00002.tfrecord"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:200] + bytes([whole[200] ^ 1]) + whole[201:])
@@ -136,25 +165,35 @@ def test_classes_are_counted_and_the_flag_balances_them(tmp_path: Path, run):
     labels[1, :1, :2] = 2
     labels[1, 3] = 255
     labels[1, 2, :2] = 255
-    pairs = {str(n): (np.zeros((4, 6, 3), np.uint8), label) for n, label in enumerate(labels)}
+    pairs = {
+        str(n): (np.zeros((4, 6, 3), np.uint8), label) for n, label in enumerate(labels)
+    }
     readers.write_pairs(tmp_path, pairs)
     code, printed = run(f"--data_dir={tmp_path}", "--split=train", counts=True)
     assert code == 0, printed
     assert re.search(r"  0 +30 pixels +75.000%", printed), printed
     assert re.search(r"  2 +10 pixels +25.000%", printed), printed
     assert re.search(r"  ignored +8 pixels", printed), printed
-    assert "1 class(es) never occur: 1" in printed and "all 4 x 6 (height x width)" in printed
-    assert not re.search(r"\b0 pixels", printed), "a line of its own is for what is there"
+    assert (
+        "1 class(es) never occur: 1" in printed
+        and "all 4 x 6 (height x width)" in printed
+    )
+    assert not re.search(r"\b0 pixels", printed), (
+        "a line of its own is for what is there"
+    )
     flag = re.search(r"--class_weights=\S+", printed)[0]
     weights = settings_lib.parse(["", flag, "--num_classes=3"]).class_weight_list
-    assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)  # n / (2 classes * count)
+    # N / (2 classes * count).
+    assert weights == pytest.approx([40 / 60, 1, 2], rel=1e-3)
     assert (30 * weights[0] + 10 * weights[2]) / 40 == pytest.approx(1, rel=1e-3)
     # Of several splits, those of the one to train on.
     (tmp_path / "splits/a.txt").write_text("1\n")
     flags = (f"--data_dir={tmp_path}", "--split=a", "--num_classes=3")
     for more, balanced in (["--split=train"], "train"), ([], "a"):
         code, printed = run(*flags, *more, counts=True)
-        assert code == 0 and re.findall(r"(\w+): to balance", printed) == [balanced], printed
+        assert code == 0 and re.findall(r"(\w+): to balance", printed) == [balanced], (
+            printed
+        )
     # None where a label is wrong.
     readers.save(tmp_path / "labels/1.png", np.full((4, 6), 7, np.uint8))
     code, printed = run(*flags, counts=True)
@@ -168,7 +207,10 @@ def test_samples_of_classes_are_counted_by_name(tmp_path: Path, run):
             pixels = np.zeros((*shape, 3), np.uint8)
             readers.save(tmp_path / "train" / name / f"{number}.png", pixels)
     code, printed = run(
-        f"--data_dir={tmp_path}", "--split=train", "--data_format=class_folders", counts=True
+        f"--data_dir={tmp_path}",
+        "--split=train",
+        "--data_format=class_folders",
+        counts=True,
     )
     assert code == 0, printed
     assert re.search(r"0 cat +2 samples +66.667%", printed), printed
@@ -184,7 +226,10 @@ def test_labels_of_another_size_than_their_pictures(tmp_path: Path, run, monkeyp
 
         def read(self, index):
             size = tf.where(index == 1, [4, 5], [4, 6])
-            return {"image": tf.zeros([4, 6, 3], tf.uint8), "label": tf.zeros(size, tf.uint8)}
+            return {
+                "image": tf.zeros([4, 6, 3], tf.uint8),
+                "label": tf.zeros(size, tf.uint8),
+            }
 
     monkeypatch.setattr(check, "reader_of", lambda _: lambda *_: Odd(x=np.arange(3)))
     code, printed = run(f"--data_dir={tmp_path}", "--split=a", "--data_format=voc")
@@ -204,7 +249,11 @@ def test_hashes_are_those_of_sha256sum(tmp_path: Path, run):
 
     code, printed = run_again()
     file = next(tmp_path.rglob("train.sha256"))
-    assert code == 0 and f"files are in {file}\n" in printed and ", as before" in run_again()[1]
+    assert (
+        code == 0
+        and f"files are in {file}\n" in printed
+        and ", as before" in run_again()[1]
+    )
     command = ["sha256sum", "-c", "--quiet", "--strict", file.name]
     subprocess.run(command, cwd=file.parent, check=True)
     text = "".join(file.read_text().splitlines(keepends=True)[1:])

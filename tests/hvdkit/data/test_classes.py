@@ -27,7 +27,9 @@ class Named(Arrays):
 
 
 def labels(source) -> list[int]:
-    return [int(source.read(tf.constant(i, tf.int64))["label"]) for i in range(len(source))]
+    return [
+        int(source.read(tf.constant(i, tf.int64))["label"]) for i in range(len(source))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,17 +51,27 @@ def test_a_models_classes_are_found_by_name(names, numbers):
             "it lacks dog, zo",
         )
     assert labels(source) == numbers and source.num_classes == 3
-    assert labels(classes.numbered(Named("b", "a"), "anywhere")) == [0, 1], "no model is known"
+    assert labels(classes.numbered(Named("b", "a"), "anywhere")) == [0, 1], (
+        "no model is known"
+    )
 
 
 def test_splits_of_a_tasks_own_are_matched_too():
-    task = SimpleNamespace(sources=lambda: (Named("cat", "dog", "owl"), Named("owl", "cat")))
+    task = SimpleNamespace(
+        sources=lambda: (Named("cat", "dog", "owl"), Named("owl", "cat"))
+    )
     assert labels(context.open_sources(ALONE, task)[1]) == [2, 0]
     task.sources = lambda: (Named("cat"), Named("dog"))
-    differ(lambda: context.open_sources(ALONE, task), "validation split has dog", "training split")
+    differ(
+        lambda: context.open_sources(ALONE, task),
+        "validation split has dog",
+        "training split",
+    )
 
 
-def test_a_validation_split_may_lack_a_class_and_one_split_alone_is_scored(tmp_path: Path, capsys):
+def test_a_validation_split_may_lack_a_class_and_one_split_alone_is_scored(
+    tmp_path: Path, capsys
+):
     readers.write_classes(tmp_path)
     for file in (tmp_path / "val" / "n02").iterdir():
         file.unlink()
@@ -76,9 +88,12 @@ MASK = np.repeat([[0, 255, 255, 7]], 4, 0).astype(np.uint8)
 
 
 @pytest.mark.parametrize(
-    ("flag", "expected"), [("255:1,7:ignore", [0, 1, 1, 255]), ("255:ignore,7:1", [0, 255, 255, 1])]
+    ("flag", "expected"),
+    [("255:1,7:ignore", [0, 1, 1, 255]), ("255:ignore,7:1", [0, 255, 255, 1])],
 )
-def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(tmp_path: Path, flag, expected):
+def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(
+    tmp_path: Path, flag, expected
+):
     readers.write_pairs(tmp_path, {"a": (readers.noise(0, 4, 4), MASK)}, "train", "val")
     (tmp_path / "map.txt").write_text(flag.replace(",", "\n") + "\n")
     flags = [f"--data_dir={tmp_path}", "--num_classes=2"]
@@ -91,10 +106,14 @@ def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(tmp_path: Path,
     assert check.main(["check", *flags, f"--label_map={tmp_path / 'map.txt'}"]) == 0
     config = parse(["train.py", *flags, "--label_map=255:1"])  # this map leaves 7 out
     train, _ = open_lib.open_sources(config, "folders")
-    readers.explained(train, 0, "a.png", "label value 7 is no class of 0 to 1", "--label_map")
+    readers.explained(
+        train, 0, "a.png", "label value 7 is no class of 0 to 1", "--label_map"
+    )
 
 
-def test_masks_of_0_and_255_are_recognized_and_the_map_is_proposed(tmp_path: Path, capsys):
+def test_masks_of_0_and_255_are_recognized_and_the_map_is_proposed(
+    tmp_path: Path, capsys
+):
     pairs = {name: (readers.noise(0, 4, 4), MASK * (MASK > 7)) for name in "ab"}
     readers.write_pairs(tmp_path, pairs, "train", "val")
     flags = [f"--data_dir={tmp_path}", "--num_classes=2"]
@@ -104,4 +123,6 @@ def test_masks_of_0_and_255_are_recognized_and_the_map_is_proposed(tmp_path: Pat
     assert check.main(["check", *flags]) == 1
     assert capsys.readouterr().out.count(advice) == 2
     for way_out in ("255:1", "255:ignore"):
-        open_lib.open_sources(parse(["train.py", *flags, f"--label_map={way_out}"]), "folders")
+        open_lib.open_sources(
+            parse(["train.py", *flags, f"--label_map={way_out}"]), "folders"
+        )

@@ -79,21 +79,28 @@ def test_classes_are_found_alike_by_start_and_by_the_reader(tmp_path, name):
 def test_names_that_no_list_can_hold_are_refused(tmp_path, name):
     write(tmp_path, [f"images/{name}.png", f"masks/{name}.png"])
     items = [item._replace(split="train") for item in arrangement.recognized(tmp_path)]
-    refused(lambda: arrangement.link(items, tmp_path / "links"), "cannot stand in a list of names")
+    refused(
+        lambda: arrangement.link(items, tmp_path / "links"),
+        "cannot stand in a list of names",
+    )
 
 
 def test_links_that_hold_each_other_are_refused(tmp_path):
     write(tmp_path, PAIRS["VOC without lists"])
     (tmp_path / "JPEGImages" / "x").symlink_to("../SegmentationClass")
     (tmp_path / "SegmentationClass" / "x").symlink_to("../JPEGImages")
-    refused(lambda: arrangement.recognized(tmp_path), "x leads to a folder that holds it")
+    refused(
+        lambda: arrangement.recognized(tmp_path), "x leads to a folder that holds it"
+    )
 
 
 def test_splits_below_the_levels_that_are_given_are_refused(tmp_path):
     write(tmp_path, files("{c}/{s}", c=CATS, s=("train", "val")))
     words = "train may be a split, below the levels of --layout=class: say what its level is"
     refused(lambda: arrangement.recognized(tmp_path, "class"), words)
-    assert {item.split for item in arrangement.recognized(tmp_path, "class/any")} == {""}
+    assert {item.split for item in arrangement.recognized(tmp_path, "class/any")} == {
+        ""
+    }
 
 
 PAIRS = {
@@ -177,7 +184,11 @@ def test_classes_with_masks_are_segmented_when_the_layout_says_so(tmp_path):
 
 def test_a_missing_validation_split_is_not_guessed(tmp_path):
     write(tmp_path, files("{s}/{c}", s=("train", "test"), c=CATS))
-    refused(lambda: ClassFolders(tmp_path, "val"), "val is missing", "--val_split=test scores on")
+    refused(
+        lambda: ClassFolders(tmp_path, "val"),
+        "val is missing",
+        "--val_split=test scores on",
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,8 +199,13 @@ def test_a_layout_says_what_the_levels_are(tmp_path, layout, classes):
     items = arrangement.recognized(tmp_path, layout)
     assert {item.label for item in items} == classes and len(items) == 8
     assert len({(item.label, item.name) for item in items}) == 8
-    refused(lambda: arrangement.recognized(tmp_path, "split/class"), "art says no split")
-    refused(lambda: arrangement.recognized(tmp_path, "domain"), "'domain' is none of split, kind")
+    refused(
+        lambda: arrangement.recognized(tmp_path, "split/class"), "art says no split"
+    )
+    refused(
+        lambda: arrangement.recognized(tmp_path, "domain"),
+        "'domain' is none of split, kind",
+    )
 
 
 def test_words_of_ours_are_classes_below_a_split(tmp_path):
@@ -203,7 +219,9 @@ def test_words_of_ours_are_classes_below_a_split(tmp_path):
 
 def test_pictures_and_masks_are_no_classes(tmp_path):
     write(tmp_path, files("train/{k}", ending="png", k=("images", "masks")))
-    refused(lambda: ClassFolders(tmp_path, "train"), "are pictures and masks, no classes")
+    refused(
+        lambda: ClassFolders(tmp_path, "train"), "are pictures and masks, no classes"
+    )
 
 
 def test_names_of_classes_and_of_files_may_be_composed_otherwise(tmp_path):
@@ -216,7 +234,9 @@ def test_names_of_classes_and_of_files_may_be_composed_otherwise(tmp_path):
 
 def test_patients_in_folders_are_in_one_split(tmp_path):
     patients = [f"p{number}" for number in range(10)]
-    paths = files("images/{p}", p=patients) + files("masks/{p}", ending="png", p=patients)
+    paths = files("images/{p}", p=patients) + files(
+        "masks/{p}", ending="png", p=patients
+    )
     items, _ = arrangement.with_splits(arrangement.recognized(write(tmp_path, paths)))
     splits = {item.picture.parent.name: set() for item in items}
     for item in items:
@@ -226,7 +246,8 @@ def test_patients_in_folders_are_in_one_split(tmp_path):
 
 
 def tree(draws: random.Random) -> list[str]:
-    """Paths of a set by chance: splits above or in classes or none, words of ours, things beside."""
+    """Paths of a set by chance: splits above or in classes or none, words of ours, things
+    beside."""
     splits = draws.choice([(), ("train", "val"), ("train", "test"), ("train", "val", "test"),
                            ("training", "valid"), ("Train", "Val", "extra"), ("train",)])  # fmt: skip
     words = ("cat", "dog", "bus", "label", "photo", "mask", "train", "n01", "1", "test")
@@ -243,7 +264,13 @@ def tree(draws: random.Random) -> list[str]:
         paths += [f"{folder}/{name}.png", f"{folder}/{name}b.png"]
         if draws.random() < 0.03:
             paths[-2:] = [f"{folder}/notes.txt"]
-    for beside in ("cover.png", "notes.txt", "docs/notes.txt", "@eaDir/1.png", "test/loose.png"):
+    for beside in (
+        "cover.png",
+        "notes.txt",
+        "docs/notes.txt",
+        "@eaDir/1.png",
+        "test/loose.png",
+    ):
         if draws.random() < 0.1:
             paths.append(beside)
     return paths
@@ -267,7 +294,9 @@ def by_reader(root: Path, split: str) -> set | str:
     except ValueError as error:
         return str(error)
     labels = np.repeat(source.class_names, source.class_counts())
-    return {(str(labels[n]), str(source.picture_file(n)), "") for n in range(len(source))}
+    return {
+        (str(labels[n]), str(source.picture_file(n)), "") for n in range(len(source))
+    }
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -13,7 +13,9 @@ from hvdkit.train.task import checks as task_checks
 from tasks import classification
 
 DRAW = np.random.default_rng(0)
-SOURCE = Arrays(image=DRAW.integers(0, 256, (30, 8, 8, 3), np.uint8), label=np.arange(30) % 3)
+SOURCE = Arrays(
+    image=DRAW.integers(0, 256, (30, 8, 8, 3), np.uint8), label=np.arange(30) % 3
+)
 
 
 def of_keys(count: int, draw) -> np.ndarray:
@@ -37,9 +39,13 @@ def test_a_box_has_the_pixels_that_its_share_says_also_where_it_is_cut_off():
     lost = 0
     for share in (0.0, 0.3, 0.9, 1.0):
         for place in ((0.0, 0.0), (0.5, 0.5), (0.99, 0.2)):
-            image, kept = mixing.cut((black, white), tf.constant(share), tf.constant(place))
+            image, kept = mixing.cut(
+                (black, white), tf.constant(share), tf.constant(place)
+            )
             pixels = np.count_nonzero(image[..., 0])
-            assert float(kept) == np.float32(1) - np.float32(pixels) / np.float32(9 * 13)
+            assert float(kept) == np.float32(1) - np.float32(pixels) / np.float32(
+                9 * 13
+            )
             lost += float(kept) > share + 0.1
     assert lost > 3
 
@@ -65,20 +71,26 @@ def test_partners_are_any_other_sample():
     assert partner(tf.constant(0, tf.int64), tf.constant([1, 2]), 1) == 0
 
 
-def batches(steps: range, size: int, micro: int, **settings) -> list[dict[str, np.ndarray]]:
+def batches(
+    steps: range, size: int, micro: int, **settings
+) -> list[dict[str, np.ndarray]]:
     """Global batches, of `size` ranks, flat: image, label and, if mixed, other and share."""
     task = classification.Task(Settings(image_size=8, num_classes=3, **settings))
     examples = task_checks.reader(task, SOURCE, training=True)
     feeds = []
     for rank in range(size):
         order = Sampler(30, 12, micro, 1, rank, size)
-        feeds.append(TrainingFeed(order, examples, first_step=steps.start, num_steps=steps.stop))
+        feeds.append(
+            TrainingFeed(order, examples, first_step=steps.start, num_steps=steps.stop)
+        )
 
     def flat(*parts):
         """The micro-batches of all ranks, one after the other."""
         return np.concatenate(parts, axis=1).reshape(12, *parts[0].shape[2:])
 
-    return [tf.nest.map_structure(flat, *[feed.next() for feed in feeds]) for _ in steps]
+    return [
+        tf.nest.map_structure(flat, *[feed.next() for feed in feeds]) for _ in steps
+    ]
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.2, 0.0), (0.0, 1.0), (1.0, 1.0)])

@@ -35,7 +35,10 @@ def test_an_epoch_has_every_sample_in_these_shares(sizes, shares, expected):
     for number, (size, count) in enumerate(zip(sizes, expected)):
         times = [counts[1000 * number + n] for n in range(size)]
         assert sum(times) == count and max(times) - min(times) <= 1 <= min(times)
-    assert mixed.fingerprint() != Mixture(*zip(sets, (*shares[1:], shares[0]))).fingerprint()
+    assert (
+        mixed.fingerprint()
+        != Mixture(*zip(sets, (*shares[1:], shares[0]))).fingerprint()
+    )
 
 
 def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
@@ -67,8 +70,13 @@ def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
 def test_a_packed_set_and_loose_files_mix(tmp_path):
     """Before: kinds, or class names, that a set does not tell were others than the pack's."""
     readers.write_classes(tmp_path / "raw")
-    readers.write_pairs(tmp_path, {"a": (readers.noise(1), np.zeros((12, 16), np.uint8))})
-    loose = [ClassFolders(tmp_path / "raw", "train"), ImageLabelFolder(tmp_path, "train", 2)]
+    readers.write_pairs(
+        tmp_path, {"a": (readers.noise(1), np.zeros((12, 16), np.uint8))}
+    )
+    loose = [
+        ClassFolders(tmp_path / "raw", "train"),
+        ImageLabelFolder(tmp_path, "train", 2),
+    ]
     for number, source in enumerate(loose):
         pack.pack(source, tmp_path / "packed", f"{number}")
         mixed = Mixture((source, 1), (Records(tmp_path / "packed", f"{number}"), 1))
@@ -84,7 +92,16 @@ def test_what_cannot_be_mixed_is_refused():
     form = {"label": ((), np.int32, 3)}
     named = Synthetic(3, form)
     named.class_names = ["a", "b"]
-    refused(lambda: Mixture((named, 1), (Synthetic(3, form), 1)), "class_names", "['a', 'b'], []")
+    refused(
+        lambda: Mixture((named, 1), (Synthetic(3, form), 1)),
+        "class_names",
+        "['a', 'b'], []",
+    )
     refused(lambda: Mixture((named, 0)), "shares", "[0]")
     unlike = Mixture((Synthetic(3, form), 1), (Arrays(label=np.arange(3)), 1))
-    refused(lambda: readers.read_all(unlike), "unlike samples", "int32, rank 0", "int64, rank 0")
+    refused(
+        lambda: readers.read_all(unlike),
+        "unlike samples",
+        "int32, rank 0",
+        "int64, rank 0",
+    )

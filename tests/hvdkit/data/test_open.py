@@ -26,7 +26,9 @@ def open_one(config: settings_lib.Settings, split: str, default: str) -> Source:
     return open_lib.open_sources(config, default)[0]
 
 
-def settings(root: Path, format: str, classes: int, *flags: str) -> settings_lib.Settings:
+def settings(
+    root: Path, format: str, classes: int, *flags: str
+) -> settings_lib.Settings:
     command = [
         "train.py",
         f"--data_dir={root}",
@@ -82,7 +84,10 @@ def test_data_have_the_number_and_kind_of_classes_that_flags_say(
 @pytest.mark.parametrize("name", sorted({*READERS} - {"digits"}))
 def test_a_folder_that_is_not_there_does_not_exist(tmp_path: Path, name: str):
     config = settings(tmp_path / "none", name, 3)
-    refused(lambda: open_one(config, "train", name), f"--data_dir={tmp_path}/none does not exist")
+    refused(
+        lambda: open_one(config, "train", name),
+        f"--data_dir={tmp_path}/none does not exist",
+    )
 
 
 def test_255_is_no_class_of_a_label_picture(tiny_data: Path):
@@ -107,20 +112,25 @@ def test_splits_of_any_name(tmp_path: Path):
     assert sizes(opened("--train_split=val", "--val_split=train")) == (1, 3)
     with open_lib.one_split.set(True):
         assert sizes(opened("--train_split=none")) == (1, 1)
-    (tmp_path / "ImageSets/Segmentation/trainval.txt").write_text("2007_000000\n2007_000003\n")
+    (tmp_path / "ImageSets/Segmentation/trainval.txt").write_text(
+        "2007_000000\n2007_000003\n"
+    )
     both_source, val_source = opened("--train_split=trainval")
     assert open_lib.trained_on_too(both_source, val_source) == 1
     assert open_lib.trained_on_too(val_source, both_source) == 1
     [note] = notes("trainval", both_source, val_source)
     assert "1 of the 1 validation pictures" in note
     assert "--train_split=trainval, --val_split=val" in note
-    assert notes("val", val_source, val_source) == []  # a note of the settings says it, see below
+    # A note of the settings says it, see below.
+    assert notes("val", val_source, val_source) == []
     refused(
         lambda: opened("--train_split=trainaug"),
         "trainaug.txt is missing",
         "there are: train, trainval, val",
     )
-    assert "both val" in " ".join(settings(tmp_path, "voc", 21, "--train_split=val").notes())
+    assert "both val" in " ".join(
+        settings(tmp_path, "voc", 21, "--train_split=val").notes()
+    )
 
 
 def notes(train_split: str, train_source: Source, val_source: Source) -> list[str]:
@@ -130,7 +140,9 @@ def notes(train_split: str, train_source: Source, val_source: Source) -> list[st
         train_source=train_source,
         val_source=val_source,
         world=SimpleNamespace(is_chief=True, size=1),
-        model=SimpleNamespace(compiled=False, trainable_variables=[], _flatten_layers=list),
+        model=SimpleNamespace(
+            compiled=False, trainable_variables=[], _flatten_layers=list
+        ),
     )
     return [note for note in run_lib.notes(context) if "validation pictures" in note]
 
@@ -208,7 +220,11 @@ def test_splits_of_other_names_have_the_same_classes(tmp_path: Path):
 
     def opened(classes: int) -> tuple[Source, Source]:
         config = settings(
-            tmp_path, "class_folders", classes, "--train_split=large", "--val_split=small"
+            tmp_path,
+            "class_folders",
+            classes,
+            "--train_split=large",
+            "--val_split=small",
         )
         return open_lib.open_sources(config, "class_folders")
 
@@ -251,7 +267,15 @@ def test_a_fork_adds_a_reader_by_one_file_and_one_line(tmp_path: Path):
 
     opened = run("train.py", "--data_format=squares")
     assert opened.stdout.split() == ["4", "3"], opened.stderr
-    packed = run("-m", "hvdkit", "pack", "--from=squares", "--split=train", "--out=out", "--root=.")
+    packed = run(
+        "-m",
+        "hvdkit",
+        "pack",
+        "--from=squares",
+        "--split=train",
+        "--out=out",
+        "--root=.",
+    )
     assert "4 samples, labels below 3" in packed.stdout, packed.stderr
     wrong = run("train.py", "--data_format=circles")
     assert wrong.returncode == 2 and "records, squares" in wrong.stderr
@@ -279,12 +303,17 @@ print(*map(len, open_sources(config, "digits")))
     ("reader", "words"),
     [
         ("gone.Reader", "cannot be imported: No module named 'gone'"),
-        ("hvdkit.data.source.Gone", "cannot be imported: module 'hvdkit.data.source' has no"),
+        (
+            "hvdkit.data.source.Gone",
+            "cannot be imported: module 'hvdkit.data.source' has no",
+        ),
         ("hvdkit.data.labels.IGNORE", "is neither a class nor a function"),
         (f"{__name__}.sounds", "samples need an image and a label"),
     ],
 )
-def test_a_reader_that_does_not_fit_is_named(tmp_path, monkeypatch, capsys, reader, words):
+def test_a_reader_that_does_not_fit_is_named(
+    tmp_path, monkeypatch, capsys, reader, words
+):
     monkeypatch.setitem(READERS, "mine", reader)
     is_opened = reader == f"{__name__}.sounds"
     check_command = [
@@ -296,7 +325,9 @@ def test_a_reader_that_does_not_fit_is_named(tmp_path, monkeypatch, capsys, read
     ]
     assert check.main(check_command) == (2 if is_opened else 1)
     with pytest.raises(SystemExit) as end:
-        pack.main(f"pack --from=mine --split=train --root={tmp_path} --out={tmp_path}".split())
+        pack.main(
+            f"pack --from=mine --split=train --root={tmp_path} --out={tmp_path}".split()
+        )
     printed = "".join(capsys.readouterr())
     assert end.value.code == 2 and printed.count(words) == 2, printed
     if not is_opened:
@@ -310,8 +341,13 @@ def sounds(*_: object) -> Arrays:
 @pytest.mark.parametrize(("name", "reader"), [
     ("voc", "mine.Voc"), ("mine", "Mine"), ("mine", ".Mine"), ("mine", "a.b-c"),
 ])  # fmt: skip
-def test_a_reader_needs_a_name_of_its_own_and_its_module(name: str, reader: str, capsys):
+def test_a_reader_needs_a_name_of_its_own_and_its_module(
+    name: str, reader: str, capsys
+):
     with pytest.raises(SystemExit) as end:
         add_reader(name, reader)
     [line] = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and f"add_reader({name!r}, {reader!r}): give a new name" in line
+    assert (
+        end.value.code == 2
+        and f"add_reader({name!r}, {reader!r}): give a new name" in line
+    )

@@ -28,10 +28,19 @@ def packed(demo: Path, out: Path, shards: int = 3) -> Path:
     return pack.pack(ImageLabelFolder(demo, "train", 11), out, "train", shards=shards)
 
 
-def command(root: Path, out: object, *flags: str, layout: str = "class_folders") -> None:
+def command(
+    root: Path, out: object, *flags: str, layout: str = "class_folders"
+) -> None:
     """hvdkit pack, of the training split."""
     pack.main(
-        ["pack", f"--from={layout}", f"--root={root}", "--split=train", f"--out={out}", *flags]
+        [
+            "pack",
+            f"--from={layout}",
+            f"--root={root}",
+            "--split=train",
+            f"--out={out}",
+            *flags,
+        ]
     )
 
 
@@ -43,7 +52,9 @@ def command(root: Path, out: object, *flags: str, layout: str = "class_folders")
         ("cifar10", readers.write_cifar10),
     ],
 )
-def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: str, write):
+def test_packed_samples_are_those_of_the_source(
+    tmp_path: Path, capsys, layout: str, write
+):
     root = tmp_path / "raw"
     out = tmp_path / "deep" / "packed"
     write(root)
@@ -58,23 +69,33 @@ def test_packed_samples_are_those_of_the_source(tmp_path: Path, capsys, layout: 
         spec = tf.data.Dataset.range(1).map(records.read).element_spec
         assert spec["label"].dtype == (tf.uint8 if records.kind == "map" else tf.int32)
         assert spec["image"].shape.as_list() == [None, None, 3]
-        file = readers.read_all(source)[0].get("file", b"")  # the file goes in unchanged
-        assert any(file in path.read_bytes() for path in (out / split).glob("*.tfrecord"))
+        # The file goes in unchanged.
+        file = readers.read_all(source)[0].get("file", b"")
+        assert any(
+            file in path.read_bytes() for path in (out / split).glob("*.tfrecord")
+        )
     printed = capsys.readouterr().err
     assert re.search(r"^packed: (\d+)/\1$", printed, re.M)
     assert re.search(r"^verified: (\d+)/\1$", printed, re.M)
-    assert sorted(p.name for p in out.iterdir()) == ["train", "val"]  # nothing half done is left
+    # Nothing half done is left.
+    assert sorted(p.name for p in out.iterdir()) == ["train", "val"]
 
 
-def test_a_shuffled_pack_holds_each_sample_once_in_another_order(tmp_path: Path, capsys):
+def test_a_shuffled_pack_holds_each_sample_once_in_another_order(
+    tmp_path: Path, capsys
+):
     root = tmp_path / "raw"
     readers.write_classes(root)
 
     def samples(name: str, *flags: str) -> list[tuple[int, bytes]]:
         command(root, tmp_path, f"--as={name}", "--shards=2", *flags)
         records = Records(tmp_path, name)
-        assert records.is_shuffled == bool(flags) and sum(records.shard_sizes) == len(records)
-        return [(int(s["label"]), s["image"].tobytes()) for s in readers.read_all(records)]
+        assert records.is_shuffled == bool(flags) and sum(records.shard_sizes) == len(
+            records
+        )
+        return [
+            (int(s["label"]), s["image"].tobytes()) for s in readers.read_all(records)
+        ]
 
     plain = samples("plain")
     first = samples("first", "--shuffle=1")
@@ -104,7 +125,9 @@ BLACK = np.zeros((2, 12, 16, 3), np.uint8)
     ],
 )
 def test_what_a_record_cannot_hold_is_refused(tmp_path: Path, image, label, words: str):
-    refused(lambda: pack.pack(Arrays(image=image, label=label), tmp_path, "train"), words)
+    refused(
+        lambda: pack.pack(Arrays(image=image, label=label), tmp_path, "train"), words
+    )
 
 
 def test_corrupt_records_are_named(tiny_data: Path, tmp_path: Path):
@@ -115,7 +138,9 @@ def test_corrupt_records_are_named(tiny_data: Path, tmp_path: Path):
     whole = path.read_bytes()
     for place in (12, 100, len(whole) // 12):  # places in its first sample
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        readers.explained(source, 8, path, "sample 8 (bytes 12 to", "checksum", "pack again")
+        readers.explained(
+            source, 8, path, "sample 8 (bytes 12 to", "checksum", "pack again"
+        )
         assert source.explain(9) is None and source.explain(7) is None
     path.write_bytes(whole[:-50])  # the end of the last sample is cut
     readers.explained(source, 16, path, "sample 16", "pack again")
@@ -175,7 +200,9 @@ def test_a_set_is_written_whole_or_not_at_all(tiny_data: Path, tmp_path: Path, c
     for name in ("", ".", "..", "a/b", ".train"):
         with pytest.raises(SystemExit):
             command(root, tmp_path / "b", f"--as={name}")
-        assert f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
+        assert (
+            f"{name!r} cannot be the name of a packed split" in capsys.readouterr().err
+        )
     assert not (tmp_path / "b").exists()
 
 
@@ -217,13 +244,19 @@ def test_after_a_kill_the_next_try_goes_on(
         assert (once / name).read_bytes() == (tmp_path / "train" / name).read_bytes()
 
 
-def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(tiny_data, tmp_path, monkeypatch):
+def test_a_shard_that_was_cut_after_it_was_finished_is_not_joined(
+    tiny_data, tmp_path, monkeypatch
+):
     killed_at(monkeypatch, pack, "_join", 1)
     with pytest.raises(KeyboardInterrupt):
         packed(tiny_data, tmp_path)
     shard = tmp_path / ".train.packing" / "00001" / "shard"
     os.truncate(shard, shard.stat().st_size // 2)
-    refused(lambda: packed(tiny_data, tmp_path), "bytes where", f"remove {tmp_path}/.train.packing")
+    refused(
+        lambda: packed(tiny_data, tmp_path),
+        "bytes where",
+        f"remove {tmp_path}/.train.packing",
+    )
 
 
 def test_ranks_share_the_work(tmp_path: Path):
@@ -237,7 +270,9 @@ def test_ranks_share_the_work(tmp_path: Path):
     words += [f"--out={tmp_path}", "--as=three", "--shards=3"]
     ended = run(words, 120)
     assert ended.code == 0 and ended.output.count("found the same") == 1, ended.output
-    assert ended.output.count("waits for other ranks' shards 00001\n") == 1, ended.output
+    assert ended.output.count("waits for other ranks' shards 00001\n") == 1, (
+        ended.output
+    )
     command(root, tmp_path, "--as=one")
     source = ClassFolders(root, "train")
     for name, shards in (("one", 1), ("three", 3)):
@@ -245,9 +280,13 @@ def test_ranks_share_the_work(tmp_path: Path):
         assert readers.same(source, Records(tmp_path, name))
 
 
-def test_a_rank_that_nobody_counts_is_refused(tiny_data: Path, tmp_path: Path, monkeypatch):
+def test_a_rank_that_nobody_counts_is_refused(
+    tiny_data: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.setenv("PMIX_RANK", "1")
-    refused(lambda: packed(tiny_data, tmp_path), "no launcher started it", "unset PMIX_RANK")
+    refused(
+        lambda: packed(tiny_data, tmp_path), "no launcher started it", "unset PMIX_RANK"
+    )
     monkeypatch.setenv("PMIX_SERVER_URI2", "of a launcher")
     refused(lambda: packed(tiny_data, tmp_path), "rank 1, and not of how many")
 
@@ -272,7 +311,11 @@ def test_a_set_with_256_classes(tmp_path: Path):
     pack.pack(source, tmp_path, "train", shards=1)
     records = Records(tmp_path, "train")
     assert records.num_classes == 256
-    assert [int(sample["label"]) for sample in readers.read_all(records)] == [0, 255, 254]
+    assert [int(sample["label"]) for sample in readers.read_all(records)] == [
+        0,
+        255,
+        254,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -290,7 +333,9 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str, write, sid
 
     command_of("--shards=2", f"--short_side={side}", "--quality=95", "--as=small")
     source = readers.read_all(reader_of(layout)(root, "train", 0))
-    for small, whole in zip(readers.read_all(Records(out, "small")), source, strict=True):
+    for small, whole in zip(
+        readers.read_all(Records(out, "small")), source, strict=True
+    ):
         sizes = np.array(whole["image"].shape[:2])
         shape = np.round(sizes * min(1, side / sizes.min())).astype(int)
         assert small["image"].shape[:2] == tuple(shape) and shape.min() == side
@@ -305,7 +350,9 @@ def test_larger_pictures_are_scaled_once(tmp_path: Path, layout: str, write, sid
                 ((np.arange(after) + 0.5) * before / after).astype(int)
                 for after, before in zip(shape, sizes)
             )
-            np.testing.assert_array_equal(small["label"], whole["label"][np.ix_(rows, columns)])
+            np.testing.assert_array_equal(
+                small["label"], whole["label"][np.ix_(rows, columns)]
+            )
     packed_from = json.loads((out / "small" / META).read_text())["packed_from"]
     assert packed_from.endswith(f"split train, short side {side}, quality 95")
     with pytest.raises(SystemExit):
@@ -331,7 +378,9 @@ def test_an_unfinished_pack_is_of_one_set_and_one_process(tmp_path: Path, monkey
         assert folder == work
         (work / "00000").mkdir()
         (work / "link").symlink_to(mine)
-        refused(other, tmp_path / "train", "is being written by another process", "--as")
+        refused(
+            other, tmp_path / "train", "is being written by another process", "--as"
+        )
         with pack._unfinished(tmp_path, "val", "key", rank=0):
             pass  # it leaves the other split's folder alone
         with pack._unfinished(tmp_path, "train", "key", rank=1):
@@ -362,7 +411,10 @@ def unsafe(monkeypatch):
     def check(path: Path, target: Path) -> None:
         names = []
         for file in (path, *path.rglob("*")):
-            if file.is_file() and flushed.get(file.stat().st_ino) != file.stat().st_size:
+            if (
+                file.is_file()
+                and flushed.get(file.stat().st_ino) != file.stat().st_size
+            ):
                 names.append(file.name)
         unflushed[target.name] = names
         flushed.pop(target.parent.stat().st_ino, None)

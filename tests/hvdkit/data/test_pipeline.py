@@ -40,7 +40,9 @@ class Busy:
                 self._inside -= 1
             return x
 
-        return {"x": tf.ensure_shape(tf.numpy_function(stay, [sample["x"]], tf.int64), [])}
+        return {
+            "x": tf.ensure_shape(tf.numpy_function(stay, [sample["x"]], tf.int64), [])
+        }
 
 
 @pytest.fixture
@@ -79,7 +81,9 @@ def test_samples_keep_their_order_however_long_each_takes():
             time.sleep(0.2 if x == ids[0] else 0.0)
             return x
 
-        return {"x": tf.ensure_shape(tf.numpy_function(wait, [sample["x"]], tf.int64), [])}
+        return {
+            "x": tf.ensure_shape(tf.numpy_function(wait, [sample["x"]], tf.int64), [])
+        }
 
     feed = TrainingFeed(
         order,
@@ -117,7 +121,9 @@ class Torn(Arrays):
     def read(self, index):
         fine = tf.reduce_all(tf.constant(self.bad, tf.int64) != index)
         with tf.control_dependencies([tf.debugging.Assert(fine, ["torn"])]):
-            index = tf.ensure_shape(tf.numpy_function(self._look, [index], tf.int64), [])
+            index = tf.ensure_shape(
+                tf.numpy_function(self._look, [index], tf.int64), []
+            )
             return super().read(index)
 
     def explain(self, index):
@@ -209,7 +215,9 @@ def test_a_bad_sample_is_replaced_alike_on_any_number_of_ranks_and_at_a_resume()
         assert {*batch} <= {*planned} - torn, "of the same batch, and good"
         for wanted, read in zip(planned, batch):
             if wanted in torn:
-                expected.append(Replaced(step + 1, wanted, read, f"sample {wanted} is torn"))
+                expected.append(
+                    Replaced(step + 1, wanted, read, f"sample {wanted} is torn")
+                )
             else:
                 assert read == wanted
     assert replaced == sorted(expected) and len({one.by for one in expected}) > 2
@@ -314,7 +322,9 @@ class Other:
     ids=["itself", "halves", "twice", "turned"],
 )
 @pytest.mark.parametrize("named", [False, True], ids=["numbers", "names too"])
-def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length, index, named):
+def test_what_is_read_ahead_is_what_would_be_read(
+    tmp_path, monkeypatch, length, index, named
+):
     """Arrays of a file, in few calls; a source with other indices reads again, by itself."""
 
     def arrays_of_file() -> Arrays:
@@ -335,7 +345,9 @@ def test_what_is_read_ahead_is_what_would_be_read(tmp_path, monkeypatch, length,
     fetch = large.fetch
     monkeypatch.setattr(large, "fetch", counted_fetch)
     assert (
-        not small.reads_ahead and large.reads_ahead and large.fingerprint() == small.fingerprint()
+        not small.reads_ahead
+        and large.reads_ahead
+        and large.fingerprint() == small.fingerprint()
     )
 
     expected = all_reads(Other(small, length, index) if length else small)

@@ -19,7 +19,9 @@ PLAIN = np.full_like(CHINA, 7)
 
 def affine(numbers):
     def moved(image, s):
-        return image.transform(image.size, Image.AFFINE, numbers(s), fillcolor=(128,) * 3)
+        return image.transform(
+            image.size, Image.AFFINE, numbers(s), fillcolor=(128,) * 3
+        )
 
     return moved
 
@@ -48,11 +50,20 @@ PILLOW = {
 
 @pytest.mark.parametrize("name", rand_augment.OPERATIONS)
 def test_an_operation_computes_what_pillow_does(name: str):
-    for image, strength in ((CHINA, 0.7), (CHINA, -0.7), (PLAIN, 0.4), (CHINA[:2, :1], -1.0)):
+    for image, strength in (
+        (CHINA, 0.7),
+        (CHINA, -0.7),
+        (PLAIN, 0.4),
+        (CHINA[:2, :1], -1.0),
+    ):
         if len(image) == 2 and name.startswith("shift"):  # another size
             continue
-        changed = rand_augment.OPERATIONS[name](tf.constant(image), tf.constant(strength)).numpy()
-        expected = np.asarray(PILLOW[name](Image.fromarray(image), strength)).astype(int)
+        changed = rand_augment.OPERATIONS[name](
+            tf.constant(image), tf.constant(strength)
+        ).numpy()
+        expected = np.asarray(PILLOW[name](Image.fromarray(image), strength)).astype(
+            int
+        )
         wrong = np.abs(changed - expected).max(-1) > 1
         # Where a place falls on the edge of two pixels, each rounds by itself.
         most = 2e-3 if name in ("rotate", "shear_x", "shear_y") else 0
@@ -60,7 +71,9 @@ def test_an_operation_computes_what_pillow_does(name: str):
 
 
 def test_operations_belong_to_the_key_and_all_are_drawn():
-    draw = tf.function(lambda key: rand_augment.applied(CHINA, key, count=1, magnitude=30.0))
+    draw = tf.function(
+        lambda key: rand_augment.applied(CHINA, key, count=1, magnitude=30.0)
+    )
     images = [draw(tf.constant([3, number])).numpy() for number in range(150)]
     # There are 14 operations, most of them with two signs.
     assert len({image.tobytes() for image in images}) > 20

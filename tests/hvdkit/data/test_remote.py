@@ -47,13 +47,18 @@ def everything(source) -> list:
     return [part.tolist() for part in source.fetch(np.arange(len(source)))]
 
 
-def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(root, server):
+def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(
+    root, server
+):
     local = Records(root, "train")
     server.latency = 0.02
     two = [Records(Path(server.url), "train") for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         samples = [*pool.map(everything, two)]
-    assert samples == [everything(local)] * 2 and two[0].fingerprint() == local.fingerprint()
+    assert (
+        samples == [everything(local)] * 2
+        and two[0].fingerprint() == local.fingerprint()
+    )
     requests = dict(server.asked)
     requests.pop("pack.json")
     shards = [f"train-0000{number}-of-00006.tfrecord" for number in range(SHARDS)]
@@ -63,7 +68,10 @@ def test_it_is_the_local_set_and_two_that_read_at_once_fetch_each_shard_once(roo
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda data: data[:-200] + bytes(200), "(of sample 14) that does not match its checksum"),
+        (
+            lambda data: data[:-200] + bytes(200),
+            "(of sample 14) that does not match its checksum",
+        ),
         (lambda data: data[:-1], "sends"),
     ],
 )
@@ -75,9 +83,17 @@ def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil, words: str)
         bad.write_bytes(spoil(data))
         for _ in range(2):
             faults = everything(source)[1]
-            assert [bool(fault) for fault in faults] == [10 <= n < 15 for n in range(30)]
-            assert words in faults[10] and server.url in faults[10] and not passes(faults[10])
-        assert server.asked[bad.name] == 2 and not [*(tmp_path / "cache").rglob(bad.name)]
+            assert [bool(fault) for fault in faults] == [
+                10 <= n < 15 for n in range(30)
+            ]
+            assert (
+                words in faults[10]
+                and server.url in faults[10]
+                and not passes(faults[10])
+            )
+        assert server.asked[bad.name] == 2 and not [
+            *(tmp_path / "cache").rglob(bad.name)
+        ]
     finally:
         bad.write_bytes(data)
     source = Records(server.url, "train")
@@ -88,7 +104,9 @@ def test_a_damaged_file_is_never_used(root, server, tmp_path, spoil, words: str)
     (index,) = (tmp_path / "cache").rglob("index.bin")
     places = index.read_bytes()
     index.write_bytes(places[16:32] + places[:16] + places[32:])
-    assert everything(Records(server.url, "train")) == everything(Records(root, "train"))
+    assert everything(Records(server.url, "train")) == everything(
+        Records(root, "train")
+    )
 
 
 def test_a_server_that_sends_too_much_is_cut_off(server):
@@ -100,7 +118,9 @@ def test_a_server_that_sends_too_much_is_cut_off(server):
     assert server.sent < 250  # of thrice 500 that are sent, sockets hold the rest
 
 
-def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(root, server, tmp_path):
+def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(
+    root, server, tmp_path
+):
     cache = tmp_path / "cache"
     papers = tmp_path / "papers"
     cache.mkdir()
@@ -112,17 +132,25 @@ def test_links_of_another_user_in_a_shared_cache_lose_and_change_nothing(root, s
     remote.limit(str(cache), (2 * max(Records(root, "train").shard_bytes) + 600) / 1e9)
     source = Records(server.url, "train")
     source.keep_open(1)
-    assert [source.fetch(np.array([sample]))[1] for sample in range(0, 30, 5)] == [[""]] * SHARDS
+    assert [source.fetch(np.array([sample]))[1] for sample in range(0, 30, 5)] == [
+        [""]
+    ] * SHARDS
     assert [*papers.iterdir()] == [papers / "thesis"]
 
     (folder,) = [path for path in cache.glob("packed-*") if not path.is_symlink()]
     shutil.rmtree(folder)
     folder.symlink_to(papers)
-    with pytest.raises(ValueError, match=rf"--cache_dir={cache}: {folder} is a link, or of anoth"):
+    with pytest.raises(
+        ValueError, match=rf"--cache_dir={cache}: {folder} is a link, or of anoth"
+    ):
         Records(server.url, "train")
-    assert papers.stat().st_mode & 0o777 == 0o755 and [*papers.iterdir()] == [papers / "thesis"]
+    assert papers.stat().st_mode & 0o777 == 0o755 and [*papers.iterdir()] == [
+        papers / "thesis"
+    ]
     cache.chmod(0o777)
-    with pytest.raises(ValueError, match=rf"--cache_dir={cache} may be changed by other users"):
+    with pytest.raises(
+        ValueError, match=rf"--cache_dir={cache} may be changed by other users"
+    ):
         Records(server.url, "train")
 
 
@@ -137,13 +165,19 @@ def test_a_cache_of_another_user_is_refused(name: str, server, tmp_path):
         Records(server.url, "train")
 
 
-def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, monkeypatch, tmp_path):
+def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(
+    root, server, monkeypatch, tmp_path
+):
     sizes = Records(root, "train").shard_bytes
     sources = [Records(server.url, name) for name in ("train", "val")]
     remote.limit(str(tmp_path / "cache"), (sum(sizes) + 2000) / 1e9)
-    with pytest.raises(ValueError, match=r"--cache_gb=\S+ is less .* give --shuffle_shards"):
+    with pytest.raises(
+        ValueError, match=r"--cache_gb=\S+ is less .* give --shuffle_shards"
+    ):
         remote.check_fits(0, *sources)
-    with pytest.raises(ValueError, match=r"--shuffle_shards=3 .* lower it, or raise --cache_gb"):
+    with pytest.raises(
+        ValueError, match=r"--shuffle_shards=3 .* lower it, or raise --cache_gb"
+    ):
         remote.check_fits(3, *sources)
     remote.check_fits(1, *sources)
 
@@ -156,7 +190,9 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(root, server, monkey
     for sample in (0, 5, 10, 0, 15, 20):  # each is the first sample of a shard
         assert source.fetch(np.array([sample]))[1] == [""]
         there = {int(path.name[6:11]) for path in (tmp_path / "cache").glob("*/train*")}
-        stored = sum(path.stat().st_size for path in (tmp_path / "cache").glob("packed-*/*"))
+        stored = sum(
+            path.stat().st_size for path in (tmp_path / "cache").glob("packed-*/*")
+        )
         assert sample // 5 in there and stored <= sum(sizes[:3]) + max(sizes) + 600
     assert 0 in there and 1 not in there and others.exists()
     open_shards = [source._opened(shard) for shard in there]
@@ -179,7 +215,9 @@ def test_credentials_that_end_in_mid_run_spoil_no_sample(server):
         Records(server.url, "train")
 
 
-def test_a_suspended_run_that_fetches_is_not_waited_for_for_ever(server, monkeypatch, tmp_path):
+def test_a_suspended_run_that_fetches_is_not_waited_for_for_ever(
+    server, monkeypatch, tmp_path
+):
     monkeypatch.setattr(remote, "_LOCKED", 0.3)
     source = Records(server.url, "train")
     source.fetch(np.array([0]))
@@ -204,7 +242,9 @@ def test_a_cache_without_locks_is_refused(server, monkeypatch, tmp_path):
 
 def test_a_full_disk_is_not_taken_for_a_damaged_file(server, monkeypatch):
     write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, first: write(file, data[:9], first))
+    monkeypatch.setattr(
+        os, "pwrite", lambda file, data, first: write(file, data[:9], first)
+    )
     fault = Records(server.url, "train").fetch(np.array([0]))[1][0]
     assert "No space left on device" in fault and passes(fault)
 
@@ -214,7 +254,9 @@ def test_a_full_disk_loses_what_is_not_in_use(root, server, monkeypatch, tmp_pat
 
     def disk_usage(_: object = None) -> SimpleNamespace:
         files = (tmp_path / "cache").glob("packed-*/*")
-        return SimpleNamespace(free=disk_size - sum(path.stat().st_size for path in files))
+        return SimpleNamespace(
+            free=disk_size - sum(path.stat().st_size for path in files)
+        )
 
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     source = Records(server.url, "train")
@@ -226,18 +268,32 @@ def test_a_full_disk_loses_what_is_not_in_use(root, server, monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     "url, words",
     [
-        ("{url}/nothing", r"/nothing/train/pack.json is missing: is that what hvdkit pack wrote"),
+        (
+            "{url}/nothing",
+            r"/nothing/train/pack.json is missing: is that what hvdkit pack wrote",
+        ),
         ("http://127.0.0.1:9", r"Remote I/O error: .*Cannot connect"),
-        ("nope://bucket", r"--data_dir=nope://bucket.* begins with s3://, gs:// or https://"),
-        ("https://me:secret@host/set", r"--data_dir: a URL is kept in files .* leave out"),
-        ("s3://me:secret@bucket/set", r"--data_dir: a URL is kept in files .* leave out"),
+        (
+            "nope://bucket",
+            r"--data_dir=nope://bucket.* begins with s3://, gs:// or https://",
+        ),
+        (
+            "https://me:secret@host/set",
+            r"--data_dir: a URL is kept in files .* leave out",
+        ),
+        (
+            "s3://me:secret@bucket/set",
+            r"--data_dir: a URL is kept in files .* leave out",
+        ),
         ("http://", r"http:///train/pack.json cannot be read: InvalidUrl"),
     ],
 )
 def test_what_cannot_be_opened_is_a_sentence(server, url, words):
     with pytest.raises((ValueError, OSError), match=words) as raised:
         Records(url.format(url=server.url), "train")
-    assert passes(raised.value) == ("127.0.0.1:9" in url) and "\n" not in str(raised.value)
+    assert passes(raised.value) == ("127.0.0.1:9" in url) and "\n" not in str(
+        raised.value
+    )
 
 
 def test_without_fsspec_it_says_how_to_install_it(monkeypatch):
@@ -252,9 +308,13 @@ def test_from_a_server_of_s3(root, server, monkeypatch):
     fsspec = pytest.importorskip("s3fs", reason="pip install moto[server] s3fs")
     s3 = moto.ThreadedMotoServer("127.0.0.1", 0)
     s3.start()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*s3.get_host_and_port()))
+    monkeypatch.setenv(
+        "AWS_ENDPOINT_URL", "http://{}:{}".format(*s3.get_host_and_port())
+    )
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        with pytest.raises(ValueError, match=r"s3://bucket/set/train/pack.json cannot be read"):
+        with pytest.raises(
+            ValueError, match=r"s3://bucket/set/train/pack.json cannot be read"
+        ):
             Records("s3://bucket/set", "train")
         monkeypatch.setenv(name, "some")
     with pytest.raises(ValueError, match="is missing"):
@@ -262,5 +322,7 @@ def test_from_a_server_of_s3(root, server, monkeypatch):
     files = fsspec.S3FileSystem(skip_instance_cache=True)
     files.mkdir("bucket")
     files.put(str(root), "bucket/set", recursive=True)
-    assert everything(Records("s3://bucket/set", "train")) == everything(Records(root, "train"))
+    assert everything(Records("s3://bucket/set", "train")) == everything(
+        Records(root, "train")
+    )
     s3.stop()

@@ -23,7 +23,12 @@ properties = hypothesis.settings(max_examples=60, deadline=None, derandomize=Tru
 
 @functools.cache
 def order(
-    n: int, seed: int, epoch: int, places: int | None = None, *, shards: Shards = NO_SHARDS
+    n: int,
+    seed: int,
+    epoch: int,
+    places: int | None = None,
+    *,
+    shards: Shards = NO_SHARDS,
 ) -> np.ndarray:
     """Ids at the first `places` places (all) of an epoch."""
     positions = epoch * n + tf.range(n if places is None else places, dtype=tf.int64)
@@ -43,7 +48,9 @@ def test_no_order_comes_back_in_hundreds_of_epochs_or_seeds():
 @properties
 @hypothesis.given(
     n=st.integers(1, 3_000)
-    | st.builds(lambda bits, more: 2**bits + more, st.integers(4, 20), st.integers(-1, 2)),
+    | st.builds(
+        lambda bits, more: 2**bits + more, st.integers(4, 20), st.integers(-1, 2)
+    ),
     seed=st.integers(0, 2**64 - 1),
     epoch=st.integers(0, 2**40),
 )
@@ -68,17 +75,27 @@ def test_ranks_share_a_batch_for_any_sizes(data):
     assert np.array_equal(np.concatenate(parts, axis=1).ravel(), expected)
     # Ids and keys are those of one rank.
     samples = zip(*(r.local_samples(at) for r in ranks))
-    for shares, whole in zip(samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)):
+    for shares, whole in zip(
+        samples, Sampler(50, batch, micro, 1, 0, 1).local_samples(at)
+    ):
         rows = [np.reshape(part, [micro, -1, *whole.shape[1:]]) for part in shares]
         assert np.array_equal(np.concatenate(rows, axis=1).ravel(), np.ravel(whole))
     sizes = [p.shape[1] for p in parts]
     assert sizes == [r.local_micro_size for r in ranks] and max(sizes) - min(sizes) <= 1
-    assert [r.weight for r in ranks] == pytest.approx([p.size / batch for p in parts], rel=1e-15)
+    assert [r.weight for r in ranks] == pytest.approx(
+        [p.size / batch for p in parts], rel=1e-15
+    )
     assert sum(r.weight for r in ranks) == pytest.approx(1, abs=1e-12)
 
 
 # Steps, global batch, micro-batches, ranks, virtual ranks of one start after the other.
-STARTS = [(3, 16, 2, 2, 0), (4, 8, 1, 1, 0), (1, 5, 1, 3, 0), (2, 21, 3, 2, 7), (5, 16, 4, 4, 4)]
+STARTS = [
+    (3, 16, 2, 2, 0),
+    (4, 8, 1, 1, 0),
+    (1, 5, 1, 3, 0),
+    (2, 21, 3, 2, 7),
+    (5, 16, 4, 4, 4),
+]
 
 
 @pytest.mark.parametrize("shuffle", [None, 3], ids=["plain", "by shards"])
@@ -88,7 +105,8 @@ def test_other_batches_from_start_to_start_repeat_and_leave_out_nothing(shuffle)
     samples = []  # rows of position, id and key
     for steps, batch, micro, size, virtual in STARTS:
         ranks = [
-            Sampler(48, batch, micro, 1, rank, size, virtual, place, shards) for rank in range(size)
+            Sampler(48, batch, micro, 1, rank, size, virtual, place, shards)
+            for rank in range(size)
         ]
         for step in range(place.step, place.step + steps):
             for rank in ranks:
@@ -96,7 +114,9 @@ def test_other_batches_from_start_to_start_repeat_and_leave_out_nothing(shuffle)
                 ids, keys = rank.local_samples(at)
                 positions = rank.local_positions(at)
                 samples += zip(
-                    positions.numpy().tolist(), ids.numpy().tolist(), keys.numpy().tolist()
+                    positions.numpy().tolist(),
+                    ids.numpy().tolist(),
+                    keys.numpy().tolist(),
                 )
         place = ranks[0].place(place.step + steps)
     samples.sort()
@@ -116,7 +136,9 @@ def test_batches_that_were_left_out_stay_so_whatever_the_next_ones_size():
     place = Place().after(6, 12).left_out(4, 12)
     assert place == (6, 72, 48) and place.position == 120
     order = Sampler(200, 5, 1, 1, 0, 1, start=place)
-    assert order.local_positions(tf.constant(7, tf.int64)).numpy().tolist() == [*range(125, 130)]
+    assert order.local_positions(tf.constant(7, tf.int64)).numpy().tolist() == [
+        *range(125, 130)
+    ]
     assert order.place(8) == (8, 82, 48)
 
 
@@ -124,7 +146,9 @@ def test_batches_that_were_left_out_stay_so_whatever_the_next_ones_size():
 def keys(seed: int, epoch: int, n: int = 1_000) -> np.ndarray:
     """The random keys of an epoch by sample id, bool [n, 64]."""
     sampler = Sampler(n, n, 1, seed, 0, 1)
-    dataset = tf.data.Dataset.from_tensors(tf.constant(epoch, tf.int64)).map(sampler.local_samples)
+    dataset = tf.data.Dataset.from_tensors(tf.constant(epoch, tf.int64)).map(
+        sampler.local_samples
+    )
     ids, pairs = next(iter(dataset))
     assert pairs.dtype == tf.int32 and pairs.shape == [n, 2]
     assert np.array_equal(ids, order(n, seed, epoch))
@@ -134,7 +158,11 @@ def keys(seed: int, epoch: int, n: int = 1_000) -> np.ndarray:
 
 def test_keys_of_samples_epochs_and_seeds_are_unrelated_in_every_bit():
     one = keys(1, 0)
-    others = [keys(1, 1), *(keys(seed, 0) for seed in SEEDS if seed != 1), np.roll(one, 1, axis=0)]
+    others = [
+        keys(1, 1),
+        *(keys(seed, 0) for seed in SEEDS if seed != 1),
+        np.roll(one, 1, axis=0),
+    ]
     for bits in (one, *(one ^ other for other in others)):
         far_off = (bits.mean(axis=0) - 0.5) * 2 * np.sqrt(len(bits))
         assert np.max(np.abs(far_off)) < SIGMAS, far_off
@@ -167,11 +195,14 @@ def in_shards(n: int, shards: int, at_once: int) -> Shards:
 )
 @hypothesis.example(sizes=[2**16, 1, 2**17 - 2**16, 5], at_once=1, epoch=0)
 @hypothesis.example(sizes=[2**17 + 1], at_once=1, epoch=0)
-def test_by_shards_an_epoch_holds_each_id_once_and_few_shards_at_a_time(sizes, at_once, epoch):
+def test_by_shards_an_epoch_holds_each_id_once_and_few_shards_at_a_time(
+    sizes, at_once, epoch
+):
     n = sum(sizes)
     ids = order.__wrapped__(n, 1, epoch, shards=Shards(tuple(sizes), at_once))
     assert np.array_equal(np.sort(ids), np.arange(n))
-    shards = np.searchsorted(np.cumsum(sizes), ids, "right").tolist()  # shard at each place
+    # Shard at each place.
+    shards = np.searchsorted(np.cumsum(sizes), ids, "right").tolist()
     first: dict[int, int] = {}  # first and last place of each shard
     last: dict[int, int] = {}
     for place, shard in enumerate(shards):
@@ -188,9 +219,13 @@ def test_by_shards_ranks_share_a_batch_and_resume_anywhere(batch):
     shards = in_shards(n, 10, 3)
     whole = np.concatenate([order(n, 1, epoch, shards=shards) for epoch in range(5)])
     for size, step in itertools.product((1, 2, 3), (0, 1, 500 // batch - 1)):
-        ranks = [Sampler(n, batch, 1, 1, rank, size, shards=shards) for rank in range(size)]
+        ranks = [
+            Sampler(n, batch, 1, 1, rank, size, shards=shards) for rank in range(size)
+        ]
         parts = [r.local_samples(tf.constant(step, tf.int64))[0] for r in ranks]
-        assert np.array_equal(np.concatenate(parts), whole[step * batch : (step + 1) * batch])
+        assert np.array_equal(
+            np.concatenate(parts), whole[step * batch : (step + 1) * batch]
+        )
 
 
 @pytest.mark.parametrize("n", [12_345, 65_536, 10**7])
@@ -215,13 +250,20 @@ def test_orders_are_as_random_as_ten_windows_let_them_be(n, shuffle):
 
     expected = 2 * len(pairs)
     if shards.sizes:
-        # Neighbours are of one shard, or may be in one window again; there all are ten times as near.
+        # Neighbours are of one shard, or may be in one window again; there all are ten times as
+        # near.
         expected *= 10 * (1 / 12 + 11 / 12 * 11 / 119)
     assert abs(neighbours - expected) < SIGMAS * np.sqrt(expected)
 
-    places = np.add.outer(np.arange(120) * n, np.arange(0, n, n // 7))  # places in 120 epochs
-    ids = Sampler(n, 1, 1, 1, 0, 1, shards=shards).order(tf.constant(places.ravel())).numpy()
-    for tenths in (ids.reshape(places.shape) * 10 // n).T:  # tenths of the sample ids at one place
+    # Places in 120 epochs.
+    places = np.add.outer(np.arange(120) * n, np.arange(0, n, n // 7))
+    ids = (
+        Sampler(n, 1, 1, 1, 0, 1, shards=shards)
+        .order(tf.constant(places.ravel()))
+        .numpy()
+    )
+    # Tenths of the sample ids at one place.
+    for tenths in (ids.reshape(places.shape) * 10 // n).T:
         counts = np.bincount(tenths, minlength=10)
         assert ((counts - 12) ** 2 / 12).sum() < 40  # chi-square, 9 degrees: 1 in 10^5
 
@@ -250,7 +292,9 @@ def test_by_shards_a_billion_samples_are_no_more_work_and_other_sources_are_refu
     assert len(np.unique(ids)) == 1024 and len(np.unique(ids // 10**6)) <= 2 * 16
     part = Synthetic(9, {})
     for part.shard_sizes in ((), (5, 5)):  # the second has the shards of another set
-        with pytest.raises(ValueError, match="--shuffle_shards=2 is for training samples in"):
+        with pytest.raises(
+            ValueError, match="--shuffle_shards=2 is for training samples in"
+        ):
             shards_of(part, 2)
 
 

@@ -17,7 +17,9 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def pictures(root: Path) -> dict[str, bytes]:
-    return {name: data for name, data in contents(root).items() if name.endswith(".png")}
+    return {
+        name: data for name, data in contents(root).items() if name.endswith(".png")
+    }
 
 
 @pytest.fixture(scope="module")

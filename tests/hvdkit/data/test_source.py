@@ -15,7 +15,11 @@ from hvdkit.data.source import Arrays
 def test_arrays_are_read_by_name_and_compared_by_content():
     arrays = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 7]))
     sample = arrays.read(tf.constant(1, tf.int64))
-    assert len(arrays) == 3 and sample["x"].numpy().tolist() == [0, 1, 0] and sample["label"] == 6
+    assert (
+        len(arrays) == 3
+        and sample["x"].numpy().tolist() == [0, 1, 0]
+        and sample["label"] == 6
+    )
     same = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 7]))
     other = Arrays(x=np.eye(3, dtype=np.float32), label=np.array([5, 6, 8]))
     assert arrays.fingerprint() == same.fingerprint() != other.fingerprint()
@@ -47,12 +51,17 @@ def test_a_sample_is_a_picture_and_its_class():
     """The splits share no scan and hold all; every process sees the same digits."""
     assert sorted([*ROWS["train"], *ROWS["val"]]) == list(range(1797))
     digits = Digits(None, "val")
-    assert len(digits) == 359 and digits.fingerprint() != Digits(None, "train").fingerprint()
+    assert (
+        len(digits) == 359
+        and digits.fingerprint() != Digits(None, "train").fingerprint()
+    )
     assert digits.fingerprint().startswith("472f7f2151d0e223")
     sample = digits.read(tf.constant(358, tf.int64))
     assert sample["image"].shape == (8, 8, 3) and sample["image"].dtype == tf.uint8
     assert int(sample["label"]) == 8  # the last row is an 8
     labels = {int(digits.read(tf.constant(i, tf.int64))["label"]) for i in range(100)}
     assert labels == set(range(10))
-    with pytest.raises(ValueError, match="no split 'test'; there are \\['train', 'val'\\]"):
+    with pytest.raises(
+        ValueError, match="no split 'test'; there are \\['train', 'val'\\]"
+    ):
         Digits(None, "test")

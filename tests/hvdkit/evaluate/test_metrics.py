@@ -16,14 +16,20 @@ def test_top_k_counts_ties_as_scikit_learn_does(k):
     rng = np.random.default_rng(3)
     labels = rng.integers(9, size=500)
     shape = (500, 9)
-    for scores in (rng.normal(size=shape), rng.integers(3, size=shape) / 2, np.ones(shape)):
+    for scores in (
+        rng.normal(size=shape),
+        rng.integers(3, size=shape) / 2,
+        np.ones(shape),
+    ):
         hits = metrics.in_top(tf.constant(labels), tf.constant(scores), k).numpy()
         assert hits.mean() == top_k_accuracy_score(labels, scores, k=k, labels=range(9))
     assert hits.mean() < 0.8  # equal scores for all classes are no way to a high one
 
 
 def test_nan_scores_are_no_hit():
-    scores = tf.constant([[0.0, np.nan, 1.0], [0.0, -np.inf, np.inf], [0.0, -np.inf, np.inf]])
+    scores = tf.constant(
+        [[0.0, np.nan, 1.0], [0.0, -np.inf, np.inf], [0.0, -np.inf, np.inf]]
+    )
     hits = metrics.in_top(tf.constant([2, 2, 1]), scores, 2).numpy()
     assert hits.tolist() == [False, True, False]
 
@@ -38,7 +44,9 @@ def test_figures_of_each_class():
 
 
 def test_classes_are_named_as_either_split_names_them():
-    named, unnamed = (types.SimpleNamespace(class_names=names) for names in (["a", "b"], None))
+    named, unnamed = (
+        types.SimpleNamespace(class_names=names) for names in (["a", "b"], None)
+    )
     assert metrics.class_names(2, unnamed, named) == ["a", "b"]
     assert metrics.class_names(3, named, unnamed) == ["a", "b", "2"]
     assert metrics.class_names(2, unnamed, unnamed) == ["0", "1"]
@@ -48,7 +56,8 @@ def test_classes_are_named_as_either_split_names_them():
     "changed",
     [
         lambda most, errors: keras.ops.maximum(most, keras.ops.max(errors)),
-        lambda means, errors: means + keras.ops.mean(errors),  # it depends on the size of batches
+        # It depends on the size of batches.
+        lambda means, errors: means + keras.ops.mean(errors),
     ],
 )
 def test_a_keras_metric_whose_state_is_no_sum_is_refused(changed):
@@ -60,5 +69,7 @@ def test_a_keras_metric_whose_state_is_no_sum_is_refused(changed):
         def update_state(self, labels, predictions):
             self.state.assign(changed(self.state, labels - predictions))
 
-    with pytest.raises(ValueError, match="one: the state of Other is no sum over samples"):
+    with pytest.raises(
+        ValueError, match="one: the state of Other is no sum over samples"
+    ):
         metrics.KerasMetrics(one=Other()).sums(tf.ones([4, 1]), tf.zeros([4, 1]))

@@ -16,18 +16,24 @@ def test_a_small_scale_leaves_no_pixel_out():
     stripes = np.zeros([1, 40, 40, 3], np.float32)
     stripes[:, ::2, :, 0] = 3.0
     stripes[:, 1::2, :, 0] = -3.0
-    logits = predict(lambda images: images, tf.constant(stripes), Passes(1, scales=(0.2,)))
+    logits = predict(
+        lambda images: images, tf.constant(stripes), Passes(1, scales=(0.2,))
+    )
     np.testing.assert_allclose(np.exp(logits[0, 8:-8, 8:-8]), 1 / 3, atol=0.05)
 
 
 def test_passes_of_one_logit_are_refused():
-    with pytest.raises(ValueError, match="softmax probabilities, which of one logit are 1"):
+    with pytest.raises(
+        ValueError, match="softmax probabilities, which of one logit are 1"
+    ):
         predict(lambda x: x[..., :1], tf.zeros([1, 8, 8, 3]), Passes(1, mirror=True))
 
 
 def test_a_window_that_the_model_cannot_take_is_refused():
     config = Settings(model="small", eval_window=20)
-    with pytest.raises(ValueError, match="--eval_window=20: --model=small needs a multiple of 8"):
+    with pytest.raises(
+        ValueError, match="--eval_window=20: --model=small needs a multiple of 8"
+    ):
         segmentation.Task(config)
 
     class Own(segmentation.Task):
@@ -36,11 +42,16 @@ def test_a_window_that_the_model_cannot_take_is_refused():
 
     task = Own(dataclasses.replace(config, eval_window=24))
     task.build_model()
-    with pytest.raises(ValueError, match=r"test_whole_pictures.Own has a build_model.*stride = N"):
+    with pytest.raises(
+        ValueError, match=r"test_whole_pictures.Own has a build_model.*stride = N"
+    ):
         task.predict(None, {"image": tf.zeros([1, 9, 9, 3])})
     Own.stride = 5
     assert Own(config).passes.stride == 5
-    for stride, words in ((32, "--eval_window=20: the task's model .* 32"), (0, "stride = 0 must")):
+    for stride, words in (
+        (32, "--eval_window=20: the task's model .* 32"),
+        (0, "stride = 0 must"),
+    ):
         Own.stride = stride
         with pytest.raises(ValueError, match=words):
             Own(config)
@@ -54,7 +65,9 @@ def test_a_window_that_the_model_cannot_take_is_refused():
             return model
 
     task = Frozen(dataclasses.replace(config, model="tiny", image_size=16))
-    logits_of_picture = task.predict(task.build_model(), {"image": tf.zeros([1, 9, 9, 3])})
+    logits_of_picture = task.predict(
+        task.build_model(), {"image": tf.zeros([1, 9, 9, 3])}
+    )
     assert task.passes.stride == 2 and logits_of_picture.shape[1:3] == (9, 9)
 
 

@@ -26,7 +26,9 @@ def model():
 
 
 def inputs(height: int, width: int, batch: int = 2) -> dict[str, tf.Tensor]:
-    image = tf.random.stateless_uniform([batch, height, width, 3], [1, height], 0.0, 255.0)
+    image = tf.random.stateless_uniform(
+        [batch, height, width, 3], [1, height], 0.0, 255.0
+    )
     return {"image": image, "key": tf.zeros([batch, 2], tf.int32)}
 
 
@@ -47,8 +49,12 @@ def test_parameters(model):
 
 def test_rates_are_the_papers(model):
     """Output stride 16 and rates 6, 12 and 18; the backbone's are compared with Keras's below."""
-    convolutions = {x.name: x for x in model.layers if isinstance(x, keras.layers.Conv2D)}
-    rates = [x.dilation_rate[0] for n, x in convolutions.items() if n.startswith("aspp_rate")]
+    convolutions = {
+        x.name: x for x in model.layers if isinstance(x, keras.layers.Conv2D)
+    }
+    rates = [
+        x.dilation_rate[0] for n, x in convolutions.items() if n.startswith("aspp_rate")
+    ]
     assert rates == [6, 12, 18]
     norms = [x for x in model.layers if isinstance(x, keras.layers.BatchNormalization)]
     assert len(norms) == 53 + 9 and len({(x.epsilon, x.momentum) for x in norms}) == 1
@@ -62,7 +68,10 @@ def test_dropout_is_after_the_pyramid(model):
 
 
 def test_sizes_that_are_multiples_of_16(model):
-    spec = {"image": tf.TensorSpec([None, None, None, 3]), "key": tf.TensorSpec([None, 2], "int32")}
+    spec = {
+        "image": tf.TensorSpec([None, None, None, 3]),
+        "key": tf.TensorSpec([None, 2], "int32"),
+    }
     traced = tf.function(model, input_signature=[spec], autograph=False)
     for size in ((48, 112), (16, 16)):
         logits = traced(inputs(*size))
@@ -71,7 +80,9 @@ def test_sizes_that_are_multiples_of_16(model):
 
 
 def test_other_sizes_are_refused():
-    with pytest.raises(ValueError, match="--image_size=72: deeplabv3plus needs a multiple of 16"):
+    with pytest.raises(
+        ValueError, match="--image_size=72: deeplabv3plus needs a multiple of 16"
+    ):
         MODELS["deeplabv3plus"](72, CLASSES, 0.0)
 
 
@@ -90,7 +101,9 @@ def test_the_last_block_is_keras_applications_with_other_rates(model):
     """On the same weights: theirs with the dilation set, and without it theirs as it is."""
     theirs = keras.applications.ResNet50(weights=None, include_top=False)
     for layer in theirs.layers:
-        layer.set_weights(model.get_layer(layer.name).get_weights() if layer.weights else [])
+        layer.set_weights(
+            model.get_layer(layer.name).get_weights() if layer.weights else []
+        )
     place = "conv5_block3_out"
     assert model.backbone == place  # --backbone_weights fills layers up to it
     ours = keras.Model(model.inputs[0], model.get_layer(place).output)

@@ -16,10 +16,14 @@ from hvdkit.train.layers import batch_norm
 from tasks import classification
 from tasks.classification import MODELS
 
-CONFIG = dataclasses.replace(Settings(), task="classification", num_classes=10, image_size=8)
+CONFIG = dataclasses.replace(
+    Settings(), task="classification", num_classes=10, image_size=8
+)
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("resnet20", 269_722), ("resnet56", 853_018)])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("resnet20", 269_722), ("resnet56", 853_018)]
+)
 def test_parameters(name, parameters):
     """He et al. 2015, table 6: 0.27 and 0.85 million. Those of resnet50_keras: test_backbone.py."""
     assert trainable(MODELS[name](32, 10, 0.0)) == parameters
@@ -43,8 +47,12 @@ def test_resnet50_begins_as_its_paper_says(resnet50):
     assert len(convs) == 53 and all(len(w) == 1 for w in convs.values())
     for name, (kernel,) in convs.items():
         high, wide, _, filters = kernel.shape
-        assert kernel.std() == pytest.approx(np.sqrt(2 / (high * wide * filters)), rel=0.05), name
-    norms = {layer.name: layer for layer in resnet50.layers if layer.name.endswith("_bn")}
+        assert kernel.std() == pytest.approx(
+            np.sqrt(2 / (high * wide * filters)), rel=0.05
+        ), name
+    norms = {
+        layer.name: layer for layer in resnet50.layers if layer.name.endswith("_bn")
+    }
     assert len(norms) == 53
     for name, layer in norms.items():
         assert (layer.momentum, layer.epsilon) == (0.9, 1e-5)
@@ -54,7 +62,10 @@ def test_resnet50_begins_as_its_paper_says(resnet50):
     strided = {x.name for x in resnet50.layers if getattr(x, "strides", (1,))[0] == 2}
     expected = {"stem_conv"}
     for stage in (2, 3, 4):
-        expected |= {f"stage{stage}_block1_shortcut_conv", f"stage{stage}_block1_2_conv"}
+        expected |= {
+            f"stage{stage}_block1_shortcut_conv",
+            f"stage{stage}_block1_2_conv",
+        }
     assert {name for name in strided if "pool" not in name} == expected
 
 
@@ -80,13 +91,19 @@ def test_resnet50_computes_what_keras_applications_does_with_its_strides(resnet5
     picture = rng.integers(0, 256, (2, 65, 65, 3))
     logits = resnet50({"image": tf.constant(picture, tf.uint8)}, training=False)
     expected = theirs(picture / 127.5 - 1).numpy()
-    np.testing.assert_allclose(logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
+    )
 
 
 def name_in_keras(name: str) -> str:
     """stage1_block2_shortcut_bn is conv2_block2_0_bn there."""
     name = re.sub(r"stage(\d)", lambda match: f"conv{int(match[1]) + 1}", name)
-    for part, theirs in (("stem", "conv1"), ("shortcut", "0"), ("logits", "predictions")):
+    for part, theirs in (
+        ("stem", "conv1"),
+        ("shortcut", "0"),
+        ("logits", "predictions"),
+    ):
         name = name.replace(part, theirs)
     return name
 
@@ -98,20 +115,25 @@ def test_models_give_float32_logits_and_can_be_saved_and_synchronized(name, tmp_
         "image": tf.random.stateless_uniform([2, 16, 16, 3], [1, 2], 0, 255),
         "key": tf.zeros([2, 2], tf.int32),
     }
-    assert [x.name for x in model.inputs] == list(inputs)  # pictures of the model show these names
+    # Pictures of the model show these names.
+    assert [x.name for x in model.inputs] == list(inputs)
     logits = model(inputs)
     assert logits.shape == (2, 7) and logits.dtype == tf.float32
     model.save(tmp_path / "model.keras")
     again = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(again(inputs), logits, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(batch_norm.synchronize(model)(inputs), logits, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        batch_norm.synchronize(model)(inputs), logits, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_blocks_that_stride_and_widen_keep_every_second_pixel():
     x = keras.Input((4, 4, 2))
     image = np.arange(32, dtype=np.float32).reshape(1, 4, 4, 2)
     out = keras.Model(x, resnet._shortcut(x, 5, strides=2))(image)
-    np.testing.assert_array_equal(out, np.pad(image[:, ::2, ::2], [(0, 0)] * 3 + [(0, 3)]))
+    np.testing.assert_array_equal(
+        out, np.pad(image[:, ::2, ::2], [(0, 0)] * 3 + [(0, 3)])
+    )
 
 
 def test_accuracy_and_top_5():
@@ -135,7 +157,9 @@ def test_accuracy_and_top_5():
 def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
     format, mirror, mirrored
 ):
-    config = dataclasses.replace(CONFIG, data_format=format, mirror=mirror, image_size=16)
+    config = dataclasses.replace(
+        CONFIG, data_format=format, mirror=mirror, image_size=16
+    )
     ramp = tf.constant(np.tile(np.arange(16, dtype=np.uint8)[:, None] * 9, (16, 1, 3)))
     sample = {"image": ramp, "label": tf.constant(0)}
     for smallest in (None, 0.9):  # pictures are moved, then cut
@@ -144,7 +168,9 @@ def test_pictures_are_mirrored_as_the_flag_says_or_where_they_are_no_digits(
         task.smallest = smallest
         falls = 0
         for number in range(12):
-            drawn = task.training_example(sample, tf.constant([0, number]))["inputs"]["image"]
+            drawn = task.training_example(sample, tf.constant([0, number]))["inputs"][
+                "image"
+            ]
             if drawn[8, 4, 0] > drawn[8, 11, 0]:
                 falls += 1
         assert (0 < falls < 12) if mirrored else falls == 0

@@ -15,7 +15,9 @@ def test_it_is_keras_own_at_known_sizes(dtype: str):
     ours = BilinearUpsampling(3, dtype=dtype)(pixels)
     theirs = keras.layers.UpSampling2D(3, interpolation="bilinear", dtype=dtype)(pixels)
     assert ours.dtype == theirs.dtype and ours.shape == (2, 15, 21, 3)
-    np.testing.assert_array_equal(tf.cast(ours, tf.float32), tf.cast(theirs, tf.float32))
+    np.testing.assert_array_equal(
+        tf.cast(ours, tf.float32), tf.cast(theirs, tf.float32)
+    )
 
 
 def test_a_graph_may_learn_the_size_when_it_runs(tmp_path):
@@ -38,5 +40,7 @@ def test_keras_own_is_refused_where_it_would_fail(size: int | None):
     if size:
         task_checks.build_variables(model, example)
         return
-    with pytest.raises(ValueError, match=r"larger: Keras's UpSampling2D .*BilinearUpsampling"):
+    with pytest.raises(
+        ValueError, match=r"larger: Keras's UpSampling2D .*BilinearUpsampling"
+    ):
         task_checks.build_variables(model, example)

@@ -20,7 +20,12 @@ from hvdkit.observe import records, report
 from hvdkit.run import loop
 from ranks import PROJECT, launch_well
 
-FLAGS = ["--flagfile=configs/blank.cfg", "--num_steps=6", "--log_every=1", "--eval_every=3"]
+FLAGS = [
+    "--flagfile=configs/blank.cfg",
+    "--num_steps=6",
+    "--log_every=1",
+    "--eval_every=3",
+]
 FLAGS += ["--checkpoint_every=3", "--trackers=", "--profile=5:6:all"]
 
 
@@ -28,7 +33,9 @@ class Page:
     """The texts of a page, what it links to, and the names of its figures."""
 
     def __init__(self, page: str) -> None:
-        texts = re.sub(r"<[^>]*>", "\n", re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL))
+        texts = re.sub(
+            r"<[^>]*>", "\n", re.sub(r"<style.*?</style>", "", page, flags=re.DOTALL)
+        )
         self.text = html.unescape(texts).split("\n")
         self.links = re.findall(r' (?:src|href|xlink:href)="([^"]*)"', page)
         labels = re.findall(r' aria-label="([^"]*)"', page)
@@ -41,7 +48,9 @@ def page_of(folder: Path) -> Page:
 
 def call(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hvdkit", *(str(word) for word in words)]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=100)
+    return subprocess.run(
+        command, cwd=PROJECT, capture_output=True, text=True, timeout=100
+    )
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +72,31 @@ def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
     assert all(link.startswith(("data:", "#")) for link in page.links), page.links
     assert {"Loss", "Learning rate", "A rank's own seconds a step"} <= set(page.figures)
     markup = (trained / "report.html").read_text()
-    assert "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:;" in markup
+    assert (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:;" in markup
+    )
     assert "<script" not in markup and "script-src" not in markup
 
 
 def test_profiled_steps_have_a_record_on_each_rank_and_a_table_in_the_page(trained):
     for rank in range(2):
-        [record] = (trained / f"profile/rank-{rank}").glob("plugins/profile/*/*.xplane.pb")
+        [record] = (trained / f"profile/rank-{rank}").glob(
+            "plugins/profile/*/*.xplane.pb"
+        )
         with gzip.open(record.with_name("trace.json.gz"), "rt") as file:
             events = json.load(file)["traceEvents"]
         products = [event for event in events if "MatMul" in event["name"]]
-        assert len(products) >= 2 * 3, "each step has two products forward and more backward"
+        assert len(products) >= 2 * 3, (
+            "each step has two products forward and more backward"
+        )
         assert all(event["ph"] == "X" and event["dur"] >= 0 for event in products)
 
     rows = json.loads((trained / "profile/operations.json").read_text())
     costs = [row["ms_a_step"] for row in rows]
-    assert costs == sorted(costs, reverse=True) and 0.5 < sum(row["share"] for row in rows) <= 1.001
+    assert (
+        costs == sorted(costs, reverse=True)
+        and 0.5 < sum(row["share"] for row in rows) <= 1.001
+    )
     shown = page_of(trained).text
     assert "Where the time of a step goes" in shown
     assert rows[0]["operation"] in shown and rows[10]["operation"] not in shown
@@ -86,10 +104,15 @@ def test_profiled_steps_have_a_record_on_each_rank_and_a_table_in_the_page(train
 
 def made_up(folder: Path, lines: list[dict], starts: list[dict], **summary) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.cfg").write_text("# settings\n--task=t\n--num_steps=100\n--nobenchmark\n")
+    (folder / "config.cfg").write_text(
+        "# settings\n--task=t\n--num_steps=100\n--nobenchmark\n"
+    )
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "lo')  # a kill cut this line
-    (folder / "starts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in starts))
+    # A kill cut this line.
+    (folder / "metrics.jsonl").write_text(text + '{"step": 3, "lo')
+    (folder / "starts.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in starts)
+    )
     if summary:
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
@@ -105,14 +128,27 @@ def test_time_lost_is_from_the_last_record_kept_to_the_next_start(tmp_path):
     starts += [{"step": 20, "time": 180.0, "where": "3 ranks"}]
     run = records.read(made_up(tmp_path / "run", lines, starts))
     text = "".join(report.faults(run))
-    assert "0:01:00" in text and "3 ranks" in text  # 120 to 180: lost work, and the break
+    # 120 to 180: lost work, and the break.
+    assert "0:01:00" in text and "3 ranks" in text
 
 
 def test_names_that_are_markup_numbers_that_are_none_and_long_runs(tmp_path):
-    lines = [step(n, 100.0 + n, grad_norm=None if n % 3 else 2.0) for n in range(1, 30_000)]
+    lines = [
+        step(n, 100.0 + n, grad_norm=None if n % 3 else 2.0) for n in range(1, 30_000)
+    ]
     lines[7]["loss"] = None
-    lines += [{"step": 5, "eval_loss": None, "eval_miou": 0.5, "eval_iou_0": None, "time": 9.0}]
-    folder = made_up(tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}])
+    lines += [
+        {
+            "step": 5,
+            "eval_loss": None,
+            "eval_miou": 0.5,
+            "eval_iou_0": None,
+            "time": 9.0,
+        }
+    ]
+    folder = made_up(
+        tmp_path / '<b>"&', lines, [{"step": 0, "time": 99.0, "what": "<i>"}]
+    )
     names = ["<script>", "$one^", "漢字\udce9"]
     counts = np.array([[0, 0, 0], [1, 5, 2], [0, 1, 4]])
     metrics.write_confusion(folder / "confusion.csv", names, counts)
@@ -135,19 +171,29 @@ def test_a_run_without_a_page_is_compared_with_another(trained, tmp_path, capsys
     with (other / "config.cfg").open("a") as file:
         file.write("--base_lr=0.5\n")
     summary = json.loads((other / "summary.json").read_text())
-    (other / "summary.json").write_text(json.dumps(summary | {"weights_sha256": "0" * 64}))
+    (other / "summary.json").write_text(
+        json.dumps(summary | {"weights_sha256": "0" * 64})
+    )
     loop._report(tmp_path)
     assert "note: no report: ValueError" in capsys.readouterr().out
     compared = call("compare", trained, other, f"--html={page}", "--score=0.01")
     assert compared.returncode == 1, compared.stderr
     rows = {line.split("  ")[0]: line for line in compared.stdout.splitlines()}
-    assert rows["--base_lr"].split()[1:] == [records.read(trained).settings["base_lr"], "0.5"]
+    assert rows["--base_lr"].split()[1:] == [
+        records.read(trained).settings["base_lr"],
+        "0.5",
+    ]
     assert "--run_dir" not in rows and "--task" not in rows
-    assert re.search(r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", compared.stdout)
+    assert re.search(
+        r"to a score of 0.01\s+step 3, [\d.]+ s\s+step 3, ", compared.stdout
+    )
     drawn = Page(page.read_text())
     report = (trained / "report.html").read_bytes()
     other_page = call("compare", trained, other, f"--html={trained}/report.html")
-    assert other_page.returncode == 2 and "report.html is a file that this" in other_page.stderr
+    assert (
+        other_page.returncode == 2
+        and "report.html is a file that this" in other_page.stderr
+    )
     assert (trained / "report.html").read_bytes() == report
     assert {"Training loss", "Learning rate"} <= set(drawn.figures)
     assert all(link.startswith(("data:", "#")) for link in drawn.links)
@@ -168,7 +214,9 @@ def test_runs_of_other_tasks_and_folders_of_any_bytes_are_compared(tmp_path):
     assert "to a score of" not in compared.stdout
     assert "to a score of 0.4" in call("compare", one, other, "--score=0.4").stdout
     command = f"{sys.executable} -m hvdkit compare {one} {one} | true"
-    head = subprocess.run(["sh", "-c", command], cwd=PROJECT, capture_output=True, timeout=100)
+    head = subprocess.run(
+        ["sh", "-c", command], cwd=PROJECT, capture_output=True, timeout=100
+    )
     assert not head.stderr  # a pipe that closes early leaves no traceback
 
 
@@ -178,14 +226,21 @@ def test_of_an_error_the_lowest_is_the_best_of_a_run(tmp_path):
         lines = [step(1, 2.0)]
         for number, error in enumerate(errors, start=1):
             lines.append(
-                {"step": number, "eval_loss": 1.0, "eval_mae": error, "time": 3.0 + number}
+                {
+                    "step": number,
+                    "eval_loss": 1.0,
+                    "eval_mae": error,
+                    "time": 3.0 + number,
+                }
             )
         return made_up(tmp_path / name, lines, [start])
 
     one = run_of("a", [9.0, 2.0, 5.0])
     other = run_of("b", [4.0, 3.0, 8.0])
     table = call("compare", one, other).stdout
-    assert re.search(r"best score +mae 2.0000, step 2 +mae 3.0000, step 2", table), table
+    assert re.search(r"best score +mae 2.0000, step 2 +mae 3.0000, step 2", table), (
+        table
+    )
     # Both have the worse of their bests.
     assert re.search(r"to a score of 3 +step 2, 4.0 s +step 2, 4.0 s", table), table
     call("report", one)
@@ -203,7 +258,9 @@ def test_of_equal_scores_the_lower_loss_is_the_best_of_a_run(tmp_path):
     run = records.read(made_up(tmp_path / "run", lines, [start]))
     assert run.best().step == 2
     # What the run itself found out counts, where it ended: it knows what its scores measure.
-    ended = made_up(tmp_path / "ended", lines, [start], step=4, best_score=0.4, best_step=3)
+    ended = made_up(
+        tmp_path / "ended", lines, [start], step=4, best_score=0.4, best_step=3
+    )
     assert records.read(ended).best()[:2] == (0.4, 3)
 
 

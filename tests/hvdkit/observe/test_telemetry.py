@@ -23,7 +23,9 @@ FIGURES = {"loss": 1.0, "lr": 0.1}
 
 
 def opened(folder, first_step=0) -> telemetry.Telemetry:
-    config = Settings(run_dir=str(folder), num_steps=100, global_batch_size=8, trackers="")
+    config = Settings(
+        run_dir=str(folder), num_steps=100, global_batch_size=8, trackers=""
+    )
     sampler = Sampler(50, 8, 1, 1, 0, 1, start=Place(first_step, 8 * first_step))
     return telemetry.Telemetry(config, World(0, 1, 0, 1), sampler)
 
@@ -32,7 +34,9 @@ def log(writer: telemetry.Telemetry, step: int, waited: float = 0.0) -> None:
     writer.step(step, FIGURES, losses=[1.0], waited=waited, times={})
 
 
-def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(tmp_path, monkeypatch):
+def test_speed_is_of_the_steps_since_the_last_line_without_evaluation(
+    tmp_path, monkeypatch
+):
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     with opened(tmp_path, first_step=10) as writer:
@@ -67,9 +71,14 @@ def test_one_note_says_that_a_run_waits_for_its_data(tmp_path, capsys):
 def test_a_loss_that_nobody_would_want_is_noted_once(tmp_path, capsys):
     with opened(tmp_path) as writer:
         for step, loss in enumerate((2.0, 8.0, 7.0, 8.0, 8.0, 2e6), start=1):
-            writer.step(step, FIGURES | {"loss": loss}, losses=[1.0], waited=0.0, times={})
+            writer.step(
+                step, FIGURES | {"loss": loss}, losses=[1.0], waited=0.0, times={}
+            )
     printed = capsys.readouterr().out
-    assert printed.count("has risen from 2 to 8") == 1 and printed.count("the loss is 2e+06") == 1
+    assert (
+        printed.count("has risen from 2 to 8") == 1
+        and printed.count("the loss is 2e+06") == 1
+    )
 
 
 def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, capsys):
@@ -90,7 +99,9 @@ def test_lines_of_a_disk_that_was_full_are_written_once_it_is_not(tmp_path, caps
         log(writer, 1)
         with full_after(file.stat().st_size + 20):
             log(writer, 2)
-            assert file.read_text().count("\n") == 1 < len(file.read_text().splitlines())
+            assert (
+                file.read_text().count("\n") == 1 < len(file.read_text().splitlines())
+            )
             log(writer, 3)
         log(writer, 4)
         with full_after(file.stat().st_size):
@@ -107,7 +118,9 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
     """To gradients.jsonl and to trackers; NaN is null, as JSON has none."""
     shown = []
     with opened(tmp_path) as writer:
-        tracker = SimpleNamespace(close=lambda: None, scalars=lambda *given: shown.append(given))
+        tracker = SimpleNamespace(
+            close=lambda: None, scalars=lambda *given: shown.append(given)
+        )
         writer._trackers = [tracker]
         writer.gradients(4, ["a", "b"], np.array([[1.0, 3.0, 0.0], [np.nan, 4.0, 0.5]]))
     layers = {
@@ -123,7 +136,10 @@ def test_figures_of_each_layer_and_the_norm_of_all(tmp_path):
 def test_what_json_has_no_word_for_is_null(tmp_path):
     numbers = {"x": [np.nan, (1.5, -np.inf)], "y": {"z": "nan"}}
     whole_files.write_json(tmp_path / "a", numbers)
-    assert json.loads((tmp_path / "a").read_text()) == {"x": [None, [1.5, None]], "y": {"z": "nan"}}
+    assert json.loads((tmp_path / "a").read_text()) == {
+        "x": [None, [1.5, None]],
+        "y": {"z": "nan"},
+    }
 
 
 def test_trackers_get_a_few_figures_of_thousands_of_ranks():
@@ -163,7 +179,12 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
-    words = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=4", "--log_every=1"]
+    words = [
+        "train.py",
+        "--flagfile=configs/blank.cfg",
+        "--num_steps=4",
+        "--log_every=1",
+    ]
     words += ["--trackers=own:Own", f"--run_dir={tmp_path}/run"]
     python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     ended = launch_well(2, words, "mpirun", env={"PYTHONPATH": python_path})
@@ -178,9 +199,17 @@ def test_a_tracker_of_ones_own_gets_what_is_logged(own, tmp_path):
 
 
 def test_a_tracker_that_is_not_there_leaves_the_runs_records(tmp_path):
-    words = ["train.py", "--flagfile=configs/blank.cfg", "--num_steps=2", f"--run_dir={tmp_path}"]
+    words = [
+        "train.py",
+        "--flagfile=configs/blank.cfg",
+        "--num_steps=2",
+        f"--run_dir={tmp_path}",
+    ]
     launch_well(1, words)
-    before = {file: (tmp_path / file).read_text() for file in ("summary.json", "metrics.jsonl")}
+    before = {
+        file: (tmp_path / file).read_text()
+        for file in ("summary.json", "metrics.jsonl")
+    }
     for resume in ("auto", "never"):
         ended = launch(1, [*words, "--trackers=gone:Own", f"--resume={resume}"])
         assert ended.code == 2 and len(ended.errors()) == 1, ended.output
@@ -204,7 +233,11 @@ def test_what_keeps_nothing_has_no_tracker(mode, own, tmp_path):
         ("gone:Own", "No module named 'gone'"),
     ],
 )
-def test_a_tracker_that_cannot_be_started_is_named(own, tmp_path, monkeypatch, name, words):
+def test_a_tracker_that_cannot_be_started_is_named(
+    own, tmp_path, monkeypatch, name, words
+):
     monkeypatch.setenv("REFUSE", "1")
-    with pytest.raises(ValueError, match=f"--trackers={name} cannot be started: .*{words}"):
+    with pytest.raises(
+        ValueError, match=f"--trackers={name} cannot be started: .*{words}"
+    ):
         trackers.make([name], tmp_path / "run", NEITHER)

@@ -43,14 +43,19 @@ def test_gpus_that_this_process_may_use(tmp_path, monkeypatch, hidden, counted):
     if not counted:
         assert why == ""
     else:
-        assert f"{os.uname().nodename} has {counted} GPU(s)" in why and "--device=cpu" in why
+        assert (
+            f"{os.uname().nodename} has {counted} GPU(s)" in why
+            and "--device=cpu" in why
+        )
         assert "DEVICE=gpu" in why
     assert devices.why_no_gpu("gpu")
 
 
 @without_gpu
 def test_a_driver_that_fails_is_no_host_without_gpus(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, "Driver/library version mismatch", "exit 18"))
+    monkeypatch.setenv(
+        "PATH", nvidia_smi(tmp_path, "Driver/library version mismatch", "exit 18")
+    )
     assert "nvidia-smi fails" in devices.why_no_gpu("auto")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices.why_no_gpu("auto") == ""
@@ -60,13 +65,17 @@ def test_a_driver_that_fails_is_no_host_without_gpus(tmp_path, monkeypatch):
 def test_on_a_host_with_gpus_a_run_on_cpus_must_be_asked_for(tiny, tmp_path):
     ended = launch(1, ["train.py", *tiny], env={"PATH": nvidia_smi(tmp_path, TWO)})
     (message,) = ended.errors()
-    assert ended.code == 2 and "TensorFlow sees none of them" in message, last_lines(ended.output)
+    assert ended.code == 2 and "TensorFlow sees none of them" in message, last_lines(
+        ended.output
+    )
 
 
 @without_gpu
 def test_a_driver_that_fails_on_one_host_is_that_hosts_fault(tiny, tmp_path):
     """Ranks stand for hosts here; all that fail alike use it wrongly: the test above."""
-    broken = nvidia_smi(tmp_path, "Unable to determine the device handle for GPU", "exit 15")
+    broken = nvidia_smi(
+        tmp_path, "Unable to determine the device handle for GPU", "exit 15"
+    )
     ended = launch(2, ["-c", FOR_RANK_1, broken, "train.py", *tiny], "mpirun")
     (message,) = ended.errors()
     assert ended.code == 76, last_lines(ended.output)
@@ -77,5 +86,14 @@ def test_a_driver_that_fails_on_one_host_is_that_hosts_fault(tiny, tmp_path):
 def test_a_fingerprint_on_cpus_has_the_threads():
     """Kernels split their sums by them, so two runs compare only where they are equal."""
     facts = fingerprint.here()
-    assert facts["threads"] == str(tf.config.threading.get_intra_op_parallelism_threads())
-    assert {*facts} == {"device", "threads", "tensorflow", "keras", "horovod", "switches"}
+    assert facts["threads"] == str(
+        tf.config.threading.get_intra_op_parallelism_threads()
+    )
+    assert {*facts} == {
+        "device",
+        "threads",
+        "tensorflow",
+        "keras",
+        "horovod",
+        "switches",
+    }

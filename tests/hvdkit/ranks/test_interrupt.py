@@ -77,7 +77,9 @@ def python(*words: str) -> Terminal:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_ctrl_c_is_answered_by_rank_0_and_the_second_ends_a_stuck_process(rank):
+def test_the_first_ctrl_c_is_answered_by_rank_0_and_the_second_ends_a_stuck_process(
+    rank,
+):
     with python("-c", LISTENS + STUCK, str(rank)) as terminal:
         terminal.wait_for("listening", 20)
         terminal.press(CTRL_C)
@@ -93,7 +95,8 @@ def test_the_first_ctrl_c_is_answered_by_rank_0_and_the_second_ends_a_stuck_proc
 @pytest.mark.parametrize(
     "signals, answer",
     [
-        (["SIGINT", "SIGINT"], PROMISE),  # one Ctrl-C comes from the terminal and from a launcher
+        # One Ctrl-C comes from the terminal and from a launcher.
+        (["SIGINT", "SIGINT"], PROMISE),
         (["SIGINT", "SIGTERM", "SIGTERM"], PROMISE),
         (["SIGTERM", "SIGINT"], SAYS),
         (["SIGUSR1"], None),  # the sender reports it
@@ -117,7 +120,10 @@ def test_the_end_of_a_forked_child_does_not_stop_the_run():
 
 @pytest.mark.parametrize(
     "words",
-    ["train.py --flagfile=configs/demo.cfg", "-m hvdkit check --data_dir=datasets/demo"],
+    [
+        "train.py --flagfile=configs/demo.cfg",
+        "-m hvdkit check --data_dir=datasets/demo",
+    ],
 )
 def test_ctrl_c_while_tensorflow_is_imported_ends_without_a_trace(words):
     with python(*words.split()) as terminal:
@@ -164,13 +170,17 @@ def stop(folder: Path, flags: list[str], case: tuple[int, str, str]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES[1:3], ids=str)
-def test_a_stop_under_horovodrun_saves(case: tuple, tiny: list[str], tmp_path: Path) -> None:
+def test_a_stop_under_horovodrun_saves(
+    case: tuple, tiny: list[str], tmp_path: Path
+) -> None:
     stop(tmp_path / "run", tiny, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_twenty_stops_under_horovodrun(number: int, tiny: list[str], tmp_path: Path) -> None:
+def test_twenty_stops_under_horovodrun(
+    number: int, tiny: list[str], tmp_path: Path
+) -> None:
     """The prompt is back within 12 s, where nothing else runs."""
     case = CASES[number % len(CASES)]
     seconds = stop(tmp_path / "run", tiny, case)
@@ -180,7 +190,15 @@ def test_twenty_stops_under_horovodrun(number: int, tiny: list[str], tmp_path: P
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_second_ctrl_c_ends_what_horovodrun_started(launcher: str, tmp_path: Path):
-    words = ["horovodrun", launcher, "-np", "2", *STAND_IN, f"--run_dir={tmp_path}", "--deaf"]
+    words = [
+        "horovodrun",
+        launcher,
+        "-np",
+        "2",
+        *STAND_IN,
+        f"--run_dir={tmp_path}",
+        "--deaf",
+    ]
     with Terminal([*words, "--steps=100000"], PROJECT, PLAIN) as terminal:
         terminal.wait_for("step 2", 60)
         terminal.press(CTRL_C)
@@ -193,7 +211,9 @@ def test_a_second_ctrl_c_ends_what_horovodrun_started(launcher: str, tmp_path: P
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("key", [CTRL_C, b""])
-def test_ranks_without_a_handler_end_by_one_stop(key: bytes, launcher: str, tmp_path: Path):
+def test_ranks_without_a_handler_end_by_one_stop(
+    key: bytes, launcher: str, tmp_path: Path
+):
     """There is nothing yet to save: as after a save. Without a key: the terminal goes."""
     rank = "import time; print('begins', flush=True); time.sleep(600)"
     words = ["horovodrun", launcher, "-np", "2", sys.executable, "-c", rank]
@@ -216,7 +236,9 @@ def test_nothing_is_left_of_a_horovodrun_that_is_killed(launcher: str, tmp_path:
     own_folder = {"TMPDIR": str(folder)}
     with Terminal([*words, "--steps=100000"], PROJECT, PLAIN | own_folder) as terminal:
         terminal.wait_for("step 2", 60)
-        assert [path.stat().st_mode & 0o777 for path in folder.glob("horovodrun-*")] == [0o700]
+        assert [
+            path.stat().st_mode & 0o777 for path in folder.glob("horovodrun-*")
+        ] == [0o700]
         os.kill(terminal.pid, signal.SIGKILL)
         assert not terminal.left_after(20)
     wait_for(lambda: not any(folder.glob("horovodrun-*")), "its folder is left", 5)
@@ -227,7 +249,9 @@ def test_mpirun_of_the_environment_gives_ranks_time_to_save(tmp_path: Path):
     """Its SIGTERM comes 5 s after Ctrl-C, and the end 5 s after that: no end within 9 s."""
     words = ["mpirun", "-np", "2", *STAND_IN, f"--run_dir={tmp_path}", "--steps=100000"]
     own_wait = {"OMPI_MCA_odls_base_sigkill_timeout": None}
-    with Terminal([*words, "--slow_rank=1"], PROJECT, ENVIRONMENT | own_wait) as terminal:
+    with Terminal(
+        [*words, "--slow_rank=1"], PROJECT, ENVIRONMENT | own_wait
+    ) as terminal:
         terminal.wait_for("step 2", 60)
         terminal.press(CTRL_C)
         assert terminal.wait(20) == 1 and not terminal.left_after(5), terminal.shown
@@ -253,7 +277,9 @@ def test_a_rank_of_mpirun_says_how_long_it_has_and_what_is_lost(state: str):
     with Terminal(words, PROJECT, ENVIRONMENT | env) as terminal:
         assert terminal.wait(20) == 0, terminal.shown
     assert f"{SAYS}; mpirun kills it in 1 s" in terminal.shown
-    assert ("error: not saved: that takes longer" in terminal.shown) == (state == "late")
+    assert ("error: not saved: that takes longer" in terminal.shown) == (
+        state == "late"
+    )
 
 
 def test_a_rank_whose_launcher_is_gone_saves_and_ends(tmp_path: Path):

@@ -1,4 +1,5 @@
-"""--jit_cache: programs of XLA are kept for the next start, in a folder that nobody else may use."""
+"""--jit_cache: programs of XLA are kept for the next start, in a folder that nobody else may
+use."""
 
 import json
 import os
@@ -31,7 +32,13 @@ def start(cache: object) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TF_XLA_FLAGS"}
     command = [sys.executable, "-c", PROGRAM, str(cache)]
     return subprocess.run(
-        command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=PROJECT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
@@ -62,12 +69,19 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "mode", "words"),
-    [("open", 0o777, "may be changed by other users"), ("a blank", 0o700, "no path with a blank")],
+    [
+        ("open", 0o777, "may be changed by other users"),
+        ("a blank", 0o700, "no path with a blank"),
+    ],
 )
 def test_an_unsafe_or_unusable_folder_is_refused(tmp_path, name, mode, words):
     cache = tmp_path / name
     cache.mkdir()
     cache.chmod(mode)
     ended = start(cache)
-    assert ended.returncode == 2 and words in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        ended.returncode == 2
+        and words in ended.stderr
+        and "Traceback" not in ended.stderr
+    )
     assert "--jit_cache=" in ended.stderr and not files_of(cache)

@@ -76,17 +76,22 @@ def shown(home: Path, text: str, **env: str) -> list[str]:
         ),
     ],
 )
-def test_a_model_is_the_same_and_what_is_not_used_is_said_once(tmp_path: Path, text, env, named):
+def test_a_model_is_the_same_and_what_is_not_used_is_said_once(
+    tmp_path: Path, text, env, named
+):
     note, first, second, backend = shown(tmp_path, text, **env)
     count = resnet.resnet50_keras(32, 10, 0.0).count_params()
     assert first == f"{count} tensorflow channels_last"
     assert second == f"1e-07 float32 {tmp_path}/.keras keras._tf_keras.keras"
-    assert backend == str(env.get("KERAS_BACKEND"))  # child processes get the user's value
+    # Child processes get the user's value.
+    assert backend == str(env.get("KERAS_BACKEND"))
     assert note.startswith("note: not used: ") and all(name in note for name in named)
 
 
 @pytest.mark.parametrize("text", ['{"floatx":', "[]", "", '{"epsilon": 1e-7}', None])
-def test_nothing_is_said_of_what_keras_would_not_use_either(tmp_path: Path, text: str | None):
+def test_nothing_is_said_of_what_keras_would_not_use_either(
+    tmp_path: Path, text: str | None
+):
     if text is not None:
         (tmp_path / "keras.json").write_text(text)
     assert keras_defaults._of_the_user(tmp_path / "keras.json") == []
@@ -114,7 +119,9 @@ def test_in_a_process_that_goes_on_keras_is_as_before(capsys, monkeypatch, rank:
 
 def test_another_backend_that_runs_already_is_refused(tmp_path: Path):
     """With a Keras that stands for one on JAX, which is not installed."""
-    (tmp_path / "keras.py").write_text("class config:\n    backend = staticmethod(lambda: 'jax')\n")
+    (tmp_path / "keras.py").write_text(
+        "class config:\n    backend = staticmethod(lambda: 'jax')\n"
+    )
     program = "import keras, hvdkit\nhvdkit.check_flags(hvdkit.Settings, ['train.py'])"
     path = f"{tmp_path}:{Path(hvdkit.__file__).parents[1]}"
     ended = subprocess.run(

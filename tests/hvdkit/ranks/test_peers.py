@@ -25,7 +25,10 @@ def test_a_rank_that_hangs_is_named(backend: str, wait: str, ending: str):
     assert ended.code != 0
     (message,) = ended.errors()
     words = {
-        "stop": [f"rank 1 on {HOST} has not answered for 5 s", "its process was stopped"],
+        "stop": [
+            f"rank 1 on {HOST} has not answered for 5 s",
+            "its process was stopped",
+        ],
         "hang": [f"rank 1 on {HOST}", "at waits.py, line", "(fail)"],
     }
     assert all(word in message for word in words[ending]), message
@@ -113,7 +116,9 @@ def test_a_read_that_hangs_is_part_of_a_step_and_ends_the_run_as_a_disk_that_is_
     tiny, tmp_path
 ):
     flags = [*tiny, "--num_steps=1000", "--eval_every=0", "--log_every=1"]
-    ended = launch(2, ["-c", HANGS_IN_A_READ, tmp_path / "own", *flags], "mpirun", timeout=250)
+    ended = launch(
+        2, ["-c", HANGS_IN_A_READ, tmp_path / "own", *flags], "mpirun", timeout=250
+    )
     # The other rank is told to save, and cannot.
     (message,) = [error for error in ended.errors() if "the run ends" in error]
     assert ended.code == 76 and "step 3/" in ended.output, last_lines(ended.output)
@@ -150,5 +155,7 @@ def test_how_long_a_rank_may_be_still(monkeypatch: pytest.MonkeyPatch):
 def test_a_stopped_rank_is_not_reported_as_ended():
     """Where Gloo gives up by itself, after 30 s by default."""
     short = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"}
-    (message,) = launch(3, [WAITS, "stop", 0, "sum"], "gloo", timeout=200, env=short).errors()
+    (message,) = launch(
+        3, [WAITS, "stop", 0, "sum"], "gloo", timeout=200, env=short
+    ).errors()
     assert f"rank 1 on {HOST} does not answer" in message

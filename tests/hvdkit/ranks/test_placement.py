@@ -26,7 +26,9 @@ class Machine:
         monkeypatch.setattr(placement, "_ROOT", root)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*self.cpus})
         for cpu in self.cpus:
-            siblings = [str(n) for n in range(cpu % all_cores, len(self.cpus), all_cores)]
+            siblings = [
+                str(n) for n in range(cpu % all_cores, len(self.cpus), all_cores)
+            ]
             file = f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
             self.write(file, ",".join(siblings))
         for node in range(nodes):
@@ -35,7 +37,10 @@ class Machine:
             self.write(f"sys/devices/system/node/node{node}/cpulist", _ranges(cpus))
         for number, (_, address) in enumerate(H100S):
             node = number * nodes // len(H100S)
-            self.write(f"sys/bus/pci/devices/{address}/numa_node", str(node if nodes > 1 else -1))
+            self.write(
+                f"sys/bus/pci/devices/{address}/numa_node",
+                str(node if nodes > 1 else -1),
+            )
 
     def write(self, name: str, text: str) -> None:
         (self.root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +75,9 @@ def machine(tmp_path, monkeypatch):
 def test_dgx_h100(machine):
     """Two sockets of 56 cores; hyperthreads of a core are i and i + 112; four GPUs a socket."""
     places = machine(2, 56, 2).places(8, H100S)
-    assert [(p.gpu, p.node, p.threads) for p in places] == [(i, i // 4, 28) for i in range(8)]
+    assert [(p.gpu, p.node, p.threads) for p in places] == [
+        (i, i // 4, 28) for i in range(8)
+    ]
     assert _ranges(places[0].cpus) == "0-13,112-125"
     assert _ranges(places[5].cpus) == "70-83,182-195"
     assert len(cores_of_dgx(places)) == 112  # no core is used twice
@@ -81,9 +88,11 @@ def test_dgx_h100(machine):
     [
         ((2, 4, 2), 4, ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"], 4),
         ((1, 7, 1), 3, ["0-1", "2-3", "4-5"], 2),
-        ((1, 4, 1), 3, ["", "", ""], 1),  # on one CPU Horovod's thread would wait for the step's
+        # On one CPU Horovod's thread would wait for the step's.
+        ((1, 4, 1), 3, ["", "", ""], 1),
         ((1, 1, 1), 1, [""], 1),
-        ((1, 1, 2), 2, ["", ""], 1),  # hyperthreads are as many as ranks, cores are fewer
+        # Hyperthreads are as many as ranks, cores are fewer.
+        ((1, 1, 2), 2, ["", ""], 1),
         ((2, 4, 1), 1, [""], 8),  # alone, it keeps all cores
     ],
 )
@@ -113,7 +122,8 @@ def test_what_slurm_has_bound_is_kept_and_its_gpu_is_near(machine, sockets, gpus
     assert [{*p.cpus} for p in places] == bound
 
     whole_sockets = [dgx.nodes[socket] for socket in sockets]
-    places = dgx.places(8, H100S, whole_sockets)  # ranks are bound to a socket, which four share
+    # Ranks are bound to a socket, which four share.
+    places = dgx.places(8, H100S, whole_sockets)
     assert [p.gpu for p in places] == gpus
     for place, cpus in zip(places, whole_sockets):
         assert len(place.cpus) == 28 and {*place.cpus} <= cpus
@@ -122,16 +132,24 @@ def test_what_slurm_has_bound_is_kept_and_its_gpu_is_near(machine, sockets, gpus
 
 def test_ranks_on_the_hyperthreads_of_one_core_have_a_thread_each(machine):
     places = machine(1, 2, 2).places(2, cpus=[{0}, {2}])
-    assert [p.cpus for p in places] == [[], []] and [p.threads for p in places] == [1, 1]
+    assert [p.cpus for p in places] == [[], []] and [p.threads for p in places] == [
+        1,
+        1,
+    ]
 
 
 def test_one_gpu_a_task(machine):
     """--gpus-per-task, CUDA_VISIBLE_DEVICES of one; the same one for two ranks is refused."""
     dgx = machine(2, 56, 2)
-    assert [(p.gpu, p.node) for p in dgx.places(2, [[H100S[0]], [H100S[5]]])] == [(0, 0), (0, 1)]
+    assert [(p.gpu, p.node) for p in dgx.places(2, [[H100S[0]], [H100S[5]]])] == [
+        (0, 0),
+        (0, 1),
+    ]
     mig = [[("MIG-1", H100S[0][1])], [("MIG-2", H100S[0][1])]]
     assert [p.gpu for p in dgx.places(2, mig)] == [0, 0]
-    with pytest.raises(ValueError, match=r"has 1 visible GPU\(s\) and 2 ranks: start at most one"):
+    with pytest.raises(
+        ValueError, match=r"has 1 visible GPU\(s\) and 2 ranks: start at most one"
+    ):
         dgx.places(2, [[H100S[0]], [H100S[0]]])
 
 
@@ -139,7 +157,8 @@ def test_one_gpu_a_task(machine):
     ("group", "files", "threads"),
     [
         ("0::/pod/one", {"pod/cpu.max": "600000 100000", "pod/one/cpu.max": "max 100000"}, 3),
-        ("0::/", {"cpu.max": "50000 100000"}, 1),  # in a container the process's group is the root
+        # In a container the process's group is the root.
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
         ("0::/", {"cpu.max": "max 100000"}, 8),
         ("4:cpuacct,cpu:/docker/1\n3:cpuset:/a", {"cpu/cpu.cfs_quota_us": "400000",
          "cpu/cpu.cfs_period_us": "100000"}, 2),
@@ -174,5 +193,8 @@ def test_gpus_as_cuda_shows_them(monkeypatch):
         cuDeviceGetPCIBusId=address,
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
-    assert placement.gpus_of_driver(2) == [("00" * 16, "0000:09:00.0"), ("01" * 16, "0000:0a:00.0")]
+    assert placement.gpus_of_driver(2) == [
+        ("00" * 16, "0000:09:00.0"),
+        ("01" * 16, "0000:0a:00.0"),
+    ]
     assert placement.gpus_of_driver(3) == [("0", ""), ("1", ""), ("2", "")]

@@ -8,7 +8,9 @@ from hosts import ROOT, run
 
 @pytest.mark.parametrize("script", ["template/train.py", "launch/doctor.py"])
 def test_scripts_find_the_modules_beside_them(script: str):
-    ended = run([sys.executable, ROOT / script, "--x"], timeout=60, env={"PYTHONSAFEPATH": "1"})
+    ended = run(
+        [sys.executable, ROOT / script, "--x"], timeout=60, env={"PYTHONSAFEPATH": "1"}
+    )
     assert ended.code == 2 and "ModuleNotFoundError" not in ended.output, ended.output
 
 

@@ -33,17 +33,39 @@ print(f"met {sum(MPI.COMM_WORLD.allgather(MPI.COMM_WORLD.rank))}")
     ("left_out", "say_after", "words"),
     [
         ("start", 3, "has waited 3 s for all ranks to start MPI, on h1:3 (this"),
-        ("meeting", 3, "3 s for all ranks to exchange messages: no message yet from rank 1, on h1"),
+        (
+            "meeting",
+            3,
+            "3 s for all ranks to exchange messages: no message yet from rank 1, on h1",
+        ),
         # Never later than the limit.
-        ("meeting", 30, "6 s for all ranks to exchange messages: no message yet from rank 1, on"),
+        (
+            "meeting",
+            30,
+            "6 s for all ranks to exchange messages: no message yet from rank 1, on",
+        ),
     ],
 )
-def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(left_out, say_after, words):
-    command = ["mpirun", "-np", "3", sys.executable, "-c", SCRIPT, left_out, str(say_after)]
+def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(
+    left_out, say_after, words
+):
+    command = [
+        "mpirun",
+        "-np",
+        "3",
+        sys.executable,
+        "-c",
+        SCRIPT,
+        left_out,
+        str(say_after),
+    ]
     ended = run(command, timeout=50, env={"LAUNCH_HOSTS": "h1:3"})
     assert ended.code == 76 and words in ended.output, ended.output
     assert f"rank 0 on {os.uname().nodename} has waited" in ended.output
-    assert "has waited 6 s for all ranks to" in ended.output and "(--start_limit_s)" in ended.output
+    assert (
+        "has waited 6 s for all ranks to" in ended.output
+        and "(--start_limit_s)" in ended.output
+    )
 
 
 @pytest.mark.timeout(200)
@@ -80,7 +102,13 @@ def test_nccl_is_told_the_network_that_mpi_is_told(hosts: Hosts):
 
     def run_on_all(**names: str):
         env = {"PYTHONPATH": str(ROOT / "hvdkit/src"), "NCCL_IB_HCA": "=mlx5_0"}
-        hosts_sh = [str(ROOT / "launch/hosts.sh"), "-H", "node1:1,node2:1,node3:1", "-p", "2222"]
+        hosts_sh = [
+            str(ROOT / "launch/hosts.sh"),
+            "-H",
+            "node1:1,node2:1,node3:1",
+            "-p",
+            "2222",
+        ]
         return hosts[1].run(*hosts_sh, *MEETS, timeout=90, env=env | names)
 
     rename = "ip link set {} down; ip link set {} name {}; ip link set {} up"
@@ -173,11 +201,20 @@ def test_a_host_name_whose_address_is_anothers_is_none(monkeypatch):
 
 def test_variables_that_another_run_has_left_are_named(tmp_path: Path):
     """Also by who would be rank 1: no rank 0 is there to say it."""
-    words = [sys.executable, "train.py", "--flagfile=configs/blank.cfg", f"--run_dir={tmp_path}"]
+    words = [
+        sys.executable,
+        "train.py",
+        "--flagfile=configs/blank.cfg",
+        f"--run_dir={tmp_path}",
+    ]
     left = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     ended = run(words, timeout=120, env=left, cwd=ROOT / "template")
-    assert ended.code == 2 and ended.output.startswith("error: OMPI_COMM_WORLD_RANK=1 says ")
-    assert "unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE. " in ended.output, ended.output
+    assert ended.code == 2 and ended.output.startswith(
+        "error: OMPI_COMM_WORLD_RANK=1 says "
+    )
+    assert "unset OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE. " in ended.output, (
+        ended.output
+    )
     assert ended.output.count("\n") == 1, ended.output
 
 

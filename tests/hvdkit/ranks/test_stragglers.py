@@ -26,7 +26,9 @@ def test_a_rank_is_slow_after_three_intervals_in_a_row_and_reported_once(pace):
     good = interval([0.1] * 4)
     shown = [pace._sentence(x) for x in (slow, slow, good, slow, slow, slow, slow)]
     assert [bool(s) for s in shown] == [False] * 5 + [True, False]
-    assert "rank 2 on b takes 160 ms" in shown[5] and "the median rank 100 ms" in shown[5]
+    assert (
+        "rank 2 on b takes 160 ms" in shown[5] and "the median rank 100 ms" in shown[5]
+    )
 
 
 def test_one_rank_alone_keeps_no_times_of_steps_that_were_logged(pace):
@@ -40,7 +42,8 @@ def test_one_rank_alone_keeps_no_times_of_steps_that_were_logged(pace):
     "means",
     [
         interval([0.10, 0.10, 0.14, 0.10]),  # it is not half as long again
-        interval([0.10, 0.10, 0.20, 0.10], samples=(1, 1, 2, 1)),  # it has twice as many samples
+        # It has twice as many samples.
+        interval([0.10, 0.10, 0.20, 0.10], samples=(1, 1, 2, 1)),
         interval([0.01, 0.01, 0.02, 0.01]),  # little of a step of half a second
     ],
 )

@@ -44,7 +44,11 @@ VALUES = [
     {"a": [1, -2.5, math.inf, None, True], "dict": {"array": ["uint8", [1]]}},
     ["file-\udcff\udc80.png", "é", "\U0001f600", 2**2000],
     {"grid": np.arange(6, dtype=">i4").reshape(2, 3), "one": np.array(3.5)},
-    [np.zeros((0, 3), np.complex64), tf.constant([1.5], tf.bfloat16).numpy(), np.array([True])],
+    [
+        np.zeros((0, 3), np.complex64),
+        tf.constant([1.5], tf.bfloat16).numpy(),
+        np.array([True]),
+    ],
 ]
 
 
@@ -54,12 +58,23 @@ def test_what_is_sent_arrives_as_it_was(value):
     tf.nest.map_structure(np.testing.assert_array_equal, gathered, [value])
     arrays = [v for v in tf.nest.flatten(value) if isinstance(v, np.ndarray)]
     gathered = [v for v in tf.nest.flatten(gathered) if isinstance(v, np.ndarray)]
-    assert [(v.shape, v.dtype.name) for v in gathered] == [(v.shape, v.dtype.name) for v in arrays]
+    assert [(v.shape, v.dtype.name) for v in gathered] == [
+        (v.shape, v.dtype.name) for v in arrays
+    ]
 
 
 @pytest.mark.parametrize(
     "value",
-    [{(1,): 2}, {1, 2}, Path("a"), np.float32(1), np.array(["a"]), np.array([None]), 1j, b"a"],
+    [
+        {(1,): 2},
+        {1, 2},
+        Path("a"),
+        np.float32(1),
+        np.array(["a"]),
+        np.array([None]),
+        1j,
+        b"a",
+    ],
 )
 @pytest.mark.parametrize("call", ["gather_objects", "gather_alike", "broadcast_object"])
 def test_a_value_of_another_type_is_refused_where_it_would_be_sent(value, call):

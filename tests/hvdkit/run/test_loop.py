@@ -34,7 +34,9 @@ def lines(folder):
 def check_records(folder, ended, *, backend):
     steps = [x for x in lines(folder) if "loss" in x]
     assert [x["step"] for x in steps] == list(range(1, 9))
-    assert {"loss", "lr", "samples_per_second", "data_wait", "grad_norm"} <= set(steps[0])
+    assert {"loss", "lr", "samples_per_second", "data_wait", "grad_norm"} <= set(
+        steps[0]
+    )
     assert 0 < lines(folder)[-1]["eval_miou"] < 1
     assert summary(folder)["exit_reason"] == "done" and summary(folder)["ranks"] == 2
     assert files.verify(folder / "checkpoints" / "step-00000008")
@@ -76,12 +78,15 @@ hvdkit.main(train.train, train.Settings, ["train.py", "--flagfile=configs/demo.c
 """
 
 
-def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny, tmp_path):
+def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(
+    whole, tiny, tmp_path
+):
     """One that is stopped, by a stand-in for the signal: checks_evaluation.py."""
     folder = tmp_path / "run"
     mark = tmp_path / "mark"
     command = ["-c", KILLED, *tiny, *STEADY]
-    # Under mpirun: horovodrun's ranks are sent SIGTERM when it is killed, and end some seconds later.
+    # Under mpirun: horovodrun's ranks are sent SIGTERM when it is killed, and end some seconds
+    # later.
     ended = launch(2, command, "mpirun", env={"MARK": str(mark)}, kill_when=mark.exists)
     assert ended.code == -9, last_lines(ended.output)
     ended = run(2, [*tiny, *STEADY], backend="gloo")
@@ -90,9 +95,11 @@ def test_a_killed_run_ends_with_the_weights_of_an_uninterrupted_one(whole, tiny,
     assert sha256(folder) == sha256(whole)
 
 
-@pytest.mark.slow  # it takes a minute; a smaller model has the same bits without --deterministic
+# It takes a minute; a smaller model has the same bits without --deterministic.
+@pytest.mark.slow
 def test_a_run_on_three_ranks_is_run_again_to_the_bit(tiny, tiny_data, tmp_path):
-    """A ring adds in the order of what was fused; the last run reads a copy of the demo elsewhere."""
+    """A ring adds in the order of what was fused; the last run reads a copy of the demo
+    elsewhere."""
     folder = tmp_path / "run"
     run(3, [*tiny, "--deterministic"])
     shutil.copytree(tiny_data, tmp_path / "staged")
@@ -116,7 +123,9 @@ def test_a_trained_runs_folder_is_not_for_benchmarks_nor_for_two(whole, tiny):
         ended = launch(1, mine)
     (whole / "checkpoints" / "step-00000009").rmdir()
     assert ended.code == 76 and "is in use by another run" in ended.errors()[0]
-    assert "step-00000009" not in ended.output, "it looked for a checkpoint before it locked"
+    assert "step-00000009" not in ended.output, (
+        "it looked for a checkpoint before it locked"
+    )
     left = [p for p in whole.rglob("*") if p.is_file() and p.name != ".lease"]
     assert {p: p.read_bytes() for p in left} == before
 

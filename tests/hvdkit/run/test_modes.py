@@ -37,7 +37,10 @@ def test_what_killed_dry_runs_left_is_removed_and_a_live_one_stays(tmp_path):
 @pytest.mark.parametrize("name", ["file", "file/run"])
 def test_what_is_no_folder_is_refused(tmp_path, name):
     (tmp_path / "file").touch()
-    with pytest.raises(Stop, match=f"{tmp_path}/file is no folder"), throwaway(tmp_path / name):
+    with (
+        pytest.raises(Stop, match=f"{tmp_path}/file is no folder"),
+        throwaway(tmp_path / name),
+    ):
         pass
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -50,7 +53,9 @@ def test_a_folder_named_by_dots_is_left_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "code"), [(None, 0), (3, 3)])
-def test_an_exit_of_train_py_is_the_exit_code_and_words_stay_its_words(monkeypatch, end, code):
+def test_an_exit_of_train_py_is_the_exit_code_and_words_stay_its_words(
+    monkeypatch, end, code
+):
     def exits(*_, **__):
         sys.exit(end)
 
@@ -70,7 +75,9 @@ def test_a_kernel_that_tells_no_peak_of_memory_ends_no_benchmark(monkeypatch):
 
 def test_a_loss_below_0_does_not_end_the_search_for_a_rate(tmp_path):
     x = np.linspace(np.log(1e-7), np.log(10), 200)
-    curve = 2 - 1.5 / (1 + np.exp((np.log(1e-3) - x) / 0.7)) + np.exp(2 * (x - np.log(0.1)))
+    curve = (
+        2 - 1.5 / (1 + np.exp((np.log(1e-3) - x) / 0.7)) + np.exp(2 * (x - np.log(0.1)))
+    )
     run = SimpleNamespace(
         config=SimpleNamespace(num_steps=200, lr_factor=lambda size: 1.0),
         world=World(0, 1, 0, 1),

@@ -103,20 +103,27 @@ print("weights", float(abs(model.get_weights()[0]).sum()), model.dtype_policy.na
 @pytest.mark.timeout(300)
 def test_a_notebook_trains_twice_is_interrupted_and_loads_the_model(tmp_path):
     page = (PROJECT.parent / "docs" / "first-hour.md").read_text()
-    snippet = re.search(r"```python\n(import hvdkit\nfrom settings .*?)```", page, re.S)[1]
+    snippet = re.search(
+        r"```python\n(import hvdkit\nfrom settings .*?)```", page, re.S
+    )[1]
     snippet = snippet.replace("num_steps=100", "num_steps=5")
     snippet = snippet.replace("runs/notebook", str(tmp_path / "notebook"))
     words = [sys.executable, "-c", CELLS, str(tmp_path / "run"), snippet]
-    ended = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        words, cwd=PROJECT, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert (
-        "error: a notebook has no flags: hvdkit.main(train, hvdkit.load_settings(" in ended.stderr
+        "error: a notebook has no flags: hvdkit.main(train, hvdkit.load_settings("
+        in ended.stderr
     )
     assert "--num_steps=none: must be a whole number" in ended.stderr
     assert re.search(r"resuming from .*step-00000020", ended.stdout)
     assert re.search(r"resuming from .* at step 2[4-9]", ended.stdout)
     for name, steps in (("notebook", 5), ("run", 40)):
-        assert json.loads((tmp_path / name / "summary.json").read_text())["step"] == steps
+        assert (
+            json.loads((tmp_path / name / "summary.json").read_text())["step"] == steps
+        )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,10 @@ def test_a_notebook_trains_twice_is_interrupted_and_loads_the_model(tmp_path):
     [
         ({"num_step": 3}, "there is no flag --num_step: did you mean --num_steps?"),
         ({"num_steps": 1.5}, "--num_steps=1.5: must be a whole number"),
-        ({"num_steps": None}, "num_steps=None: give a number, a text, a path, True or False"),
+        (
+            {"num_steps": None},
+            "num_steps=None: give a number, a text, a path, True or False",
+        ),
         ({"jit": [True]}, "jit=[True]: give a number"),
         ({"jit": 2}, "--jit=2: must be true or false"),
         ({"flagfile": "away.cfg"}, "--flagfile=away.cfg: there is no such file"),
@@ -138,8 +148,14 @@ def test_wrong_names_and_values_are_refused_as_flags_are(values, words):
 def test_values_are_what_flags_would_make_of_them(tmp_path):
     (tmp_path / "a.cfg").write_text("--num_steps=7\n--jit\n--momentum=0.5\n")
     file = tmp_path / "a.cfg"
-    config = hvdkit.load_settings(Settings, num_steps=5, jit=False, epochs=3, flagfile=file)
-    assert (str(config.num_steps), config.jit, config.momentum) == ("3epochs", False, 0.5)
+    config = hvdkit.load_settings(
+        Settings, num_steps=5, jit=False, epochs=3, flagfile=file
+    )
+    assert (str(config.num_steps), config.jit, config.momentum) == (
+        "3epochs",
+        False,
+        0.5,
+    )
 
 
 def test_a_run_that_is_none_is_refused(tmp_path):

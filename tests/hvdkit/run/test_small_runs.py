@@ -25,7 +25,10 @@ PARTS = {
     ("mpirun", 2): ("world",),
     ("mpi", 2): ("reduction",),
 }
-FILES = {launch: [CHECKS / f"checks_{p}.py" for p in parts] for launch, parts in PARTS.items()}
+FILES = {
+    launch: [CHECKS / f"checks_{p}.py" for p in parts]
+    for launch, parts in PARTS.items()
+}
 SLOW = (("alone", 1), ("mpi", 2))
 
 
@@ -33,14 +36,18 @@ SLOW = (("alone", 1), ("mpi", 2))
 def outcomes(request):
     """By launch; one runs the checks that were chosen."""
     items = [item for item in request.session.items if item.fspath == request.fspath]
-    chosen = [(item.callspec.params["launch"], item.callspec.params["name"]) for item in items]
+    chosen = [
+        (item.callspec.params["launch"], item.callspec.params["name"]) for item in items
+    ]
     outcomes = {}
     for launch, files in FILES.items():
         names = [name for its_launch, name in chosen if its_launch == launch]
         if names:
             backend, ranks = launch
             files = [file for file in files if {*names} & {*names_of_checks(file)}]
-            outcomes[launch] = run_checks(files, ranks, backend, names=names, timeout=1800)
+            outcomes[launch] = run_checks(
+                files, ranks, backend, names=names, timeout=1800
+            )
     return outcomes
 
 
@@ -52,7 +59,9 @@ def small_runs() -> list:
         for name in names_of_checks(*files):
             is_slow = launch in SLOW or name.startswith("slow")
             marks = [pytest.mark.slow] if is_slow else []
-            params.append(pytest.param(launch, name, marks=marks, id=f"{backend}-{ranks}-{name}"))
+            params.append(
+                pytest.param(launch, name, marks=marks, id=f"{backend}-{ranks}-{name}")
+            )
     return params
 
 

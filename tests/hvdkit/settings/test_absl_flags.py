@@ -53,14 +53,20 @@ def test_a_field_of_a_fork_is_a_flag_like_all_others(project):
     settings_lib.write(whole, project / "saved.cfg")
     assert parse("--flagfile=saved.cfg") == whole
     text = " ".join(help_text("train.py", Settings).split())
-    assert "Settings of a fork: --my_share what it is (at least 0, less than 1; default" in text
+    assert (
+        "Settings of a fork: --my_share what it is (at least 0, less than 1; default"
+        in text
+    )
     assert "--[no]my_switch" in text and "Most people set these first: --task" in text
 
 
 def test_a_mistake_in_it_is_reported_like_one_in_any_other(project):
     (project / "a.cfg").write_text("--my_share=1\n")
     for flag, words in (
-        ("--flagfile=a.cfg", "a.cfg, line 1: --my_share=1: must be a number, at least 0"),
+        (
+            "--flagfile=a.cfg",
+            "a.cfg, line 1: --my_share=1: must be a number, at least 0",
+        ),
         ("--my_shar=0", "did you mean --my_share?"),
         ("--my_switch", "use --optimizer=adam"),
         ("--accumulation_steps=5", "micro-batches"),
@@ -76,36 +82,61 @@ def setting(default, **limits):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"a": (int, 3)}, 'write a: int = setting(DEFAULT, "help"), without @dataclass'),
+        (
+            {"a": (int, 3)},
+            'write a: int = setting(DEFAULT, "help"), without @dataclass',
+        ),
         ({"a": (list, setting([1]))}, "its type is bool, int, float or str"),
         ({"a": (int, setting(0, low=1))}, "--a=0: must be a whole number, at least 1"),
         ({"a": (int, setting([1]))}, "write a: int = setting(DEFAULT"),
         ({"a": (str, setting("x", low=1))}, "only numbers have limits"),
         ({"v": (int, setting(0))}, "v is already a flag of absl.logging"),
-        ({"class_weight_list": (str, setting(""))}, "class_weight_list has another meaning"),
-        ({"num_steps": (float, setting(1.0))}, "write num_steps: int = setting(DEFAULT"),
+        (
+            {"class_weight_list": (str, setting(""))},
+            "class_weight_list has another meaning",
+        ),
+        (
+            {"num_steps": (float, setting(1.0))},
+            "write num_steps: int = setting(DEFAULT",
+        ),
         ({"num_steps": (int, setting(10**8, low=1))}, "less than 100000000"),
         ({"num_steps": (None, 5)}, 'write num_steps: int = setting(DEFAULT, "help")'),
         ({"a": (None, setting(5))}, "'a' is a field but has no type annotation"),
-        ({n: (bool, setting(True)) for n in ("sync", "nosync")}, "--nosync turns sync off"),
+        (
+            {n: (bool, setting(True)) for n in ("sync", "nosync")},
+            "--nosync turns sync off",
+        ),
     ],
 )
-def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(fields, words, capsys):
+def test_a_field_that_can_be_no_setting_ends_a_program_in_one_sentence(
+    fields, words, capsys
+):
     types = {name: kind for name, (kind, _) in fields.items() if kind}
     body = {name: default for name, (_, default) in fields.items()}
     with pytest.raises(SystemExit) as end:
         kind = type("Settings", (hvdkit.Settings,), body | {"__annotations__": types})
         settings_lib.check(["train.py"], kind)
     shown = capsys.readouterr().err
-    assert end.value.code == 2 and shown.startswith("error: ") and shown.count("\n") == 1, shown
+    assert (
+        end.value.code == 2 and shown.startswith("error: ") and shown.count("\n") == 1
+    ), shown
     assert words in shown
 
 
 def test_absl_holds_what_was_resolved_also_a_second_time():
     for steps in (5, 6):
-        words = ["train.py", f"--num_steps={steps}", "--virtual_ranks=2", "--my_share=0.25"]
+        words = [
+            "train.py",
+            f"--num_steps={steps}",
+            "--virtual_ranks=2",
+            "--my_share=0.25",
+        ]
         config = settings_lib.load(words, Settings)
-        assert (FLAGS.num_steps, FLAGS.my_share, FLAGS.base_lr) == (steps, 0.25, config.base_lr)
+        assert (FLAGS.num_steps, FLAGS.my_share, FLAGS.base_lr) == (
+            steps,
+            0.25,
+            config.base_lr,
+        )
         assert FLAGS.deterministic and FLAGS.cpu_threads == 1  # --virtual_ranks sets it
     assert FLAGS.find_module_defining_flag("base_lr") == "hvdkit.settings.train"
     assert FLAGS.find_module_defining_flag("my_share") == Settings.__module__
@@ -119,7 +150,9 @@ def test_commands_ignore_flags_of_an_old_run_that_no_longer_exist(project, capsy
     (project / "config.cfg").write_text("--seed=5\n--max_failed_saves=3\n--nodrift\n")
     assert load_run.settings(project, ["--keep=2"]).seed == 5
     shown = capsys.readouterr().out
-    assert "no longer exist, which are ignored: --max_failed_saves, --nodrift\n" in shown
+    assert (
+        "no longer exist, which are ignored: --max_failed_saves, --nodrift\n" in shown
+    )
     with pytest.raises(SystemExit):
         load_run.settings(project, ["--nodrift"])
     words = "config.cfg, line 2: there is no flag --max_failed_saves"
@@ -143,9 +176,13 @@ def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess
     """Runs `code` in the project, as a train.py that has only this in it."""
     (project / "tasks" / "mine.py").write_text(TASK)
     package = str(Path(hvdkit.__file__).parents[1])
-    (project / "train.py").write_text(f"import pathlib, sys; sys.path.append({package!r})\n{code}")
+    (project / "train.py").write_text(
+        f"import pathlib, sys; sys.path.append({package!r})\n{code}"
+    )
     command = [sys.executable, "train.py", *words]
-    return subprocess.run(command, cwd=project, env={}, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=project, env={}, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
@@ -153,9 +190,11 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
     words = "--task=mine --flagfile=a.cfg --own 4 --fast --num_steps=5"
     ended = python(project, SCRIPT, *words.split())
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
-    ended = python(project, SCRIPT, "--flagfile=saved.cfg")  # the file holds the fork's flags too
+    # The file holds the fork's flags too.
+    ended = python(project, SCRIPT, "--flagfile=saved.cfg")
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
-    assert python(project, SCRIPT).stdout == "3 None None None\n"  # another task is not imported
+    # Another task is not imported.
+    assert python(project, SCRIPT).stdout == "3 None None None\n"
 
 
 @pytest.mark.parametrize(
@@ -171,12 +210,20 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
 def test_a_wrong_flag_of_a_fork_ends_in_one_sentence(project, words, message):
     ended = python(project, SCRIPT, *words.split())
     assert ended.returncode == 2 and message in ended.stderr, ended.stderr
-    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, (
+        ended.stderr
+    )
 
 
 def test_helpfull_has_the_flags_of_all_by_module(project):
     ended = python(project, SCRIPT, "--task=mine", "--helpfull")
     assert ended.returncode == 0 and not ended.stderr
-    for name in ("hvdkit.settings.train:", "tasks.mine:", "--base_lr", "--colour", "--own"):
+    for name in (
+        "hvdkit.settings.train:",
+        "tasks.mine:",
+        "--base_lr",
+        "--colour",
+        "--own",
+    ):
         assert name in ended.stdout
     assert "learning rate after warm-up (greater than 0; default 0.01)" in ended.stdout

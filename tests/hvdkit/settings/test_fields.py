@@ -1,4 +1,5 @@
-"""Flags in any combination, against what each promises: few rows of values, many where it is slow."""
+"""Flags in any combination, against what each promises: few rows of values, many where it is
+slow."""
 
 import ast
 import dataclasses
@@ -50,7 +51,10 @@ def usual(tmp_path_factory):
     "ranks, rows, name",
     [
         *[(2, 2, name) for name in names_of_checks(FILE)],
-        *[pytest.param(1, 4, name, marks=pytest.mark.slow) for name in names_of_checks(FILE)],
+        *[
+            pytest.param(1, 4, name, marks=pytest.mark.slow)
+            for name in names_of_checks(FILE)
+        ],
         pytest.param(1, 40, "check_rows_of_flags", marks=pytest.mark.slow),
     ],
 )
@@ -65,12 +69,18 @@ def test_every_flag_has_values_and_facts():
     assert set(NAMES) - tried == left_out
     changes = [v for _, v in flag_values.CHANGES + flag_values.CHANGES_ON_RANKS]
     keeps = itertools.chain(*flag_values.KEEPS, *flag_values.KEEPS_ON_ONE_RANK)
-    assert set(NAMES) - flag_values.fields_of([*itertools.chain(*changes), *keeps]) == left_out
+    assert (
+        set(NAMES) - flag_values.fields_of([*itertools.chain(*changes), *keeps])
+        == left_out
+    )
 
 
 def test_every_flag_is_read_by_code():
     """As an attribute, and not by the settings alone."""
-    files = [*(ROOT / "hvdkit/src").rglob("*.py"), *(ROOT / "template/tasks").glob("*.py")]
+    files = [
+        *(ROOT / "hvdkit/src").rglob("*.py"),
+        *(ROOT / "template/tasks").glob("*.py"),
+    ]
     read = set()
     for file in files:
         if file.parent.name != "settings":
@@ -85,21 +95,33 @@ def test_each_contradiction_is_refused_in_one_sentence(usual):
     reached = set()
     for flags, part in flag_values.REFUSED.items():
         with pytest.raises(ValueError) as caught:
-            config = settings_lib.parse(["train.py", f"--flagfile={usual}", *flags.split()])
+            config = settings_lib.parse(
+                ["train.py", f"--flagfile={usual}", *flags.split()]
+            )
             config.for_ranks(2)
-        assert part in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+        assert part in str(caught.value) and "\n" not in str(caught.value), str(
+            caught.value
+        )
         last = traceback.extract_tb(caught.value.__traceback__)[-1]
         reached.add((Path(last.filename).name, last.lineno))
-    for file in {Path(inspect.getfile(room)) for room in settings_lib.Settings.__mro__[:-2]}:
+    for file in {
+        Path(inspect.getfile(room)) for room in settings_lib.Settings.__mro__[:-2]
+    }:
         raised = set()
         for part in ast.parse(file.read_text()).body:
             if isinstance(part, ast.ClassDef):
-                lines = [node.lineno for node in ast.walk(part) if isinstance(node, ast.Raise)]
+                lines = [
+                    node.lineno
+                    for node in ast.walk(part)
+                    if isinstance(node, ast.Raise)
+                ]
                 raised.update((file.name, line) for line in lines)
         assert raised <= reached, f"never tried: {sorted(raised - reached)}"
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(settings_lib.Settings), ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "field", dataclasses.fields(settings_lib.Settings), ids=lambda f: f.name
+)
 def test_a_value_beyond_a_limit_is_refused_in_one_sentence(field, usual):
     meta = field.metadata
     bad_values = {

@@ -30,7 +30,14 @@ def test_what_readme_and_docs_promise_of_every_run():
     assert plain.optimizer == "sgd" and plain.precision == "float32"
     assert plain.resume == "auto" and plain.max_bad_steps == 3
     assert plain.lr_scaling == "none" and plain.accumulation_steps == 1
-    off = ("weight_decay", "clip_norm", "ema_decay", "label_smoothing", "dropout", "end_lr")
+    off = (
+        "weight_decay",
+        "clip_norm",
+        "ema_decay",
+        "label_smoothing",
+        "dropout",
+        "end_lr",
+    )
     assert not any(getattr(plain, name) for name in off)
 
 
@@ -39,7 +46,10 @@ def test_what_readme_and_docs_promise_of_every_run():
     ("flag", "words"),
     [
         ("--base_lr=-0.1", ["base_lr=-0.1", "a number, greater than 0"]),
-        ("--num_steps=ten", ["num_steps=ten", "a whole number, at least 1, less than 100000000"]),
+        (
+            "--num_steps=ten",
+            ["num_steps=ten", "a whole number, at least 1, less than 100000000"],
+        ),
         ("--num_steps=0epochs", ["num_steps=0epochs", "or epochs such as 2epochs"]),
         ("--epochs=", ["--epochs=: give a number of epochs, as --epochs=30 or 0.5"]),
         ("--epochs=-1", ["epochs=-1", "as --epochs=30 or 0.5"]),
@@ -57,8 +67,14 @@ def test_what_readme_and_docs_promise_of_every_run():
         ("--batchsize=1", ["--global_batch_size or --batch_per_rank?"]),
         ("--momentun=1", ["--momentum?"]),
         ("--nobenchmrk=1", ["--nobenchmark"]),
-        *((f"--scale_range={v}", [f"'{v}'"]) for v in ("0.5", "0.05,1", "1,11", "nan,1")),
-        *((f"--lr_policy=step --lr_boundaries={v}", [f"'{v}'"]) for v in ("", "0.5,0.5", "0,1")),
+        *(
+            (f"--scale_range={v}", [f"'{v}'"])
+            for v in ("0.5", "0.05,1", "1,11", "nan,1")
+        ),
+        *(
+            (f"--lr_policy=step --lr_boundaries={v}", [f"'{v}'"])
+            for v in ("", "0.5,0.5", "0,1")
+        ),
     ],
 )
 def test_a_bad_flag_is_named_with_its_value_and_limits(flag, words):
@@ -78,12 +94,19 @@ def test_epochs_become_steps():
     assert int(config.num_steps) > 10**7 and str(config.eval_every) == "1epochs"
     steps = config.for_samples(100)  # a step takes 32
     assert (steps.num_steps, steps.eval_every, steps.log_every) == (8, 3, 1)
-    assert type(steps.num_steps) is int and parse("--epochs=2", "--num_steps=9").num_steps == 9
+    assert (
+        type(steps.num_steps) is int
+        and parse("--epochs=2", "--num_steps=9").num_steps == 9
+    )
 
 
 @pytest.mark.parametrize("epochs", [0.1, 0.3, 1, 2.5, 7])
-@pytest.mark.parametrize(("samples", "batch"), [(60, 12), (100, 32), (48, 32), (7, 3), (1000, 1)])
-def test_epochs_end_where_they_would_however_often_a_run_was_begun(epochs, samples, batch):
+@pytest.mark.parametrize(
+    ("samples", "batch"), [(60, 12), (100, 32), (48, 32), (7, 3), (1000, 1)]
+)
+def test_epochs_end_where_they_would_however_often_a_run_was_begun(
+    epochs, samples, batch
+):
     num_steps = fields.Epochs(epochs)
     steps = num_steps.steps(samples, batch)
     for step in range(steps + 9):
@@ -106,7 +129,10 @@ def test_batch_per_rank_becomes_the_global_batch_size(project):
     for settings in (config, per_rank):
         settings_lib.write(settings, project / "saved.cfg")
         assert parse("--flagfile=saved.cfg") == settings
-    refused(lambda: parse("--batch_per_rank=6", "--accumulation_steps=4"), "batch_per_rank=6")
+    refused(
+        lambda: parse("--batch_per_rank=6", "--accumulation_steps=4"),
+        "batch_per_rank=6",
+    )
     config = parse("--batch_per_rank=2000000000")
     refused(lambda: config.for_ranks(2), "global_batch_size=4000000000: must be")
 
@@ -153,7 +179,9 @@ def test_settings_without_effect_are_a_note(with_effect, without, flag):
     name = flag.split()[0]
     assert not any(name in note for note in parse(*flag.split(), with_effect).notes())
     (note,) = parse(*flag.split(), without).notes()
-    assert note.startswith("without effect here: ") and f"{name} ({without})" in note, note
+    assert note.startswith("without effect here: ") and f"{name} ({without})" in note, (
+        note
+    )
 
 
 def test_help_has_every_flag_under_its_heading(capsys):
@@ -166,12 +194,18 @@ def test_help_has_every_flag_under_its_heading(capsys):
     assert len(places) == len(set(places))
     text = " ".join(printed.split())
     assert "--[no]jit compile forward" in text
-    assert "schedule (one of poly, cosine, step, constant, plateau; default poly)" in text
+    assert (
+        "schedule (one of poly, cosine, step, constant, plateau; default poly)" in text
+    )
     assert "learning rate after warm-up (greater than 0; default 0.01)" in text
-    assert text.index("set these first: --task") < text.index("Task, model and loss: --dropout")
+    assert text.index("set these first: --task") < text.index(
+        "Task, model and loss: --dropout"
+    )
 
 
-def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys, monkeypatch):
+def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(
+    capsys, monkeypatch
+):
     assert settings_lib.from_command_line(["train.py", "--seed=3"], Settings).seed == 3
     waited = []
     # The sleeps of this module alone count.
@@ -182,7 +216,9 @@ def test_rank_0_says_what_is_wrong_and_another_only_where_it_still_lives(capsys,
             settings_lib.from_command_line(["train.py", "--seed=x"], Settings)
         assert end.value.code == 2 and len(waited) == int(rank)
         shown = capsys.readouterr()
-        assert not shown.out and shown.err.startswith(start) and shown.err.count("\n") == 1
+        assert (
+            not shown.out and shown.err.startswith(start) and shown.err.count("\n") == 1
+        )
 
 
 def test_a_wrong_flag_is_refused_before_tensorflow_is_imported():
@@ -191,7 +227,9 @@ def test_a_wrong_flag_is_refused_before_tensorflow_is_imported():
     code += "hvdkit.check_flags(hvdkit.Settings)"
 
     def errors(words: list[str]) -> str:
-        return subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60).stderr
+        return subprocess.run(
+            words, stderr=subprocess.PIPE, text=True, timeout=60
+        ).stderr
 
     command = [sys.executable, "-c", code]
     error = errors([*command, "--lr=1"])

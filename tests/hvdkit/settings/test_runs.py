@@ -1,4 +1,5 @@
-"""A run's config.cfg, after mv, after cp -r, through links: its folder is its run, or it is asked for."""
+"""A run's config.cfg, after mv, after cp -r, through links: its folder is its run, or it is
+asked for."""
 
 import os
 import shutil
@@ -16,7 +17,9 @@ def run(project):
     """The folder of a run with settings of its own."""
     folder = project / "runs/a"
     (folder / "checkpoints").mkdir(parents=True)
-    settings_lib.write(Settings(run_dir="runs/a", data_dir="datasets/x"), folder / "config.cfg")
+    settings_lib.write(
+        Settings(run_dir="runs/a", data_dir="datasets/x"), folder / "config.cfg"
+    )
     return folder
 
 
@@ -31,7 +34,9 @@ def test_a_run_that_stays_has_the_folder_that_is_written(project, run):
 
 
 @pytest.mark.parametrize("put", [shutil.move, shutil.copytree])
-def test_a_moved_or_copied_run_is_where_its_config_lies(project, run, put, monkeypatch, tmp_path):
+def test_a_moved_or_copied_run_is_where_its_config_lies(
+    project, run, put, monkeypatch, tmp_path
+):
     put(run, project / "runs/b")
     # Another run is there by now.
     (project / "runs/a/checkpoints").mkdir(parents=True, exist_ok=True)
@@ -39,7 +44,9 @@ def test_a_moved_or_copied_run_is_where_its_config_lies(project, run, put, monke
     assert (config.run_dir, config.data_dir) == ("runs/b", "datasets/x")
     (project / "latest").symlink_to("runs/b")
     assert parse("--flagfile=latest/config.cfg").run_dir == "runs/b"
-    (project / "configs/again.cfg").write_text("--flagfile=runs/b/config.cfg\n--num_steps=7\n")
+    (project / "configs/again.cfg").write_text(
+        "--flagfile=runs/b/config.cfg\n--num_steps=7\n"
+    )
     assert parse("--flagfile=configs/again.cfg").run_dir == "runs/b"
     (project / "configs/link.cfg").symlink_to("../runs/b/config.cfg")
     assert parse("--flagfile=configs/link.cfg").run_dir == "runs/b"
@@ -50,7 +57,9 @@ def test_a_moved_or_copied_run_is_where_its_config_lies(project, run, put, monke
     assert config.run_dir == str(project / "runs/b")
     assert config.data_dir == str(project / "datasets/x")
     shutil.move(project / "runs/b", tmp_path / "outside")
-    assert parse(f"--flagfile={tmp_path}/outside/config.cfg").run_dir == str(tmp_path / "outside")
+    assert parse(f"--flagfile={tmp_path}/outside/config.cfg").run_dir == str(
+        tmp_path / "outside"
+    )
 
 
 def test_without_the_line_of_its_folder_it_is_the_folder_too(project, run):
@@ -84,14 +93,19 @@ def test_a_config_cfg_that_no_run_wrote_is_a_flagfile_like_others(project):
 
 
 def test_settings_that_nobody_asked_for_are_known(project, run):
-    (project / "configs/default.cfg").write_text("--task=one\n--dropout=0.5\n--seed=3\n")
+    (project / "configs/default.cfg").write_text(
+        "--task=one\n--dropout=0.5\n--seed=3\n"
+    )
     file = "configs/default.cfg"
     config = parse("--task=other", "--seed=3")
     assert config.unasked == config.for_ranks(1).unasked == {"dropout": file}
     assert not parse("--task=one").unasked and not parse("--seed=3").unasked
     assert not parse("--task=other", f"--flagfile={file}").unasked
     config = parse("--flagfile=runs/a/config.cfg", "--dropout=0.1")
-    assert config.unasked["num_classes"] == "config.cfg" and "dropout" not in config.unasked
+    assert (
+        config.unasked["num_classes"] == "config.cfg"
+        and "dropout" not in config.unasked
+    )
     assert os.path.exists(run)
 
 

@@ -1,4 +1,5 @@
-"""Values as people type them: quotes, comments, ~ and variables, in flagfiles and on command lines."""
+"""Values as people type them: quotes, comments, ~ and variables, in flagfiles and on command
+lines."""
 
 import os
 from pathlib import Path
@@ -82,7 +83,9 @@ def test_each_path_flag_understands_what_is_typed(project, name):
             meant = meant.replace("runs/my run", "map")
             if meant != "map":
                 continue
-        assert getattr(of_file(project, f"--{name}={text}", *companion), name) == meant, text
+        assert (
+            getattr(of_file(project, f"--{name}={text}", *companion), name) == meant
+        ), text
     for text, meant in ANYWHERE.items():
         if name != "label_map":
             assert getattr(parse(f"--{name}={text}", *companion), name) == meant, text
@@ -95,7 +98,11 @@ def test_each_path_flag_refuses_what_a_shell_would_read_in_another_way(project, 
         if name == "label_map" and ":" in text:  # text with a colon is pairs
             continue
         refused(lambda text=text: parse(f"--{name}={text}"), f"--{name}=", words)
-        refused(lambda text=text: of_file(project, f"--{name}={text}"), "a.cfg, line 1", words)
+        refused(
+            lambda text=text: of_file(project, f"--{name}={text}"),
+            "a.cfg, line 1",
+            words,
+        )
 
 
 def test_a_flagfile_is_named_as_any_path(project, monkeypatch):
@@ -107,14 +114,26 @@ def test_a_flagfile_is_named_as_any_path(project, monkeypatch):
 
 
 def test_every_other_flag_has_quotes_and_comments_too(project):
-    lines = ("--optimizer=adam # note", "--num_steps='100'  # short", '--task="my task"')
-    lines += ("--jit  # faster", "--cache_dir=  # none", "\t--seed=7", "--epochs=2 # passes")
-    (project / "a.cfg").write_bytes("\r\n".join(("\ufeff--keep=2", *lines, "  \t")).encode())
+    lines = (
+        "--optimizer=adam # note",
+        "--num_steps='100'  # short",
+        '--task="my task"',
+    )
+    lines += (
+        "--jit  # faster",
+        "--cache_dir=  # none",
+        "\t--seed=7",
+        "--epochs=2 # passes",
+    )
+    (project / "a.cfg").write_bytes(
+        "\r\n".join(("\ufeff--keep=2", *lines, "  \t")).encode()
+    )
     config = parse("--flagfile=a.cfg")
     assert (config.optimizer, config.task, config.jit) == ("adam", "my task", True)
     assert (config.cache_dir, config.seed, config.keep) == ("", 7, 2)
     assert str(config.num_steps) == "2epochs"
-    assert parse("--task=$x # y").task == "$x # y"  # a shell has read it, and it is no path
+    # A shell has read it, and it is no path.
+    assert parse("--task=$x # y").task == "$x # y"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +151,20 @@ def test_what_cannot_be_read_is_refused_with_its_line(project, line, words):
     refused(lambda: of_file(project, "", line), "a.cfg, line 2", words)
 
 
-HARD = ["a #b", "a //b", "$HOME", "a$b", "$$", "~", "~x", '"a"', "'a'", '"', 'a "b" c', "a\\ b"]
+HARD = [
+    "a #b",
+    "a //b",
+    "$HOME",
+    "a$b",
+    "$$",
+    "~",
+    "~x",
+    '"a"',
+    "'a'",
+    '"',
+    'a "b" c',
+    "a\\ b",
+]
 HARD += ["\\$x", "it's", "a b", "#a", "\u201ca\u201d", "${x}", "a=b", '"a" # b', "a'b'"]
 
 
@@ -144,7 +176,11 @@ def test_a_real_name_survives_flagfiles_and_command_lines(project, monkeypatch, 
         kept = Settings(data_dir=whole, run_dir=whole, train_split=name)
         settings_lib.write(kept, project / "saved.cfg")
         config = parse(f"--flagfile={project}/saved.cfg")
-        assert (config.data_dir, config.run_dir, config.train_split) == (whole, whole, name)
+        assert (config.data_dir, config.run_dir, config.train_split) == (
+            whole,
+            whole,
+            name,
+        )
         assert parse(f"--run_dir={typed.written(whole, is_path=True)}").run_dir == whole
         assert typed.path_argument(typed.written(whole, is_path=True)) == Path(whole)
     monkeypatch.chdir(project)

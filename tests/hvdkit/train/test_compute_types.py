@@ -25,7 +25,9 @@ def network(**head) -> keras.Model:
 
 def text() -> keras.Model:
     ids = layers.StringLookup(vocabulary=["a", "b"])
-    return keras.Sequential([keras.Input((3,), dtype="string"), ids, layers.Embedding(3, 2)])
+    return keras.Sequential(
+        [keras.Input((3,), dtype="string"), ids, layers.Embedding(3, 2)]
+    )
 
 
 def quantized() -> keras.Model:
@@ -91,14 +93,34 @@ def with_backbone() -> keras.Model:
 @pytest.mark.parametrize(
     ("precision", "make", "words"),
     [
-        ("bfloat16", loaded, ("first", "in float32, most of the model", "set dtype_policy")),
-        ("float16", loaded, ("first", "in float32, most of the model", "set dtype_policy")),
+        (
+            "bfloat16",
+            loaded,
+            ("first", "in float32, most of the model", "set dtype_policy"),
+        ),
+        (
+            "float16",
+            loaded,
+            ("first", "in float32, most of the model", "set dtype_policy"),
+        ),
         ("float64", loaded, ("first", "compute in float32", "set dtype_policy")),
         ("bfloat16", with_backbone, ("first", "in float32, most of the model")),
-        ("bfloat16", cleared, ("first", "in float32", "policy became float32", "clear_session")),
+        (
+            "bfloat16",
+            cleared,
+            ("first", "in float32", "policy became float32", "clear_session"),
+        ),
         ("float32", own_policy("mixed_float16"), ("first", "in float16", "loss scale")),
-        ("float32", own_policy("mixed_bfloat16"), ("first", "in bfloat16", "policy became")),
-        ("bfloat16", own_policy("mixed_float16"), ("first", "in float16", "loss scale")),
+        (
+            "float32",
+            own_policy("mixed_bfloat16"),
+            ("first", "in bfloat16", "policy became"),
+        ),
+        (
+            "bfloat16",
+            own_policy("mixed_float16"),
+            ("first", "in float16", "loss scale"),
+        ),
         ("float16", own_policy("mixed_bfloat16"), ("first", "in bfloat16")),
         ("float32", lambda: network(dtype="float16"), ("logits computes in float16",)),
         ("float64", lambda: network(dtype="float32"), ("logits computes in float32",)),

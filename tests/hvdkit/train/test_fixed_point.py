@@ -22,10 +22,14 @@ def fixed_sum(parts, order):
 
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 100.0])
 def test_sums_are_those_of_float64_in_any_order(size):
-    parts = np.random.default_rng(1).normal(scale=size, size=(12, 500)).astype(np.float32)
+    parts = (
+        np.random.default_rng(1).normal(scale=size, size=(12, 500)).astype(np.float32)
+    )
     total = fixed_sum(parts, range(12))
     # Each addend is rounded to the grid, by half a unit at most.
-    np.testing.assert_allclose(total, parts.astype(np.float64).sum(0), rtol=0, atol=6 * 2.0**-48)
+    np.testing.assert_allclose(
+        total, parts.astype(np.float64).sum(0), rtol=0, atol=6 * 2.0**-48
+    )
     np.testing.assert_array_equal(total, fixed_sum(parts, reversed(range(12))))
 
 
@@ -35,7 +39,8 @@ def both(values, addends, scale=1.0):
     scale = tf.constant(scale)
     plain = fixed_point.to_fixed(values, 48, addends, scale=scale).numpy()
     np.testing.assert_array_equal(
-        fixed_point.add_gradients(None, values, addends=addends, scale=scale).numpy(), plain
+        fixed_point.add_gradients(None, values, addends=addends, scale=scale).numpy(),
+        plain,
     )
     return plain
 
@@ -55,8 +60,14 @@ def test_what_cannot_be_added_is_told_and_nothing_wraps(addends, scale):
             assert [bool(x) for x in judged] == [bool(np.isfinite(bad)), False, True]
         assert both(values, addends, scale).tolist() == [2**48, 0, 2**48, 2**47]
     # 16 units are 4 bits; nothing at all is no loss of them.
-    for least, kept in ((2.0**-44, True), (np.nextafter(2.0**-44, 0), False), (0.0, True)):
-        judged = fixed_point.judge(tf.constant([0.0, -least * scale], tf.float64), 4, scale=scale)
+    for least, kept in (
+        (2.0**-44, True),
+        (np.nextafter(2.0**-44, 0), False),
+        (0.0, True),
+    ):
+        judged = fixed_point.judge(
+            tf.constant([0.0, -least * scale], tf.float64), 4, scale=scale
+        )
         assert [bool(x) for x in judged] == [True, True, kept]
 
 
@@ -69,16 +80,22 @@ def test_the_loss_scale_is_taken_out_without_rounding():
 def test_xla_rounds_as_numpy_does():
     """To the nearest, halves to even."""
     halves = np.array([0.5, 1.5, 2.5, -0.5, -1.5, 0.49999999999999994, 2.0**51 + 0.5])
-    assert both(halves * 2.0**-48, 4).tolist() == np.rint(halves).astype(np.int64).tolist()
+    assert (
+        both(halves * 2.0**-48, 4).tolist() == np.rint(halves).astype(np.int64).tolist()
+    )
 
 
 def test_tensors_of_any_kind_are_packed_without_rounding():
-    parts = [tf.constant([[1 / 3, 2.0]], t) for t in (tf.bfloat16, tf.float16, tf.float32)]
+    parts = [
+        tf.constant([[1 / 3, 2.0]], t) for t in (tf.bfloat16, tf.float16, tf.float32)
+    ]
     flat = fixed_point.pack(parts)
     assert flat.dtype == tf.float32 and flat.shape == [6]
     wide = [np.ravel(tf.cast(part, tf.float32)) for part in parts]
     np.testing.assert_array_equal(flat, np.concatenate(wide))
-    assert fixed_point.pack([*parts, tf.constant(1 / 3, tf.float64)]).numpy()[-1] == 1 / 3
+    assert (
+        fixed_point.pack([*parts, tf.constant(1 / 3, tf.float64)]).numpy()[-1] == 1 / 3
+    )
 
 
 def test_state_of_any_size_is_averaged_exactly():
@@ -87,7 +104,12 @@ def test_state_of_any_size_is_averaged_exactly():
     mean = fixed_point.state_from_fixed(tf.add_n([whole] * 64)) / 64
     np.testing.assert_array_equal(np.float32(mean), np.float32(values))
     limit = 2.0**42 / 64
-    for value, fits in ((limit, True), (-limit, True), (limit * 1.01, False), (np.nan, False)):
+    for value, fits in (
+        (limit, True),
+        (-limit, True),
+        (limit * 1.01, False),
+        (np.nan, False),
+    ):
         state = tf.constant([value], tf.float64)
         judged = fixed_point.judge(state, 64, most=fixed_point.LARGEST_STATE)
         assert bool(judged[1]) == fits

@@ -17,7 +17,9 @@ from hvdkit.train.step.gradients import LossScale
         (0.0, 4.0, [0.0, 4.0], 4.0),
     ],
 )
-def test_l2_is_added_and_then_clipped_and_leaves_gamma_alone(l2, clip_norm, kernel, norm):
+def test_l2_is_added_and_then_clipped_and_leaves_gamma_alone(
+    l2, clip_norm, kernel, norm
+):
     variables = [
         keras.Variable(np.array([3.0, 0.0], np.float32), name="kernel"),
         keras.Variable(np.array([5.0], np.float32), name="gamma"),
@@ -29,12 +31,16 @@ def test_l2_is_added_and_then_clipped_and_leaves_gamma_alone(l2, clip_norm, kern
 
 
 def test_figures_of_a_layer_are_sum_norm_and_the_share_that_is_no_number():
-    figures = gradients.layer_figures([tf.constant([3.0, -4.0]), None, tf.constant([np.nan, 1.0])])
+    figures = gradients.layer_figures(
+        [tf.constant([3.0, -4.0]), None, tf.constant([np.nan, 1.0])]
+    )
     np.testing.assert_array_equal(figures[:2], [[-1.0, 5.0, 0.0], [0.0, 0.0, 0.0]])
     assert np.isnan(figures[2, 0]) and np.isnan(figures[2, 1]) and figures[2, 2] == 0.5
 
 
-def scale_after(scale: LossScale, finite: bool, counted: bool = True) -> tuple[float, int, int]:
+def scale_after(
+    scale: LossScale, finite: bool, counted: bool = True
+) -> tuple[float, int, int]:
     scale.update(tf.constant(finite), tf.constant(counted))
     return float(scale.value), int(scale.sound_steps), int(scale.skipped_in_a_row)
 
@@ -65,5 +71,6 @@ def test_loss_scale_doubles_after_a_thousand_sound_steps_and_stays_between_its_e
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16"])
 def test_only_float16_is_scaled(precision):
     scale = LossScale(precision)
-    assert scale_after(scale, False) == (2.0**15, 0, 1)  # a resume with float16 begins with it
+    # A resume with float16 begins with it.
+    assert scale_after(scale, False) == (2.0**15, 0, 1)
     assert scale_after(scale, True) == (2.0**15, 0, 0) and scale.read() == 1.0

@@ -25,7 +25,9 @@ def kept(request, tmp_path_factory):
     """By number of ranks and name of the kind: what rank 0 kept of it."""
     folders = {ranks: tmp_path_factory.mktemp(f"kinds-{ranks}") for ranks in (1, 2)}
     chosen = [item for item in request.session.items if item.fspath == request.fspath]
-    names = [item.callspec.params["name"] for item in chosen if hasattr(item, "callspec")]
+    names = [
+        item.callspec.params["name"] for item in chosen if hasattr(item, "callspec")
+    ]
 
     def launch(ranks):
         env = {"KINDS_OF_MODELS": str(folders[ranks]), "KINDS": json.dumps(names)}
@@ -63,12 +65,16 @@ def test_kind_of_model(name, kept):
         assert len(part(one, "anew/")) == 2
         far = difference(one, two)
         assert far <= kind.near if kind.end == EQUAL else far > 1e-6, far
-        assert ("by rank" in str(two["printed"])) == (kind.end == BY_RANK), two["printed"]
+        assert ("by rank" in str(two["printed"])) == (kind.end == BY_RANK), two[
+            "printed"
+        ]
         return
     refused(kind, two)
     if kind.end == REFUSED:
         # Keras counts its layers over a process, and 1 rank has made more of them.
-        on_one, on_two = (re.sub(r"_\d+", "", str(ended["message"])) for ended in (one, two))
+        on_one, on_two = (
+            re.sub(r"_\d+", "", str(ended["message"])) for ended in (one, two)
+        )
         assert on_one == on_two
     else:
         trained(kind, one)
@@ -107,4 +113,8 @@ def distance(one, other):
 
 
 def part(kept, start):
-    return {name[len(start) :]: value for name, value in kept.items() if name.startswith(start)}
+    return {
+        name[len(start) :]: value
+        for name, value in kept.items()
+        if name.startswith(start)
+    }

@@ -13,7 +13,9 @@ from scipy.special import log_softmax
 from hvdkit.train.step import objective
 from hvdkit.train.step.losses import cross_entropy, mixed_cross_entropy
 
-LOGITS = np.array([[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]])
+LOGITS = np.array(
+    [[2.0, 0.0, -1.0], [0.5, 0.5, 0.5], [-3.0, 1.0, 4.0], [0.0, 9.0, 0.0]]
+)
 LABELS = np.array([0, 1, 1, 2])
 
 
@@ -29,7 +31,9 @@ def test_losses_are_cross_entropy_to_the_smoothed_target(smoothing, class_weight
     smooth = (1 - smoothing) * np.eye(4) + smoothing / 4
     logs = log_softmax(logits, -1)
 
-    losses, weights = cross_entropy(logits, first, smoothing=smoothing, class_weights=class_weights)
+    losses, weights = cross_entropy(
+        logits, first, smoothing=smoothing, class_weights=class_weights
+    )
     np.testing.assert_allclose(losses, -(smooth[first] * logs).sum(-1), rtol=1e-12)
     np.testing.assert_array_equal(weights, weight_of[first])
 
@@ -41,15 +45,21 @@ def test_losses_are_cross_entropy_to_the_smoothed_target(smoothing, class_weight
     )
     first_weight = share * weight_of[first]
     second_weight = (1 - share) * weight_of[second]
-    target = first_weight[:, None] * smooth[first] + second_weight[:, None] * smooth[second]
-    np.testing.assert_allclose(losses * weights, -(target * logs).sum(-1), rtol=1e-6, atol=1e-9)
+    target = (
+        first_weight[:, None] * smooth[first] + second_weight[:, None] * smooth[second]
+    )
+    np.testing.assert_allclose(
+        losses * weights, -(target * logs).sum(-1), rtol=1e-6, atol=1e-9
+    )
     np.testing.assert_allclose(weights, first_weight + second_weight, rtol=1e-6)
 
 
 def test_an_ignored_position_has_no_weight_whatever_its_label():
     labels = np.array([0, 255, 1, 2], np.uint8)
     valid = np.array([True, False, True, True])
-    losses, weights = cross_entropy(LOGITS, labels, valid=valid, class_weights=[3.0, 1.0, 1.0])
+    losses, weights = cross_entropy(
+        LOGITS, labels, valid=valid, class_weights=[3.0, 1.0, 1.0]
+    )
     assert np.isfinite(losses).all()
     np.testing.assert_array_equal(weights, [3.0, 0.0, 1.0, 1.0])
 
@@ -88,10 +98,14 @@ def test_padding_that_keras_masks_has_no_weight():
             keras.layers.Dense(3),
         ]
     )(words)
-    losses, weights = objective.loss(SimpleNamespace(loss=cross_entropy), outputs, words % 3)[""]
+    losses, weights = objective.loss(
+        SimpleNamespace(loss=cross_entropy), outputs, words % 3
+    )[""]
     np.testing.assert_array_equal(weights, words > 0)
     mean = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
-    wanted = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(words % 3, outputs)
+    wanted = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(
+        words % 3, outputs
+    )
     np.testing.assert_allclose(mean, wanted, rtol=1e-6)
     _several_outputs(words, outputs)
 

@@ -49,7 +49,9 @@ def two_inputs() -> keras.Model:
     x = keras.Input((7,), dtype="int32")
     other = keras.Input((7,), dtype="int32")
     read = layers.LSTM(3)(layers.Embedding(9, 4)(other))
-    return keras.Model((x, other), layers.Concatenate()([recurrent()(embedding()(x)), read]))
+    return keras.Model(
+        (x, other), layers.Concatenate()([recurrent()(embedding()(x)), read])
+    )
 
 
 GOOD = [
@@ -97,11 +99,17 @@ BAD = [
     ),
     (
         lambda: Called(
-            tagger, table=embedding(), body=recurrent(return_sequences=True), head=layers.LSTM(2)
+            tagger,
+            table=embedding(),
+            body=recurrent(return_sequences=True),
+            head=layers.LSTM(2),
         ),
         "lstm",
     ),
-    (lambda: Called(averaging, table=embedding(), head=layers.Dense(2)), "any layer that uses it"),
+    (
+        lambda: Called(averaging, table=embedding(), head=layers.Dense(2)),
+        "any layer that uses it",
+    ),
 ]
 
 
@@ -120,7 +128,9 @@ def test_a_layer_that_supports_no_mask_is_noted():
 def test_layers_that_are_computed_again_give_the_same_gradients():
     """The class of docs/speed.md."""
     page = (Path(project.ENGINE).parents[2] / "docs/speed.md").read_text()
-    (code,) = re.findall(r"```python\n(class Recomputed.*?\n)\nblock =", page, re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(class Recomputed.*?\n)\nblock =", page, re.DOTALL
+    )
     names = {"keras": keras, "tf": tf}
     exec(code, names)
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)

@@ -164,7 +164,9 @@ def adam(w, g, m, v, constants):
 
 
 def adamw(w, g, m, v, constants):
-    return constants.rate * (adam_size(m, v, g, constants.t, True) + constants.decay * w)
+    return constants.rate * (
+        adam_size(m, v, g, constants.t, True) + constants.decay * w
+    )
 
 
 def lamb(w, g, m, v, constants):
@@ -195,7 +197,9 @@ UPDATES = {"sgd": sgd, "adam": adam, "adamw": adamw, "lamb": lamb, "lars": lars}
     [(0.0, "float64", 1e-12), (0.2, "float64", 1e-12), (0.2, "float32", 1e-4)],
 )
 @pytest.mark.parametrize(("rule", "momentum"), RULES)
-def test_weights_and_averages_follow_the_formula(rule, momentum, decay, precision, near):
+def test_weights_and_averages_follow_the_formula(
+    rule, momentum, decay, precision, near
+):
     set_precision(precision)
     config = settings(
         rule, momentum=momentum, weight_decay=decay, ema_decay=EMA, precision=precision
@@ -211,7 +215,9 @@ def test_weights_and_averages_follow_the_formula(rule, momentum, decay, precisio
     assert all(variable.dtype == precision for variable in model.trainable_variables)
     same([v.numpy() for v in model.trainable_variables], weights, near, near / 10)
     same(averages_of(state), averages, near, near / 10)
-    np.testing.assert_array_equal(model.trainable_variables[UNUSED].numpy(), start[UNUSED])
+    np.testing.assert_array_equal(
+        model.trainable_variables[UNUSED].numpy(), start[UNUSED]
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
@@ -220,10 +226,14 @@ def test_sgd_gives_keras_bits(precision):
     slope = np.random.default_rng(3).normal(size=(STEPS, 50, 21)).astype(precision)
 
     def ends(kind: type) -> list[np.ndarray]:
-        weight = keras.Variable(np.linspace(-1, 1, 1050).reshape(50, 21), dtype=precision)
+        weight = keras.Variable(
+            np.linspace(-1, 1, 1050).reshape(50, 21), dtype=precision
+        )
         rule = kind(0.1, momentum=np.float64(0.7) if precision == "float64" else 0.7)
         rule.build([weight])
-        step = tf.function(lambda gradient: rule.apply([gradient], [weight]), autograph=False)
+        step = tf.function(
+            lambda gradient: rule.apply([gradient], [weight]), autograph=False
+        )
         for number, gradient in enumerate(slope):
             rule.learning_rate.assign(0.1 / (number + 1))
             step(gradient)
@@ -259,7 +269,12 @@ class Own(keras.layers.Layer):
 LAYERS = keras.layers
 # Layer, shape of its input, names of the weights that decay, names of those that do not.
 KINDS = [
-    (LAYERS.SeparableConv2D(2, 3), (8, 8, 3), ["depthwise_kernel", "pointwise_kernel"], ["bias"]),
+    (
+        LAYERS.SeparableConv2D(2, 3),
+        (8, 8, 3),
+        ["depthwise_kernel", "pointwise_kernel"],
+        ["bias"],
+    ),
     (LAYERS.LSTM(2), (5, 3), ["kernel", "recurrent_kernel"], ["bias"]),
     (LAYERS.MultiHeadAttention(2, 3), (4, 5), ["kernel"] * 4, ["bias"] * 4),
     (LAYERS.Embedding(7, 2), (5,), [], ["embeddings"]),
@@ -306,9 +321,18 @@ def test_what_cannot_be_trained_is_refused():
     ("flags", "words"),
     [
         ({"optimizer": "sgd", "adam_beta1": 0.5}, "--adam_beta1=0.5: --optimizer=sgd"),
-        ({"optimizer": "lars", "adam_beta2": 0.5}, "--adam_beta2=0.5: --optimizer=lars"),
-        ({"optimizer": "lars", "adam_epsilon": 0.5}, "--adam_epsilon=0.5: --optimizer=lars"),
-        ({"optimizer": "adamw", "nesterov": True}, "--nesterov=True: --optimizer=adamw"),
+        (
+            {"optimizer": "lars", "adam_beta2": 0.5},
+            "--adam_beta2=0.5: --optimizer=lars",
+        ),
+        (
+            {"optimizer": "lars", "adam_epsilon": 0.5},
+            "--adam_epsilon=0.5: --optimizer=lars",
+        ),
+        (
+            {"optimizer": "adamw", "nesterov": True},
+            "--nesterov=True: --optimizer=adamw",
+        ),
         ({"optimizer": "lamb", "nesterov": True}, "--nesterov=True: --optimizer=lamb"),
     ],
 )
@@ -319,7 +343,9 @@ def test_a_number_that_the_rule_does_not_have_is_refused(flags, words):
 def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
     model = network()
     model.layers[0].trainable = False
-    state = State(model, optimizer.build(settings("sgd", ema_decay=EMA), model), "float64")
+    state = State(
+        model, optimizer.build(settings("sgd", ema_decay=EMA), model), "float64"
+    )
     assert [v.shape for v in averages_of(state)] == [(4,), (4,), (4, 2), (2,)]
     optimizer.check_trainable(state.optimizer, model)
     model.layers[0].trainable = True
@@ -343,17 +369,41 @@ MUON = keras.optimizers.Muon
         (lambda: ADAM(SCHEDULE), {}, "schedule"),
         (lambda: ADAM(gradient_accumulation_steps=2), {}, "--accumulation_steps"),
         (lambda: ADAM(loss_scale_factor=8.0), {}, "float16"),
-        (lambda: ADAM(use_ema=True), {"ema_decay": 0.9}, "--ema_decay=0.9 .* ema_momentum=0.99"),
-        (lambda: SGD_OF_KERAS(0.1, weight_decay=0.1), {"weight_decay": 0.1}, "both decay"),
+        (
+            lambda: ADAM(use_ema=True),
+            {"ema_decay": 0.9},
+            "--ema_decay=0.9 .* ema_momentum=0.99",
+        ),
+        (
+            lambda: SGD_OF_KERAS(0.1, weight_decay=0.1),
+            {"weight_decay": 0.1},
+            "both decay",
+        ),
         (lambda: MUON(0.1, weight_decay=None), {"weight_decay": 0.1}, "both decay"),
         (list, {}, "at least one Group"),
         (lambda: [ADAM()], {}, "make it of Groups"),
         (lambda: [Group(lambda v: True, ADAM(), -1.0)], {}, "rate of -1.0"),
         (lambda: [Group(is_kernel, ADAM())], {}, "bias is in no Group"),
-        (lambda: [Group([], ADAM()), Group(lambda v: True, ADAM())], {}, "Group 0 takes no weight"),
-        (lambda: [Group([keras.Variable(0.0, name="x")], ADAM())], {}, "0 has x, not trained"),
-        (lambda: keras.optimizers.LossScaleOptimizer(SGD_OF_KERAS(0.1)), {}, "LossScaleOptimizer"),
-        (lambda: keras.optimizers.MultiOptimizer(lambda v: ADAM()), {}, "a list of hvdkit.*Group"),
+        (
+            lambda: [Group([], ADAM()), Group(lambda v: True, ADAM())],
+            {},
+            "Group 0 takes no weight",
+        ),
+        (
+            lambda: [Group([keras.Variable(0.0, name="x")], ADAM())],
+            {},
+            "0 has x, not trained",
+        ),
+        (
+            lambda: keras.optimizers.LossScaleOptimizer(SGD_OF_KERAS(0.1)),
+            {},
+            "LossScaleOptimizer",
+        ),
+        (
+            lambda: keras.optimizers.MultiOptimizer(lambda v: ADAM()),
+            {},
+            "a list of hvdkit.*Group",
+        ),
     ],
 )
 def test_what_a_tasks_optimizer_may_not_do_by_itself_is_refused(make, flags, why):
@@ -366,7 +416,9 @@ def test_a_tasks_optimizer_is_built_and_its_weight_decay_is_l2():
     """Whatever rule --optimizer names, which may be a fork's default."""
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     config = Settings(optimizer="adamw", weight_decay=0.1)
-    rule = optimizer.build(config, model, lambda model: keras.optimizers.Lion(config.base_lr))
+    rule = optimizer.build(
+        config, model, lambda model: keras.optimizers.Lion(config.base_lr)
+    )
     assert isinstance(rule.optimizer, keras.optimizers.Lion) and rule.optimizer.built
     assert optimizer.l2_weight(config, rule.optimizer) == 0.1
 
@@ -425,7 +477,9 @@ def test_each_group_may_average_in_its_own_way():
         Group([others[0]], ADAM(0.1, use_ema=True, ema_momentum=0.9)),
         Group(lambda v: True, SGD_OF_KERAS(0.1)),
     ]
-    state = State(model, optimizer.build(settings("sgd"), model, lambda model: groups), "float64")
+    state = State(
+        model, optimizer.build(settings("sgd"), model, lambda model: groups), "float64"
+    )
     start = [v.numpy() for v in model.trainable_variables]
     seen = []
     for number in range(3):  # the second group takes no part in the first two steps
@@ -441,7 +495,9 @@ def test_each_group_may_average_in_its_own_way():
 def test_the_average_is_of_weights_after_their_constraint():
     model = network()
     model.layers[-1].kernel.constraint = keras.constraints.MaxNorm(0.5)
-    state = State(model, optimizer.build(settings("sgd", ema_decay=EMA), model), "float64")
+    state = State(
+        model, optimizer.build(settings("sgd", ema_decay=EMA), model), "float64"
+    )
     applied(state.apply, model, slopes(model))
     with state.averaged_weights():
         assert np.linalg.norm(model.layers[-1].kernel, axis=0).max() <= 0.5

@@ -26,7 +26,9 @@ class OfProbabilities(Small):
 class OfKeras(Small):
     def loss(self, logits, targets):
         return unweighted(
-            keras.losses.sparse_categorical_crossentropy(targets, logits, from_logits=True)
+            keras.losses.sparse_categorical_crossentropy(
+                targets, logits, from_logits=True
+            )
         )
 
 
@@ -64,7 +66,9 @@ class ToOthers(OfLabels):
 @pytest.mark.parametrize("task", [Small, OfKeras, BackToClasses])
 def test_softmax_where_the_loss_is_softmax_cross_entropy_of_the_outputs(task):
     decoded = outputs.decoder(task(Settings()), LOGITS)(LOGITS)
-    np.testing.assert_allclose(decoded["probabilities"], softmax(LOGITS.numpy()), rtol=1e-6)
+    np.testing.assert_allclose(
+        decoded["probabilities"], softmax(LOGITS.numpy()), rtol=1e-6
+    )
     np.testing.assert_array_equal(decoded["classes"], np.argmax(LOGITS, -1))
 
 
@@ -74,17 +78,27 @@ def test_what_decode_says():
     np.testing.assert_allclose(decoded["probabilities"], probabilities, rtol=1e-6)
     np.testing.assert_array_equal(decoded["labels"], LOGITS.numpy() > 0)
     decoded = outputs.one_logit(LOGITS[:, :1])
-    np.testing.assert_allclose(decoded["probabilities"][:, 1], probabilities[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        decoded["probabilities"][:, 1], probabilities[:, 0], rtol=1e-6
+    )
     np.testing.assert_array_equal(decoded["classes"], LOGITS[:, 0] > 0)
 
 
 @pytest.mark.parametrize(
     ("task", "out", "words"),
     [
-        (OfProbabilities, LOGITS, "no softmax cross-entropy of all outputs: let its class Task"),
+        (
+            OfProbabilities,
+            LOGITS,
+            "no softmax cross-entropy of all outputs: let its class Task",
+        ),
         (OfHalf, LOGITS, "no softmax cross-entropy of all outputs"),
         (ToOthers, LOGITS, "no softmax cross-entropy of all outputs"),
-        (Small, LOGITS[:, :1], r"are \(4, 1\), no logits of classes: let its class Task say"),
+        (
+            Small,
+            LOGITS[:, :1],
+            r"are \(4, 1\), no logits of classes: let its class Task say",
+        ),
         (Small, {"a": LOGITS}, "are a dict, no logits of classes"),
         (Wrong, LOGITS, r"must return a dict of tensors \[batch, ...\]"),
     ],

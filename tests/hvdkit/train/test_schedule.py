@@ -57,7 +57,9 @@ class Follows:
     """What Keras's callback sees of a model: an optimizer's rate."""
 
     def __init__(self, rate: float) -> None:
-        self.optimizer = SimpleNamespace(learning_rate=keras.Variable(rate, dtype="float64"))
+        self.optimizer = SimpleNamespace(
+            learning_rate=keras.Variable(rate, dtype="float64")
+        )
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -92,10 +94,16 @@ def test_the_plateau_policy_is_kerass_callback(mode, seed):
         callback.on_epoch_end(number, {"score": score})
         before = float(rate_of(tf.constant(number, tf.int64)))
         note = state.judge(config, MainMetric("score", mode), value=score, step=number)
-        assert not state.judge(config, MainMetric("score", mode), value=score, step=number)
+        assert not state.judge(
+            config, MainMetric("score", mode), value=score, step=number
+        )
         after = float(rate_of(tf.constant(number, tf.int64)))
-        assert after == pytest.approx(float(callback.model.optimizer.learning_rate), rel=1e-12)
-        assert bool(note) == (after < before) and (f"to {after:.3g}:" in note) == bool(note)
+        assert after == pytest.approx(
+            float(callback.model.optimizer.learning_rate), rel=1e-12
+        )
+        assert bool(note) == (after < before) and (f"to {after:.3g}:" in note) == bool(
+            note
+        )
 
 
 def test_what_a_plateau_does_not_count():
@@ -116,7 +124,12 @@ def test_what_a_plateau_does_not_count():
         lowered.append(bool(state.judge(config, metric, value=score, step=step)))
     assert lowered == [False, False, True, True, True, False]
     assert float(rate_of(tf.constant(0, tf.int64))) == pytest.approx(BASE * 0.125 / 3)
-    for measure, is_lowered in (("one", False), ("one", True), ("other", False), ("other", True)):
+    for measure, is_lowered in (
+        ("one", False),
+        ("one", True),
+        ("other", False),
+        ("other", True),
+    ):
         step += 1
         state.measures(measure)
         assert bool(state.judge(config, metric, value=0.1, step=step)) == is_lowered

@@ -28,14 +28,18 @@ def sub():
     """Subclassed: layers in a list, and a model inside."""
     body = [keras.layers.Dense(3) for _ in range(2)]
     inner = keras.Sequential([keras.layers.Dropout(0.5), keras.layers.Dense(3)])
-    model = Called(lambda m, x, _: m.inner(m.body[1](m.body[0](x))), body=body, inner=inner)
+    model = Called(
+        lambda m, x, _: m.inner(m.body[1](m.body[0](x))), body=body, inner=inner
+    )
     model(tf.zeros((1, 3)))
     return model
 
 
 def state_names(model, **settings):
     # One of Nadam's variables has no name.
-    rule = optimizer.build(Settings(**settings), model, lambda model: keras.optimizers.Nadam())
+    rule = optimizer.build(
+        Settings(**settings), model, lambda model: keras.optimizers.Nadam()
+    )
     return list(State(model, rule, "float32").variables)
 
 
@@ -51,7 +55,9 @@ def test_names_are_the_same_for_every_model_of_a_structure(make):
     for i, (variable, name) in enumerate(zip(model.variables, model_names)):
         assert f"model/{i:04d}/{name}" in first
         assert (f"ema/0/{i:04d}/{name}" in first) == (id(variable) in trained)
-        assert ({f"{name}/momentum", f"{name}/velocity"} <= slots) == (id(variable) in trained)
+        assert ({f"{name}/momentum", f"{name}/velocity"} <= slots) == (
+            id(variable) in trained
+        )
     assert not [n for n in first if "average" in n]
 
 

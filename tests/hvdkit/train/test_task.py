@@ -52,7 +52,9 @@ def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
     load(COMPLETE)
     tasks = tmp_path / "tasks"
     (tasks / ".#mine.py").symlink_to("me@host.1234:5678")
-    (tasks / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# \xe9\nclass Task: ...\n")
+    (tasks / "latin.py").write_bytes(
+        b"# -*- coding: latin-1 -*-\n# \xe9\nclass Task: ...\n"
+    )
     assert base.available() == ["latin", "mine"]
     files = fingerprint.code(tmp_path, project.ENGINE).keys()
     of_project = {name for name in files if not name.startswith("hvdkit/")}
@@ -62,18 +64,28 @@ def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
 
 @pytest.mark.parametrize("name", [*base._REQUIRED, "main_metric"])
 def test_what_is_missing_is_named(name, load):
-    lines = [line for line in COMPLETE.splitlines() if not re.match(rf" +(def )?{name}\b", line)]
+    lines = [
+        line
+        for line in COMPLETE.splitlines()
+        if not re.match(rf" +(def )?{name}\b", line)
+    ]
     refused(lambda: load("\n".join(lines)), f"tasks/mine.py: class Task has no {name}:")
 
 
 def test_an_error_without_a_mode_is_refused_by_the_tasks_file(load):
     text = COMPLETE.replace('"accuracy"', '"val_mae"')
-    refused(lambda: load(text), 'tasks/mine.py: main_metric = "val_mae" may be an error')
-    assert load(text.replace("    def prepare", '    main_metric_mode = "min"\n    def prepare'))
+    refused(
+        lambda: load(text), 'tasks/mine.py: main_metric = "val_mae" may be an error'
+    )
+    assert load(
+        text.replace("    def prepare", '    main_metric_mode = "min"\n    def prepare')
+    )
 
 
 def test_functions_that_are_only_inherited_from_the_protocol_are_missing(load):
-    text = COMPLETE.replace("class Task:", "from hvdkit.train import task\nclass Task(task.Task):")
+    text = COMPLETE.replace(
+        "class Task:", "from hvdkit.train import task\nclass Task(task.Task):"
+    )
     assert load(text).config.task == "mine"
     with pytest.raises(ValueError, match="class Task has no loss, sums:"):
         load(text.replace("def loss", "def los").replace("def sums", "sum = 1 #"))
@@ -107,7 +119,9 @@ def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value,
     config = Settings(task="mine", **{name: value})
     if function:  # it stands in the place of what reads the flag
         base.check_read(load(COMPLETE, **{name: value}), config)
-    with pytest.raises(ValueError, match=rf"--{name}={value}: .*--task=mine does not read it"):
+    with pytest.raises(
+        ValueError, match=rf"--{name}={value}: .*--task=mine does not read it"
+    ):
         base.check_read(load_reading("..."), config)
     attributes = {"class_weights": "class_weight_list", "scale_range": "scale_limits"}
     task = load_reading(f"(config or self.config).{attributes.get(name, name)}")
@@ -124,7 +138,10 @@ def test_what_only_the_default_flagfile_gives_is_passed_over_with_a_note(names, 
     object.__setattr__(config, "unasked", dict.fromkeys(names, "configs/default.cfg"))
     task = load(COMPLETE, dropout=0.5, eval_flip=True)
     if "eval_flip" not in names:
-        refused(lambda: base.check_read(task, config), "--eval_flip=True: --task=mine does not")
+        refused(
+            lambda: base.check_read(task, config),
+            "--eval_flip=True: --task=mine does not",
+        )
         return
     (note,) = base.check_read(task, config)
     assert "--task=mine does not read all of configs/default.cfg" in note
@@ -136,5 +153,7 @@ def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():
     task = types.SimpleNamespace(_watched=config.watched())
     counted = base.counted(task, config, 64)
     assert counted.num_steps == task._watched.num_steps == 4
-    with pytest.raises(ValueError, match=r"tasks/mine.py reads config.num_steps before its data"):
+    with pytest.raises(
+        ValueError, match=r"tasks/mine.py reads config.num_steps before its data"
+    ):
         base.counted(task, config, 64)

@@ -53,7 +53,9 @@ def of_any_batch(tensor: tf.Tensor) -> tf.TensorSpec:
 
 
 def mean(task, outputs, targets):
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs))
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(targets, outputs)
+    )
 
 
 def column(task, outputs, targets):
@@ -68,7 +70,9 @@ def squares(task, outputs, targets):  # [n, 1] and [n] make [n, n]
 
 def terms(make):
     """A loss that `make` makes of the losses and weights of Small."""
-    return {"loss": lambda task, outputs, targets: make(*Small.loss(task, outputs, targets))}
+    return {
+        "loss": lambda task, outputs, targets: make(*Small.loss(task, outputs, targets))
+    }
 
 
 def sums(name, make):
@@ -144,10 +148,22 @@ def with_names():
 OF_IMAGE = example(inputs=lambda task, x, y: {"img": x})
 # What a task does otherwise, and words of the sentence about it.
 MISTAKES = [
-    ({"evaluation_example": lambda task, s: (s["x"], s["y"])}, "evaluation_example", "tuple"),
-    ({"training_example": branches}, "training_example failed", "test_task_checks.py, line"),
+    (
+        {"evaluation_example": lambda task, s: (s["x"], s["y"])},
+        "evaluation_example",
+        "tuple",
+    ),
+    (
+        {"training_example": branches},
+        "training_example failed",
+        "test_task_checks.py, line",
+    ),
     ({"sources": tuple_for_dict}, "read() must return a dict of tensors, not tuple"),
-    (example(targets=lambda _, x, y: tf.sparse.from_dense(x)), "training_example", "SparseTensor"),
+    (
+        example(targets=lambda _, x, y: tf.sparse.from_dense(x)),
+        "training_example",
+        "SparseTensor",
+    ),
     (
         example(targets=lambda task, x, y: tf.ensure_shape(x[: y + 1], [None])),
         *("training_example", "shape (None,)"),
@@ -160,10 +176,18 @@ MISTAKES = [
     ),
     ({"evaluation_example": NORMAL}, "evaluation_example draws", "leave them out"),
     (model(lambda: keras.layers.Dense(3)), "build_model must return a keras.Model"),
-    (model(lambda: Steps(keras.layers.Dense(CLASSES))), "its own train_step", "the task's loss"),
+    (
+        model(lambda: Steps(keras.layers.Dense(CLASSES))),
+        "its own train_step",
+        "the task's loss",
+    ),
     (model(lambda: OwnLoss(keras.layers.Dense(CLASSES))), "its own compute_loss"),
     (
-        model(lambda: keras.Sequential([keras.Input((FEATURES + 1,)), keras.layers.Dense(3)])),
+        model(
+            lambda: keras.Sequential(
+                [keras.Input((FEATURES + 1,)), keras.layers.Dense(3)]
+            )
+        ),
         *("the model", str(FEATURES)),
     ),
     (model(frozen), "no variable to train"),
@@ -173,16 +197,28 @@ MISTAKES = [
     ({"loss": column}, "losses", "weights", "the same shape"),
     (terms(lambda losses, weights: {}), "at least one"),
     (terms(lambda *pair: {"a/b": pair}), "['a/b']", "letters"),
-    (terms(lambda losses, weights: {"box": losses}), "loss 'box'", "must return two tensors"),
+    (
+        terms(lambda losses, weights: {"box": losses}),
+        "loss 'box'",
+        "must return two tensors",
+    ),
     (terms(lambda *pair: {"box": (*pair, pair[0])}), "'box'", "a factor"),
-    ({"loss": squares} | model(lambda: classifier(units=1)), "one example more", "[n, 1]"),
+    (
+        {"loss": squares} | model(lambda: classifier(units=1)),
+        "one example more",
+        "[n, 1]",
+    ),
     (
         {"loss": lambda task, outputs, targets: (outputs["logits"], targets)},
         *("the task's loss failed", "test_task_checks.py, line", "TypeError"),
     ),
     (sums("loss", lambda outputs: tf.constant(1.0)), "sums", "loss"),
     (sums("hits", lambda outputs: outputs > 0), "hits", "bool"),
-    (sums("each", lambda outputs: tf.argmax(outputs, -1)), "each", "must not depend on it"),
+    (
+        sums("each", lambda outputs: tf.argmax(outputs, -1)),
+        "each",
+        "must not depend on it",
+    ),
     ({"main_metric": "top5"}, '"top5" is none of', "['accuracy', 'loss']"),
     (
         {"metrics": lambda task, sums: Small.metrics(task, sums) | {"loss": 1.0}},
@@ -194,7 +230,9 @@ MISTAKES = [
 def test_a_model_of_other_inputs_is_told_with_the_line_that_builds_it():
     task = types.SimpleNamespace(build_model=frozen)
     line = frozen.__code__.co_firstlineno
-    with pytest.raises(ValueError, match=rf"test_task_checks.py, line {line}: ValueError: Input 0"):
+    with pytest.raises(
+        ValueError, match=rf"test_task_checks.py, line {line}: ValueError: Input 0"
+    ):
         task_checks.outputs(task, classifier(), tf.zeros([2, FEATURES + 1]))
 
 
@@ -205,6 +243,8 @@ def test_sums_are_of_types_that_hold_totals():
     assert {name: total.dtype for name, total in totals.items()} == types
 
 
-@pytest.mark.parametrize(("methods", "words"), [(methods, words) for methods, *words in MISTAKES])
+@pytest.mark.parametrize(
+    ("methods", "words"), [(methods, words) for methods, *words in MISTAKES]
+)
 def test_a_mistake_is_told_in_one_sentence(methods, words):
     refused(lambda: tried(methods), *words)

@@ -3,7 +3,9 @@ import pytest
 
 from hvdkit.train.trial import trial
 
-PLAN = trial.Plan(4, by_ranks=True, by_steps=False, near=1e-3, whose="the task's loss: ")
+PLAN = trial.Plan(
+    4, by_ranks=True, by_steps=False, near=1e-3, whose="the task's loss: "
+)
 
 
 def outcome(*gradients: np.ndarray) -> trial.Outcome:

@@ -56,12 +56,14 @@ def test_on_ranks(place, name, launches):
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "run", ["sgd", "adam", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "run",
+    ["sgd", "adam", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
 )
 def test_weights_and_records_are_the_same_bits_on_any_number_of_ranks(run, launches):
     alone, two, three = launches[1].values()
     assert alone[run] == two[run] == three.get(run, alone[run])
-    if run == "adam":  # handed on from 2 ranks to 3 it is the run that nobody interrupted
+    # Handed on from 2 ranks to 3 it is the run that nobody interrupted.
+    if run == "adam":
         assert three["handed on"] == alone[run]
     assert (run in three) == (run in ("sgd", "bfloat16", "gathers"))
 
@@ -79,12 +81,42 @@ def whole(launches) -> Path:
 @pytest.mark.parametrize(
     ("name", "old", "new", "code", "words"),
     [
-        ("summary.json", '"weights_sha256": "', '"weights_sha256": "0', 1, "different weights"),
-        ("summary.json", '"step": 4', '"step": 3', 1, "ended at different steps: 4 and 3"),
-        ("metrics.jsonl", '{"step": 3, "loss": ', '{"step": 3, "loss": 1', 1, "first at step 3"),
-        ("metrics.jsonl", '{"step": 3, "loss": ', '{"loss": ', 2, "lines that no run writes"),
+        (
+            "summary.json",
+            '"weights_sha256": "',
+            '"weights_sha256": "0',
+            1,
+            "different weights",
+        ),
+        (
+            "summary.json",
+            '"step": 4',
+            '"step": 3',
+            1,
+            "ended at different steps: 4 and 3",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "loss": ',
+            '{"step": 3, "loss": 1',
+            1,
+            "first at step 3",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 3, "loss": ',
+            '{"loss": ',
+            2,
+            "lines that no run writes",
+        ),
         ("metrics.jsonl", None, "", 1, "and 0 lines"),
-        ("metrics.jsonl", '"samples_per_second": ', '"samples_per_second": 1', 0, "the same"),
+        (
+            "metrics.jsonl",
+            '"samples_per_second": ',
+            '"samples_per_second": 1',
+            0,
+            "the same",
+        ),
         ("summary.json", '"threads": "1"', '"threads": "2"', 2, "threads (1; 2)"),
         ("summary.json", '"fingerprint"', '"other"', 2, "no summary of a run"),
         ("summary.json", "{", "", 2, "folders of runs that have ended"),
@@ -120,7 +152,9 @@ def test_it_brings_determinism_and_one_thread_and_says_so():
     config = parse()
     assert config.deterministic and config.cpu_threads == 1
     assert parse("--cpu_threads=2").cpu_threads == 2
-    assert any("sets --deterministic --cpu_threads=1" in note for note in config.notes())
+    assert any(
+        "sets --deterministic --cpu_threads=1" in note for note in config.notes()
+    )
     config = parse("--bn_sync=full")  # fewer ranks are refused: test_fields.py
     assert config.for_ranks(4) == config
 

@@ -62,7 +62,14 @@ _HARMLESS = {
     "trackers",
 }
 # Settings that say what a score measures, besides the data and the metric.
-_MEASURE = ("task", "image_size", "eval_crop", "eval_window", "eval_scales", "eval_flip")
+_MEASURE = (
+    "task",
+    "image_size",
+    "eval_crop",
+    "eval_window",
+    "eval_scales",
+    "eval_flip",
+)
 
 
 def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
@@ -126,15 +133,23 @@ class Checkpoints:
     train_source: Any = None
     # The names of the checkpoints that there were when `find` looked, on rank 0.
     listed: set[str] = dataclasses.field(default_factory=set, init=False)
-    _memory: dict[str, np.ndarray] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    _memory: dict[str, np.ndarray] = dataclasses.field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def copy(self, place: Place, variables: Variables, config: Settings) -> Copy:
         """The values as they are now, at this place of the run; rank 0 calls it, between steps.
 
         The next copy reuses its memory (new takes six times as long to fill): write it before.
         """
-        arrays = {name: self._copied(name, raw(v).value()) for name, v in variables.items()}
-        skipped = int(raw(variables["skipped_in_a_row"])) if "skipped_in_a_row" in variables else 0
+        arrays = {
+            name: self._copied(name, raw(v).value()) for name, v in variables.items()
+        }
+        skipped = (
+            int(raw(variables["skipped_in_a_row"]))
+            if "skipped_in_a_row" in variables
+            else 0
+        )
         return Copy(place, arrays, dataclasses.asdict(config), skipped)
 
     def _copied(self, name: str, tensor: tf.Tensor) -> np.ndarray:
@@ -178,7 +193,9 @@ class Checkpoints:
         written; the checkpoint is as it was.
         """
         try:
-            writing.set_score(self.folder / files.name_of(score.step), score, self.measure)
+            writing.set_score(
+                self.folder / files.name_of(score.step), score, self.measure
+            )
         finally:
             self._prune(score.step - skipped)
 
@@ -197,7 +214,9 @@ class Checkpoints:
 
         0 and "" where there is none. The sentence may also be about another main_metric_mode.
         """
-        step, note = self.world.from_chief("looking for other scores", self._other_scores)
+        step, note = self.world.from_chief(
+            "looking for other scores", self._other_scores
+        )
         return step, note
 
     def _other_scores(self) -> tuple[int, str]:
@@ -205,7 +224,9 @@ class Checkpoints:
         note = ""
         for manifest in files.scored(files.candidates(self.folder)).values():
             if unlike := manifest.unlike(self.measure):
-                changed = [_changed(name, was, now) for name, (was, now) in unlike.items()]
+                changed = [
+                    _changed(name, was, now) for name, (was, now) in unlike.items()
+                ]
                 step = manifest.step
                 note = (
                     f"the score of step {step} is of another measure ({'; '.join(changed)}): such "
@@ -242,7 +263,9 @@ class Checkpoints:
         Every rank must call it.
         """
         path = checkpoint.path
-        return self.world.from_chief(f"reading the score of {path}", self._score_of, path)
+        return self.world.from_chief(
+            f"reading the score of {path}", self._score_of, path
+        )
 
     def _score_of(self, path: Path) -> float | None:
         manifest = files.read_manifest(path)
@@ -272,7 +295,9 @@ class Checkpoints:
             return newest
         for fault in faults:
             if passes(fault):
-                raise NotNow(f"{fault}: to begin anew although it is there, give --resume=never")
+                raise NotNow(
+                    f"{fault}: to begin anew although it is there, give --resume=never"
+                )
         if resume == "auto":
             return None
         if not path.exists():
@@ -289,7 +314,9 @@ class Checkpoints:
         is_own = path.parent.resolve() == self.folder.resolve()
         return [str(path), files.read_manifest(path).place(), is_named, is_own]
 
-    def restore(self, checkpoint: CheckpointInfo, variables: Variables, config: Settings) -> None:
+    def restore(
+        self, checkpoint: CheckpointInfo, variables: Variables, config: Settings
+    ) -> None:
         """Sets the variables on rank 0 (the start-up broadcast brings them to the others).
 
         It prints which settings make this another run than the one that saved the checkpoint.
@@ -310,13 +337,17 @@ class Checkpoints:
                     source=self.train_source,
                     accepted=config.accept_changed_data,
                 )
-                has_batch_norm = any(name.endswith("/moving_mean") for name in variables)
+                has_batch_norm = any(
+                    name.endswith("/moving_mean") for name in variables
+                )
                 changed += changes(
                     before, config, ranks=self.world.size, has_batch_norm=has_batch_norm
                 )
                 changed += rule_changes(before.rules, self.rules)
                 if config.deterministic and before.fingerprint:
-                    changed += fingerprints.differences(before.fingerprint, self.fingerprint)
+                    changed += fingerprints.differences(
+                        before.fingerprint, self.fingerprint
+                    )
                 batch = before.config.get("global_batch_size")
                 every = before.config.get("eval_every", config.eval_every)
         if changed:
@@ -347,7 +378,11 @@ class Checkpoints:
         paths = [path for path in files.candidates(self.folder) if path.is_dir()]
         newest_applied = [path for path in paths if files.step_of(path) <= applied][-1:]
         manifests = files.manifests(paths)
-        kept = {*paths[-self.keep :], *newest_applied, *self._best_of_each_measure(manifests)}
+        kept = {
+            *paths[-self.keep :],
+            *newest_applied,
+            *self._best_of_each_measure(manifests),
+        }
         # A checkpoint that a failing disk does not show now may be the best, so it stays.
         for path in manifests:
             try:
@@ -355,15 +390,26 @@ class Checkpoints:
                     with whole_files.held(path.parent) as folder:
                         files.delete(folder / path.name)
             except OSError as error:
-                say(self.world, f"note: {path} cannot be deleted: {error.strerror or error}")
+                say(
+                    self.world,
+                    f"note: {path} cannot be deleted: {error.strerror or error}",
+                )
 
-    def _best_of_each_measure(self, manifests: Mapping[Path, Manifest]) -> list[Path | None]:
-        scored = {path: found for path, found in manifests.items() if found.score is not None}
-        measures: list[Mapping[str, Any]] = [manifest.measure for manifest in scored.values()]
+    def _best_of_each_measure(
+        self, manifests: Mapping[Path, Manifest]
+    ) -> list[Path | None]:
+        scored = {
+            path: found for path, found in manifests.items() if found.score is not None
+        }
+        measures: list[Mapping[str, Any]] = [
+            manifest.measure for manifest in scored.values()
+        ]
         if any(not manifest.unlike(self.measure) for manifest in scored.values()):
             measures.append(self.measure)
         # Of equal measures the last one counts: this run's mode decides between its scores.
-        different = {json.dumps(files.without_mode(m), sort_keys=True): m for m in measures}
+        different = {
+            json.dumps(files.without_mode(m), sort_keys=True): m for m in measures
+        }
         return [files.best(scored, measure) for measure in different.values()]
 
 
@@ -374,7 +420,9 @@ def _built(fields: list[Any]) -> CheckpointInfo | None:
     return CheckpointInfo(Path(path), Place(*place), is_named, is_own)
 
 
-def changes(before: Manifest, config: Settings, *, ranks: int, has_batch_norm: bool) -> list[str]:
+def changes(
+    before: Manifest, config: Settings, *, ranks: int, has_batch_norm: bool
+) -> list[str]:
     """What makes this another run than the one that saved `before`, in words."""
     changed = []
     for field in dataclasses.fields(config):  # These include a fork's own settings.
@@ -450,7 +498,9 @@ def load(path: Path, variables: Variables) -> None:
                 f"{name} has shape {value.shape} in the checkpoint, {shape} in the model. Use a "
                 "checkpoint of this model, another --run_dir or --resume=never"
             )
-        is_wider = value.dtype.kind == dtype.kind == "i" and np.can_cast(value.dtype, dtype)
+        is_wider = value.dtype.kind == dtype.kind == "i" and np.can_cast(
+            value.dtype, dtype
+        )
         if value.dtype != dtype and not is_wider:
             raise ValueError(
                 f"{name} is {value.dtype.name} in the checkpoint, {dtype.name} in the model. Use "

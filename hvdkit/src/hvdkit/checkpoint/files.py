@@ -95,7 +95,9 @@ class Manifest:
 
 def without_mode(measure: Mapping[str, Any]) -> dict[str, Any]:
     """The measure without main_metric_mode."""
-    return {name: value for name, value in measure.items() if name != "main_metric_mode"}
+    return {
+        name: value for name, value in measure.items() if name != "main_metric_mode"
+    }
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -127,9 +129,14 @@ def read(path: Path, prefixes: tuple[str, ...] = ("",)) -> dict[str, np.ndarray]
     dtypes = read_manifest(path).dtypes
 
     def load() -> dict[str, np.ndarray]:
-        with whole_files.opened(path / STATE) as file, np.load(file, allow_pickle=False) as state:
+        with (
+            whole_files.opened(path / STATE) as file,
+            np.load(file, allow_pickle=False) as state,
+        ):
             check_zip(state.zip, file)
-            arrays = {name: state[name] for name in state.files if name.startswith(prefixes)}
+            arrays = {
+                name: state[name] for name in state.files if name.startswith(prefixes)
+            }
         for name in arrays.keys() & dtypes.keys():
             arrays[name] = arrays[name].view(getattr(ml_dtypes, dtypes[name]))
         return arrays
@@ -171,7 +178,9 @@ def candidates(folder: Path) -> list[Path]:
     return sorted(named, key=step_of)
 
 
-def newest_sound(folder: Path, before: float = math.inf) -> tuple[Path | None, list[str]]:
+def newest_sound(
+    folder: Path, before: float = math.inf
+) -> tuple[Path | None, list[str]]:
     """The newest sound checkpoint in `folder`, and what is wrong with each newer one.
 
     `before`: only those of earlier steps count. Raises OtherFormat: a newer one than any that is
@@ -231,7 +240,9 @@ def newest_measure(scored: Mapping[Path, Manifest]) -> dict[str, Any]:
     return list(scored.values())[-1].measure if scored else {}
 
 
-def best_now(scored: Mapping[Path, Manifest], metric: MainMetric) -> tuple[Path | None, str]:
+def best_now(
+    scored: Mapping[Path, Manifest], metric: MainMetric
+) -> tuple[Path | None, str]:
     """The best by the newest score's measure, and a note where the task's metric has changed since.
 
     `metric`: the task's main metric now. Its mode decides. Raises ValueError: the scores are of
@@ -289,7 +300,9 @@ def _guarded(file: Path, read: Callable[[], Any]) -> Any:
     # At bytes that they did not write, zipfile, json and NumPy raise BadZipFile, KeyError,
     # RecursionError, a MemoryError from a header that claims terabytes, and others.
     except Exception as error:
-        raise Damaged(f"{file} is damaged: {type(error).__name__}: {printable(error)}") from None
+        raise Damaged(
+            f"{file} is damaged: {type(error).__name__}: {printable(error)}"
+        ) from None
 
 
 def _parse(path: Path) -> Manifest:

@@ -27,7 +27,11 @@ from hvdkit.train.step.state import to_snake_case
 _WEIGHTS = "model.weights.h5"  # This part of a .keras file holds the weights.
 _MOST_PACKED = 1_100  # One stored byte unpacks to at most so many: gzip reaches 1,032.
 _DEEPEST = 100  # Groups may lie in each other so deep.
-_FILTERS = {h5py.h5z.FILTER_DEFLATE, h5py.h5z.FILTER_SHUFFLE, h5py.h5z.FILTER_FLETCHER32}
+_FILTERS = {
+    h5py.h5z.FILTER_DEFLATE,
+    h5py.h5z.FILTER_SHUFFLE,
+    h5py.h5z.FILTER_FLETCHER32,
+}
 # Parts of a saved model that are no weights of it, by the attribute that leads to them.
 _NO_WEIGHTS = ("optimizer", "seed_generator", "metrics", "_metrics")
 _PLAIN_MODELS = ("functional", "sequential")
@@ -53,10 +57,13 @@ def read(path: Path) -> dict[str, np.ndarray]:
             weights = io.BytesIO(archive.read(_WEIGHTS))
         check_values(weights)
         with h5py.File(weights) as file:
-            return {name: array_of(entry.values) for name, entry in entries(file).items()}
+            return {
+                name: array_of(entry.values) for name, entry in entries(file).items()
+            }
     except KeyError:
         raise ValueError(f"{path} cannot be read: it holds no {_WEIGHTS}") from None
-    except Exception as error:  # A damaged file makes zipfile and h5py raise many kinds.
+    except Exception as error:
+        # A damaged file makes zipfile and h5py raise many kinds.
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(f"{path} cannot be read: {lines[0]}") from None
 
@@ -102,7 +109,9 @@ def _numbers(variables: h5py.Group) -> list[int]:
     places = {str(number) for number in range(len(variables))}
     for name, values in variables.items():
         if name not in places:
-            raise ValueError(f"{variables.name}/{name} is not named by its place in the layer")
+            raise ValueError(
+                f"{variables.name}/{name} is not named by its place in the layer"
+            )
         if not _is_of_numbers(values):
             raise ValueError(f"{variables.name}/{name} is no array of numbers")
     return list(range(len(variables)))
@@ -155,7 +164,11 @@ def _renumbered(name: str, part: str, counts: Counter[str]) -> str:
 def array_of(values: h5py.Dataset) -> np.ndarray:
     """The values as an array; HDF5 has no bfloat16, so Keras notes that type in an attribute."""
     array = np.asarray(values)
-    return array.view(ml_dtypes.bfloat16) if values.attrs.get("dtype") == "bfloat16" else array
+    return (
+        array.view(ml_dtypes.bfloat16)
+        if values.attrs.get("dtype") == "bfloat16"
+        else array
+    )
 
 
 @contextlib.contextmanager
@@ -165,7 +178,9 @@ def written(model: keras.Model) -> Iterator[h5py.File]:
     Keras writes a LoRA layer's kernel merged. When it reads one, it makes both factors zeros, of
     which training never comes away: they keep their values.
     """
-    factors = [variable for variable in model.variables if variable.name.startswith("lora_")]
+    factors = [
+        variable for variable in model.variables if variable.name.startswith("lora_")
+    ]
     before = [variable.numpy() for variable in factors]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.weights.h5"
@@ -201,7 +216,9 @@ def check_values(path: Path | IO[bytes]) -> None:
             if _address(item) in seen:
                 return f"{name} is another name of what is in the file once"
             seen.add(_address(item))
-            return _fault_of_values(name, item) if isinstance(item, h5py.Dataset) else None
+            return (
+                _fault_of_values(name, item) if isinstance(item, h5py.Dataset) else None
+            )
 
         # It stops at the first fault, and would lose an exception.
         if first_fault := file.visititems_links(fault):
@@ -226,9 +243,13 @@ def _fault_of_values(name: str, values: h5py.Dataset) -> str | None:
     if chunk > 2 * values.size + 2**20:
         return f"{name} holds {values.size:,} values in a chunk of {chunk:,}"
     settings = values.id.get_create_plist()
-    filters = [settings.get_filter(number)[0] for number in range(settings.get_nfilters())]
+    filters = [
+        settings.get_filter(number)[0] for number in range(settings.get_nfilters())
+    ]
     if len(set(filters)) < len(filters) or not _FILTERS.issuperset(filters):
-        return f"{name} is packed otherwise than once by gzip (filters of HDF5: {filters})"
+        return (
+            f"{name} is packed otherwise than once by gzip (filters of HDF5: {filters})"
+        )
     # HDF5 unpacks as much as a chunk's stored bytes say, whatever the chunk's size.
     largest = 2 * chunk * values.dtype.itemsize + 2**16
 

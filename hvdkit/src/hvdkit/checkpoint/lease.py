@@ -50,7 +50,9 @@ def take(run_dir: Path) -> None:
             time.sleep(0.5)
     whole_files.write_json(folder / ".lease", record)
     _held[folder] = lock
-    threading.Thread(target=_keep, args=(folder, start), name="lease", daemon=True).start()
+    threading.Thread(
+        target=_keep, args=(folder, start), name="lease", daemon=True
+    ).start()
 
 
 def _ask_to_end(folder: Path, record: dict[str, str], is_late: bool) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from hvdkit.ranks.world import raw
 from hvdkit.train.step.state import Variable, lora_factors
 
-_FLOAT_KINDS = "fV"  # Kernels of these types can be merged: NumPy's floats, and bfloat16.
+# Kernels of these types can be merged: NumPy's floats, and bfloat16.
+_FLOAT_KINDS = "fV"
 
 
 class Names(NamedTuple):
@@ -58,16 +59,23 @@ def merged(
     for first, scale in scales.items():
         names = names_of(first)
         factors = (first, names.second)
-        fits = all(name in arrays and shapes.get(name) == arrays[name].shape for name in factors)
+        fits = all(
+            name in arrays and shapes.get(name) == arrays[name].shape
+            for name in factors
+        )
         if fits and model_scales.get(first) == scale:
             continue
-        is_known = all(name in arrays for name in names) and not _is_shared(names, arrays)
+        is_known = all(name in arrays for name in names) and not _is_shared(
+            names, arrays
+        )
         if not is_known or arrays[names.kernel].dtype.kind not in _FLOAT_KINDS:
             continue
         a = result.pop(first).astype(np.float64)
         b = result.pop(names.second).astype(np.float64)
         kernel = arrays[names.kernel]
-        result[names.kernel] = (kernel.astype(np.float64) + scale * (a @ b)).astype(kernel.dtype)
+        result[names.kernel] = (kernel.astype(np.float64) + scale * (a @ b)).astype(
+            kernel.dtype
+        )
     return result
 
 
@@ -81,7 +89,9 @@ def new_factors(
     for first in model_scales:
         second = names_of(first).second
         is_new = first not in arrays and second not in arrays
-        if is_new and not all(np.any(variables[name].numpy()) for name in (first, second)):
+        if is_new and not all(
+            np.any(variables[name].numpy()) for name in (first, second)
+        ):
             new += [first, second]
     return new
 

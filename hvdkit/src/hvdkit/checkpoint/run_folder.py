@@ -20,7 +20,13 @@ BAD_SAMPLES = "bad_samples.jsonl"
 _LOGS = ("metrics.jsonl", "gradients.jsonl", BAD_SAMPLES)
 # A start that made no step leaves this too, and no run that is worth keeping.
 _STARTS = ("starts.jsonl",)
-_RESULTS = ("summary.json", "report.html", "predictions.png", "confusion.csv", "benchmark.json")
+_RESULTS = (
+    "summary.json",
+    "report.html",
+    "predictions.png",
+    "confusion.csv",
+    "benchmark.json",
+)
 _BOARD = "tensorboard"
 _RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", "trackers.json", _BOARD)
 
@@ -77,7 +83,9 @@ def begin(
     return note
 
 
-def _set_others_aside(run_dir: Path, folder: Path, checkpoint: CheckpointInfo | None) -> str:
+def _set_others_aside(
+    run_dir: Path, folder: Path, checkpoint: CheckpointInfo | None
+) -> str:
     """Sets aside what is ahead of the run's start; returns a line about it.
 
     `folder`: the path by which the checkpoints are reached.
@@ -100,7 +108,9 @@ def _set_others_aside(run_dir: Path, folder: Path, checkpoint: CheckpointInfo | 
 def _check_links(run_dir: Path) -> None:
     for folder in (run_dir / "checkpoints", run_dir / _BOARD):
         if folder.is_symlink():
-            raise ValueError(f"{folder} is a link, which is not followed: make --run_dir one")
+            raise ValueError(
+                f"{folder} is a link, which is not followed: make --run_dir one"
+            )
 
 
 def _has_records(run_dir: Path) -> bool:
@@ -125,8 +135,11 @@ def data_away(config: Settings) -> bool:
     """
     root = project.folder()
     folder = Path(root, config.data_dir)
-    is_default = folder == Path(root, type(config).data_dir) and folder.is_relative_to(root)
-    is_remote = "://" in config.data_dir  # The error of a server that is away comes elsewhere.
+    is_default = folder == Path(root, type(config).data_dir) and folder.is_relative_to(
+        root
+    )
+    # The error of a server that is away comes elsewhere.
+    is_remote = "://" in config.data_dir
     if config.synthetic_data or is_remote or is_default:
         return False
     try:
@@ -192,6 +205,10 @@ def _drop_lines(path: Path, step: int, evaluates_first: bool) -> None:
         except (ValueError, TypeError, AttributeError):  # A kill cut the line.
             return False
 
-    with whole_files.opened(path) as old, whole_files.written(path) as to, to.open("wb") as new:
+    with (
+        whole_files.opened(path) as old,
+        whole_files.written(path) as to,
+        to.open("wb") as new,
+    ):
         # One line is in memory at a time: gradients.jsonl may be of gigabytes.
         new.writelines(line for line in old if stays(line))

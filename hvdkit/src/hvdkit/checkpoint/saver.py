@@ -19,7 +19,8 @@ from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, NOT_NOW, Stop, passes
 
-MOST_FAILED = 3  # After so many failed saves in a row, or tries of the last one, the run ends.
+# After so many failed saves in a row, or tries of the last one, the run ends.
+MOST_FAILED = 3
 _BETWEEN_TRIES = 1.0  # The last save is tried again after so many seconds.
 _AFTER_FAILURE = 5.0  # A run that ends by an error waits so many seconds for its save.
 
@@ -35,7 +36,8 @@ class Saver:
         self._checkpoints = checkpoints
         self._world = checkpoints.world
         self._pool = futures.ThreadPoolExecutor(1, "saver")
-        self._pool.submit(int)  # This starts its thread: later there may be too many processes.
+        # This starts its thread: later there may be too many processes.
+        self._pool.submit(int)
         self._writing: futures.Future | None = None
         # Step and `skipped` (see Copy) are those of the newest save, the score is the newest one.
         self._step: int | None = None
@@ -47,7 +49,9 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: object
+    ) -> None:
         if not error or isinstance(error, Stop):
             self.wait()
         elif self._writing and futures.wait([self._writing], _AFTER_FAILURE).not_done:
@@ -79,7 +83,8 @@ class Saver:
         self.wait()
         self._score = score
         if not self._world.is_chief or (score.step == self._step and self.error):
-            return  # A note was printed already; it gets its score if a later try writes it.
+            # A note was printed already; it gets its score if a later try writes it.
+            return
         try:
             self._checkpoints.add_score(score, self._skipped)
         except (OSError, ValueError) as error:
@@ -106,7 +111,9 @@ class Saver:
                 break
         else:
             code = NOT_NOW if passes(error) else BUG
-            raise Stop(code, f"the last checkpoint, of step {step}, was not written: {error}")
+            raise Stop(
+                code, f"the last checkpoint, of step {step}, was not written: {error}"
+            )
         if tries:
             say(self._world, f"the checkpoint of step {step} is written now")
             if self._score and self._score.step == step:
@@ -148,7 +155,10 @@ class Saver:
             f"{self._reason(error)}. Kept in {folder}: {kept}. Free some space, or use another "
             "--run_dir"
         )
-        say(self._world, f"note: the checkpoint of step {self._step} was not written: {self.error}")
+        say(
+            self._world,
+            f"note: the checkpoint of step {self._step} was not written: {self.error}",
+        )
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, OSError):

@@ -33,7 +33,9 @@ def start(
     else:
         logs.say(f"starting from the weights of {path}")
     if faults:
-        logs.say(f"note: not in it, or of another shape, so left as made: {_listed(faults)}")
+        logs.say(
+            f"note: not in it, or of another shape, so left as made: {_listed(faults)}"
+        )
     _start_task(task_state, path, config.init_skip_mismatched)
 
 
@@ -45,21 +47,31 @@ def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
     is another one.
     """
     arrays = {} if path.suffix == ".keras" else files.read(path, ("task/", "table/"))
-    tables = {name: digest for name, digest in arrays.items() if name.startswith("table/")}
+    tables = {
+        name: digest for name, digest in arrays.items() if name.startswith("table/")
+    }
     arrays = {
         name: value
         for name, value in arrays.items()
         if name not in tables and not _is_of_new_run(name, task_state)
     }
-    known_tables = [int(v) for name, v in task_state.variables.items() if name.startswith("table/")]
-    other_tables = [name for name, digest in tables.items() if int(digest) not in known_tables]
+    known_tables = [
+        int(v) for name, v in task_state.variables.items() if name.startswith("table/")
+    ]
+    other_tables = [
+        name for name, digest in tables.items() if int(digest) not in known_tables
+    ]
     state = {
-        name: v for name, v in task_state.of_task.items() if not _is_of_new_run(name, task_state)
+        name: v
+        for name, v in task_state.of_task.items()
+        if not _is_of_new_run(name, task_state)
     }
     needed = {name: (tuple(v.shape), raw(v).dtype.name) for name, v in state.items()}
     faults = _faults(arrays, needed)
     unfit = {name: fault for name, fault in faults.items() if name in arrays}
-    unfit |= dict.fromkeys(other_tables, "a vocabulary or boundaries that the model has not")
+    unfit |= dict.fromkeys(
+        other_tables, "a vocabulary or boundaries that the model has not"
+    )
     if unfit and not skip:
         raise ValueError(
             f"--init_from={path}: of its state does not fit: {_listed(unfit)}. "
@@ -67,7 +79,9 @@ def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
         )
     taken = [name for name in state if name not in faults]
     for name in taken:
-        raw(state[name]).assign(arrays[name].astype(raw(state[name]).dtype.as_numpy_dtype))
+        raw(state[name]).assign(
+            arrays[name].astype(raw(state[name]).dtype.as_numpy_dtype)
+        )
     unused = [name for name in [*arrays, *other_tables] if name not in needed]
     if taken:
         logs.say(f"of what the task holds, too: {join(taken, 4)}")
@@ -81,10 +95,14 @@ def _is_of_new_run(name: str, task_state: TaskState) -> bool:
     """Whether a new run begins with its own, as with random numbers and optimizers' slots."""
     if name.rpartition("/")[2].startswith("seed_generator"):
         return True
-    return any(name == part or name.startswith(f"{part}/") for part in task_state.of_new_run)
+    return any(
+        name == part or name.startswith(f"{part}/") for part in task_state.of_new_run
+    )
 
 
-def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) -> dict[str, str]:
+def load(
+    model: keras.Model, path: Path, skip: bool, *, averages: bool = False
+) -> dict[str, str]:
     """Sets the model's weights to those of the same name; rank 0 alone needs to call it.
 
     Random layers keep their own state. Names are those of hvdkit/train/step/state.py, without
@@ -111,19 +129,25 @@ def load(model: keras.Model, path: Path, skip: bool, *, averages: bool = False) 
     named = keras_weights.unique(zip(names_of_model(model), model.variables))
     shapes = {name: tuple(variable.shape) for name, variable in named.items()}
     weights = {id(variable) for variable in model.weights}
-    variables = {name: variable for name, variable in named.items() if id(variable) in weights}
+    variables = {
+        name: variable for name, variable in named.items() if id(variable) in weights
+    }
     model_scales = lora.scales_of(model, named)
     arrays = lora.merged(arrays, scales, model_scales, shapes=shapes)
     for name in lora.new_factors(variables, model_scales, arrays):
         del variables[name]
-    needed = {name: (shapes[name], variable.dtype) for name, variable in variables.items()}
+    needed = {
+        name: (shapes[name], variable.dtype) for name, variable in variables.items()
+    }
     faults = _faults(arrays, needed)
     _check_faults(path, faults, count=len(needed), skip=skip)
     _check_unused(path, [name for name in arrays if name not in named], skip)
     pixels = preprocessing.find(model)
     for name, variable in variables.items():
         if name not in faults:
-            raw(variable).assign(arrays[name].astype(raw(variable).dtype.as_numpy_dtype))
+            raw(variable).assign(
+                arrays[name].astype(raw(variable).dtype.as_numpy_dtype)
+            )
         elif pixels and variable is pixels.mode:
             _refuse_unknown_pictures(path, name)
     return faults
@@ -156,7 +180,9 @@ def _load_keras_file(model: keras.Model, path: Path, skip: bool) -> dict[str, st
     return labelled
 
 
-def _label(name: str, entry: keras_weights.Entry, layers: Mapping[str, keras.layers.Layer]) -> str:
+def _label(
+    name: str, entry: keras_weights.Entry, layers: Mapping[str, keras.layers.Layer]
+) -> str:
     """body/kernel for body/0: the file knows a variable by its number in the layer only."""
     layer = layers.get(entry.layer)
     if layer is None:
@@ -185,7 +211,9 @@ def _faults(
     return faults
 
 
-def _check_faults(path: Path, faults: dict[str, str], *, count: int, skip: bool) -> None:
+def _check_faults(
+    path: Path, faults: dict[str, str], *, count: int, skip: bool
+) -> None:
     """Raises ValueError where none of the model's `count` variables fit, or some do not."""
     if len(faults) == count:
         raise ValueError(
@@ -201,7 +229,11 @@ def _check_faults(path: Path, faults: dict[str, str], *, count: int, skip: bool)
 
 def _check_unused(path: Path, names: list[str], skip: bool) -> None:
     """Raises ValueError where weights of a file have no place here; with `skip` says so."""
-    unused = [name for name in names if not name.rpartition("/")[2].startswith("seed_generator")]
+    unused = [
+        name
+        for name in names
+        if not name.rpartition("/")[2].startswith("seed_generator")
+    ]
     if unused and not skip:
         raise ValueError(
             f"--init_from={path}: the model has no place for {join(unused, 4)}. "
@@ -257,11 +289,15 @@ def _read(path: Path, averages: bool) -> tuple[dict[str, np.ndarray], dict[str, 
                 "--init_ema, or name a run that was trained with --ema_decay"
             )
         state |= averaged
-    scales = {name: float(value) for name, value in _without_places(state, "lora").items()}
+    scales = {
+        name: float(value) for name, value in _without_places(state, "lora").items()
+    }
     return _without_places(state, "model"), scales
 
 
-def _without_places(state: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
+def _without_places(
+    state: Mapping[str, np.ndarray], kind: str
+) -> dict[str, np.ndarray]:
     """conv2d/kernel for model/0012/conv2d/kernel: the place is of no use in another model."""
     placed = []
     for name, value in state.items():

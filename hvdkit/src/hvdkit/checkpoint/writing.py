@@ -23,7 +23,9 @@ from hvdkit.ranks.world import raw
 from hvdkit.scores import Score
 
 
-def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: Any) -> Path:
+def write(
+    folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: Any
+) -> Path:
     """Writes the checkpoint of this step, in the place of one that is there; returns its folder.
 
     (A run that begins sets later checkpoints aside, so only a save that is tried again meets one.)
@@ -45,7 +47,9 @@ def write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], **about: An
                 for array_name, array in arrays.items():
                     if not _is_numpys(array.dtype):
                         dtypes[array_name] = array.dtype.name
-                _write_manifest(inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about))
+                _write_manifest(
+                    inside, files.Manifest(step, sha256=sha256, dtypes=dtypes, **about)
+                )
             if final.exists() and not final.is_dir():
                 raise ValueError(f"{name} is in the way: it is no folder")
             whole_files.put(partial, final)
@@ -75,9 +79,12 @@ def check_types(variables: Mapping[str, Any]) -> None:
     for name, variable in variables.items():
         dtype = np.dtype(raw(variable).dtype.as_numpy_dtype)
         if not _is_numpys(dtype) and not hasattr(ml_dtypes, dtype.name):
-            raise ValueError(f"{name} is of type {dtype.name}: a checkpoint holds numbers only")
+            raise ValueError(
+                f"{name} is of type {dtype.name}: a checkpoint holds numbers only"
+            )
         shape = raw(variable).shape
-        if not shape.is_fully_defined():  # Undoing a step would broadcast its value to the old one.
+        # Undoing a step would broadcast its value to the old one.
+        if not shape.is_fully_defined():
             raise ValueError(
                 f"{name} has the shape {shape}: variables keep their shape in a run; make it of "
                 "its full size, and another that says how much of it is in use"

@@ -35,7 +35,9 @@ _SIDE = 96  # a tile's longer side has at least so many pixels
 _TEXT_HEIGHT = 18  # pixels of the line below a tile
 
 
-def samples(config: settings_lib.Settings, count: int) -> tuple[list[dict[str, Any]], list[str]]:
+def samples(
+    config: settings_lib.Settings, count: int
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The first `count` examples of a run on one rank, as arrays, and the names of the classes."""
     world_lib.set_numbers(config)
     with task_checks.user_code_errors("opening the data"):
@@ -118,7 +120,9 @@ def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     framed = Image.new("RGB", (width + 2, height + 2 + text_height))
     framed.paste(Image.fromarray(pixels), (1, 1))
     if caption:
-        ImageDraw.Draw(framed).text((3, height + 1), caption, fill="white", font_size=13)
+        ImageDraw.Draw(framed).text(
+            (3, height + 1), caption, fill="white", font_size=13
+        )
     return np.asarray(framed)
 
 
@@ -137,7 +141,11 @@ def _caption(targets: dict[str, Any], names: Sequence[str]) -> str:
 def _picture(inputs: Any) -> np.ndarray:
     """The first of an example's inputs that looks like a picture, uint8 [height, width, 3]."""
     for part in tf.nest.flatten(inputs):
-        if np.ndim(part) == 3 and part.shape[-1] in (1, 3) and part.dtype in (np.uint8, np.float32):
+        if (
+            np.ndim(part) == 3
+            and part.shape[-1] in (1, 3)
+            and part.dtype in (np.uint8, np.float32)
+        ):
             image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
             return image if image.shape[-1] == 3 else image.repeat(3, -1)
     raise ValueError(
@@ -150,12 +158,16 @@ def _picture(inputs: Any) -> np.ndarray:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use."""
     parser = logs.parser(__doc__)
-    parser.add_argument("--out", type=path_argument, required=True, help="PNG for the sheet")
+    parser.add_argument(
+        "--out", type=path_argument, required=True, help="PNG for the sheet"
+    )
     parser.add_argument("--count", type=int, default=32, help="samples")
     arguments, flags = parser.parse_known_args(argv[1:])
     if arguments.count < 1:
         parser.error(f"--count={arguments.count}: give 1 or more")
-    config = settings_lib.from_command_line([argv[0], *flags], settings_lib.of_project())
+    config = settings_lib.from_command_line(
+        [argv[0], *flags], settings_lib.of_project()
+    )
     whole_files.refuse_other(arguments.out, SIGN)
     examples, names = samples(config.for_ranks(1), arguments.count)
     write(arguments.out, sheet(examples, names))

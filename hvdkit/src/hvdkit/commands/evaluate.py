@@ -48,7 +48,8 @@ class WorstSamples:
         self._count = count
         self._rounds = rounds  # how many batches a rank evaluates
         self._done = 0
-        self._worst: list[tuple[float, int]] = []  # pairs: loss, and the sample's number, negated
+        # Pairs: loss, and the sample's number, negated.
+        self._worst: list[tuple[float, int]] = []
 
     def add(self, means: np.ndarray, ids: list[int]) -> None:
         """Takes a batch of this rank, as Evaluator.on_batch."""
@@ -64,11 +65,15 @@ class WorstSamples:
     def of_all_ranks(self) -> list[tuple[float, int]]:
         """Loss and number of each, the worst first; every rank must call it."""
         worst_of_ranks = self._run.world.gather_objects(self._worst, "evaluate.worst")
-        worst = heapq.nlargest(self._count, itertools.chain.from_iterable(worst_of_ranks))
+        worst = heapq.nlargest(
+            self._count, itertools.chain.from_iterable(worst_of_ranks)
+        )
         return [(loss, -number) for loss, number in worst]
 
 
-def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
+def evaluate(
+    config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any
+) -> None:
     """Every rank must call it; rank 0 writes. Raises Stop, on all ranks, if it cannot be done."""
     run, checkpoint = load_run.restored(config, world, arguments.checkpoint)
     with world.fail_together("reading the validation data"):
@@ -88,7 +93,10 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, argumen
 
     step = int(run.state.step)
     split = config.val_split.replace("/", "-")
-    out = arguments.out or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{split}"
+    out = (
+        arguments.out
+        or Path(config.run_dir) / "evaluation" / f"step-{step:08d}-{split}"
+    )
     averaged = arguments.ema and bool(run.state.averages)
     about = {
         "checkpoint": str(checkpoint),
@@ -108,14 +116,18 @@ def evaluate(config: Settings, world: World, stop_signal: StopSignal, *, argumen
         with world.fail_together(f"writing {out}"):
             if world.is_chief:
                 is_best = arguments.checkpoint == "best"
-                about["chose_checkpoint"] = is_best and _chosen_by_samples(run, checkpoint)
+                about["chose_checkpoint"] = is_best and _chosen_by_samples(
+                    run, checkpoint
+                )
                 _write(run, folder, about=about, evaluation=evaluation, worst=samples)
                 _write_pictures(run, evaluator, folder=folder / "worst", worst=samples)
     say(world, f"written: {out}")
 
 
 @contextlib.contextmanager
-def _replaced(asked_for: Path | None, out: Path, inputs: Sequence[Path]) -> Iterator[Path]:
+def _replaced(
+    asked_for: Path | None, out: Path, inputs: Sequence[Path]
+) -> Iterator[Path]:
     """Yields a folder for the files, which then replace those of `out`; `asked_for`: --out."""
     if not asked_for and out.parent.is_symlink():
         raise ValueError(f"{out.parent} is a link, which is not followed: give --out")
@@ -129,7 +141,8 @@ def _replaced(asked_for: Path | None, out: Path, inputs: Sequence[Path]) -> Iter
             yield folder
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # a folder that holds what was written stays
+            # A folder that holds what was written stays.
+            with contextlib.suppress(OSError):
                 out.rmdir()
 
 
@@ -183,7 +196,11 @@ def _write(
 
 
 def _write_pictures(
-    run: RunContext, evaluator: Evaluator, *, folder: Path, worst: Sequence[tuple[float, int]]
+    run: RunContext,
+    evaluator: Evaluator,
+    *,
+    folder: Path,
+    worst: Sequence[tuple[float, int]],
 ) -> None:
     """Draws each of the worst samples, with the weights that were evaluated."""
     draw = tasks.optional(run.task, "draw")
@@ -193,7 +210,9 @@ def _write_pictures(
     for place, (loss, number) in enumerate(worst, start=1):
         batch, outputs = evaluator.one(number)
         with task_checks.user_code_errors("draw"):
-            sheet = np.concatenate(list(draw(batch["inputs"], batch["targets"], outputs)))
+            sheet = np.concatenate(
+                list(draw(batch["inputs"], batch["targets"], outputs))
+            )
         name = f"{place:02d}-sample-{number}-loss-{loss:.3g}.png"
         Image.fromarray(sheet).save(folder / name, "PNG")
 
@@ -201,10 +220,16 @@ def _write_pictures(
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 2 wrong use, 75 stopped."""
     parser = load_run.parser(__doc__)
-    parser.add_argument("--split", default="", help="split of the data; default: that of the run")
-    parser.add_argument("--worst", type=int, default=8, help="worst samples to draw; 0: none")
     parser.add_argument(
-        "--out", type=path_argument, help="output folder; default: evaluation/ in run_dir"
+        "--split", default="", help="split of the data; default: that of the run"
+    )
+    parser.add_argument(
+        "--worst", type=int, default=8, help="worst samples to draw; 0: none"
+    )
+    parser.add_argument(
+        "--out",
+        type=path_argument,
+        help="output folder; default: evaluation/ in run_dir",
     )
     arguments, flags = parser.parse_known_args(argv[1:])
     if arguments.split:

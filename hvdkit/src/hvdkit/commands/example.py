@@ -19,7 +19,9 @@ from hvdkit.stop import DONE
 @logs.explained
 def main(argv: Sequence[str]) -> int:
     parser = logs.parser(__doc__)
-    parser.add_argument("name", nargs="?", help="the example to copy; without it, all are listed")
+    parser.add_argument(
+        "name", nargs="?", help="the example to copy; without it, all are listed"
+    )
     name = parser.parse_args(list(argv[1:])).name
     fork = project.folder()
     if not project.is_fork(fork):

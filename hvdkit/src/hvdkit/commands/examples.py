@@ -44,7 +44,9 @@ def read(file: Path, inputs: Inputs) -> Columns:
 
     Raises ValueError or OSError, naming the line or array, and what the input takes.
     """
-    columns = _of_arrays(file, inputs) if file.suffix == ".npz" else _of_lines(file, inputs)
+    columns = (
+        _of_arrays(file, inputs) if file.suffix == ".npz" else _of_lines(file, inputs)
+    )
     if not count(columns):
         raise ValueError(f"{file} holds no example")
     return columns
@@ -69,12 +71,16 @@ def _of_arrays(file: Path, inputs: Inputs) -> Columns:
         array = arrays[name]
         column = f"{file}: {name}"
         if not array.ndim:
-            raise ValueError(f"{file}: {name} is one value, not an array with an entry an example")
+            raise ValueError(
+                f"{file}: {name} is one value, not an array with an entry an example"
+            )
         shape = _shape(array.shape[1:], column, spec)
         columns[name] = _converted(array.reshape([len(array), *shape]), column, spec)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise ValueError(f"{file}: arrays must be of one length, an entry an example: {lengths}")
+        raise ValueError(
+            f"{file}: arrays must be of one length, an entry an example: {lengths}"
+        )
     return columns
 
 
@@ -88,7 +94,9 @@ def _of_lines(file: Path, inputs: Inputs) -> Columns:
                 raise ValueError(
                     f"{file}, line {number} is no JSON object: write {{...}} with {inputs}"
                 )
-            unread |= _check_names(example, f"{file}, line {number}", inputs, told=unread)
+            unread |= _check_names(
+                example, f"{file}, line {number}", inputs, told=unread
+            )
             for name, spec in inputs.specs.items():
                 value = f"{file}, line {number}: {name}"
                 array = _array(example[name], value)
@@ -211,7 +219,8 @@ def _shapes(columns: Columns, index: int) -> list[tuple[int, ...]]:
 def batch(columns: Columns, indices: Iterable[int]) -> Batch:
     """The examples of these numbers, stacked."""
     return {
-        name: np.stack([column[index] for index in indices]) for name, column in columns.items()
+        name: np.stack([column[index] for index in indices])
+        for name, column in columns.items()
     }
 
 
@@ -240,7 +249,9 @@ def plain(value: Any) -> Any:
     return whole_files.without_nan(value.item() if hasattr(value, "item") else value)
 
 
-def write_lines(file: Path, batches: Sequence[Batch], class_names: Sequence[str]) -> None:
+def write_lines(
+    file: Path, batches: Sequence[Batch], class_names: Sequence[str]
+) -> None:
     """Predictions as JSON, an object a line; with the class's name where it has one."""
     with open(file, "w", encoding="utf-8") as lines:
         for values in batches:
@@ -265,7 +276,9 @@ def write_arrays(file: Path, batches: Sequence[Batch]) -> None:
 
 def _joined(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
     if len({part.shape[1:] for part in parts}) > 1:
-        raise ValueError(f"{name} has other shapes from example to example: give them as .jsonl")
+        raise ValueError(
+            f"{name} has other shapes from example to example: give them as .jsonl"
+        )
     return np.concatenate(parts)
 
 

@@ -104,7 +104,9 @@ class Exported(tf.Module):
         # The task's functions use its tables and variables; a SavedModel has only what attributes
         # of its module hold.
         kinds = (tf.saved_model.experimental.TrackableResource, tf.Variable)
-        self.of_task = [value for value in vars(task).values() if isinstance(value, kinds)]
+        self.of_task = [
+            value for value in vars(task).values() if isinstance(value, kinds)
+        ]
 
     def of_inputs(self, inputs: Any) -> dict[str, tf.Tensor]:
         """The outputs for a batch of what the model takes."""
@@ -124,7 +126,9 @@ class Exported(tf.Module):
     def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """The outputs for JPEG, PNG or WebP files, text [B], whose pictures are of one size."""
         spec = tf.TensorSpec([None, None, 3], tf.uint8)
-        return self.of_pictures(tf.map_fn(pictures.decode_image, image, fn_output_signature=spec))
+        return self.of_pictures(
+            tf.map_fn(pictures.decode_image, image, fn_output_signature=spec)
+        )
 
 
 class Exports(NamedTuple):
@@ -137,7 +141,9 @@ class Exports(NamedTuple):
     arguments: dict[str, np.ndarray]  # arguments of serving_default, by name
 
 
-def export(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
+def export(
+    config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any
+) -> None:
     """Writes the model of a checkpoint into --out, and prints where.
 
     What the outputs mean is said by the task's `decode`, else by hvdkit/train/task/outputs.py.
@@ -152,13 +158,18 @@ def export(config: Settings, world: World, stop_signal: StopSignal, *, arguments
         # A file that is no picture is refused before the model is loaded.
         picture = _picture(check) if gives_picture else None
         inputs = [check] if check else []
-        with whole_files.replaced(arguments.out.absolute(), WRITTEN, inputs=inputs) as folder:
+        with whole_files.replaced(
+            arguments.out.absolute(), WRITTEN, inputs=inputs
+        ) as folder:
             run = load_run.trained(
                 config, arguments.checkpoint, arguments.ema, for_pictures=gives_picture
             )
             if tasks.optional(run.task, "picture_inputs"):
                 if check and not gives_picture:
-                    raise Stop(WRONG_USE, f"--check={check}: task {config.task} takes a picture")
+                    raise Stop(
+                        WRONG_USE,
+                        f"--check={check}: task {config.task} takes a picture",
+                    )
                 exports = _of_pictures(run, config, picture or _picture(None))
             else:
                 exports = _of_examples(run, config, check)
@@ -180,17 +191,25 @@ def _of_pictures(run: load_run.Trained, config: Settings, data: bytes) -> Export
         "serving_default": _function(module.of_files, [None], tf.string),
         "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),
     }
-    return Exports(run, module, signatures, example, {"image": np.array([data, data], object)})
+    return Exports(
+        run, module, signatures, example, {"image": np.array([data, data], object)}
+    )
 
 
-def _of_examples(run: load_run.Trained, config: Settings, check: Path | None) -> Exports:
+def _of_examples(
+    run: load_run.Trained, config: Settings, check: Path | None
+) -> Exports:
     """The SavedModel takes the model's own inputs."""
     arrays = examples.some(check, run.inputs)
     example = run.inputs.nested(arrays)
     try:
         decode = load_run.decoder(run, config, example)
     except ValueError as error:
-        way_out = "" if check else " (with noise: --check=FILE gives it examples, .npz or .jsonl)"
+        way_out = (
+            ""
+            if check
+            else " (with noise: --check=FILE gives it examples, .npz or .jsonl)"
+        )
         raise ValueError(f"{error}{way_out}") from error
     module = Exported(run.task, run.model, decode)
     specs = run.inputs.arguments()
@@ -199,7 +218,9 @@ def _of_examples(run: load_run.Trained, config: Settings, check: Path | None) ->
         return module.of_inputs(run.inputs.nested(dict(zip(specs, tensors))))
 
     signatures = {
-        "serving_default": tf.function(serve, input_signature=[*specs.values()], autograph=False)
+        "serving_default": tf.function(
+            serve, input_signature=[*specs.values()], autograph=False
+        )
     }
     arguments = {specs[name].name: array for name, array in arrays.items()}
     return Exports(run, module, signatures, example, arguments)
@@ -226,7 +247,9 @@ def _write(exports: Exports, folder: Path) -> list[str]:
         array = examples.kept(tensor.numpy())
         is_float = array.dtype.kind == "f"
         if not np.array_equal(array, outputs[name], equal_nan=is_float):
-            raise Stop(BUG, f"loaded in a new process {name} differ: nothing is exported")
+            raise Stop(
+                BUG, f"loaded in a new process {name} differ: nothing is exported"
+            )
     if fault and not note:
         note = f"note: {KERAS} {_needs(exports.run.model, fault)}; the SavedModel needs no code"
     shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items())
@@ -242,7 +265,8 @@ def _write_keras(exports: Exports, file: Path) -> str:
     run = exports.run
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Keras warns of what it may not load; it is tried here
+            # Keras warns of what it may not load; it is tried here.
+            warnings.simplefilter("ignore")
             run.model.save(file)
     except Exception as error:  # layers' own code may raise anything
         if passes(error):
@@ -295,7 +319,9 @@ def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, s
 def _foreign(model: keras.Model) -> list[keras.layers.Layer]:
     """Layers that are not Keras's own."""
     layers = model._flatten_layers()
-    return [layer for layer in layers if not type(layer).__module__.startswith("keras.")]
+    return [
+        layer for layer in layers if not type(layer).__module__.startswith("keras.")
+    ]
 
 
 def _near(one: tf.Tensor, other: tf.Tensor) -> bool:
@@ -346,14 +372,21 @@ def to_onnx(model: keras.Model, inputs: Any, file: Path) -> str:
         session = onnxruntime.InferenceSession(file.read_bytes())
         outputs = session.run(None, _fed(session.get_inputs(), inputs))
     except Exception as error:  # a converter may raise anything
-        raise ValueError(f"--onnx: {model.name} cannot be converted: {error!s:.300}") from None
+        raise ValueError(
+            f"--onnx: {model.name} cannot be converted: {error!s:.300}"
+        ) from None
     for tensor, output in zip(wanted, outputs, strict=True):
         array = tensor.numpy()
         sizes = np.abs(array[np.isfinite(array) & (array != 0)], dtype=np.float64)
         tolerance = _NEAR * np.median(sizes) if sizes.size else 0.0
         is_shape = array.shape == output.shape
-        if not is_shape or not np.allclose(array, output, _NEAR, tolerance, equal_nan=True):
-            raise Stop(BUG, f"{file.name} has other outputs in ONNX Runtime: nothing is exported")
+        if not is_shape or not np.allclose(
+            array, output, _NEAR, tolerance, equal_nan=True
+        ):
+            raise Stop(
+                BUG,
+                f"{file.name} has other outputs in ONNX Runtime: nothing is exported",
+            )
     words = []
     for end in (*session.get_inputs(), *session.get_outputs()):
         sizes = [size if isinstance(size, int) else "any" for size in end.shape]
@@ -372,7 +405,8 @@ def _fed(takes: Sequence[Any], inputs: Any) -> dict[str, np.ndarray]:
     else:
         raise ValueError(f"of its inputs it has only {join(names)}")
     return {
-        node.name: np.asarray(tensor_of[node.name], _ONNX_TYPES.get(node.type)) for node in takes
+        node.name: np.asarray(tensor_of[node.name], _ONNX_TYPES.get(node.type))
+        for node in takes
     }
 
 
@@ -390,14 +424,24 @@ def loaded_elsewhere(
         np.savez(inputs, *[_sent(array) for array in arguments.values()])
         program = f"KINDS = {examples.KINDS}{_LOADER}"
         command = [sys.executable, "-I", "-c", program]
-        command += [str(folder), json.dumps([*arguments]), str(inputs), str(outputs), str(fault)]
-        ended = subprocess.run(command, cwd=scratch, capture_output=True, text=True, check=False)
+        command += [
+            str(folder),
+            json.dumps([*arguments]),
+            str(inputs),
+            str(outputs),
+            str(fault),
+        ]
+        ended = subprocess.run(
+            command, cwd=scratch, capture_output=True, text=True, check=False
+        )
         if ended.returncode:
             last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
             raise Stop(BUG, f"the SavedModel cannot be loaded in a new process: {last}")
         with np.load(outputs) as archive:
             values = [archive[f"arr_{number}"] for number in range(len(names))]
-        return dict(zip(sorted(names), values)), fault.read_text() if fault.exists() else ""
+        return dict(
+            zip(sorted(names), values)
+        ), fault.read_text() if fault.exists() else ""
 
 
 def _sent(array: np.ndarray) -> np.ndarray:
@@ -422,16 +466,22 @@ def _picture(file: Path | None) -> bytes:
     try:
         pictures.decode_image(tf.constant(data))
     except tf.errors.OpError:
-        raise ValueError(f"--check={file} holds no JPEG, PNG or WebP that can be decoded") from None
+        raise ValueError(
+            f"--check={file} holds no JPEG, PNG or WebP that can be decoded"
+        ) from None
     return data
 
 
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 what was written is not the same, 2 wrong use."""
     parser = load_run.parser(__doc__)
-    parser.add_argument("--out", type=path_argument, required=True, help="output folder")
     parser.add_argument(
-        "--check", type=path_argument, help="picture, or examples, for the check; default: noise"
+        "--out", type=path_argument, required=True, help="output folder"
+    )
+    parser.add_argument(
+        "--check",
+        type=path_argument,
+        help="picture, or examples, for the check; default: noise",
     )
     parser.add_argument(
         "--onnx", action="store_true", help="the network alone as OUT/model.onnx too"

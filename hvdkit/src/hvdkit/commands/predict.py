@@ -49,12 +49,14 @@ from hvdkit.stop import BUG, Stop, passes
 from hvdkit.train.task import checks as task_checks
 from hvdkit.train.task.protocol import Task
 
-_BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")  # EPS would start Ghostscript
+# EPS would start Ghostscript.
+_BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")
 _BITS_PER_SAMPLE = 258  # number of the TIFF tag
 _SHOWN_CLASSES = 5  # so many of the most probable classes are written
 CSV = "predictions.csv"
 WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # names in --out
-OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]  # from a picture to outputs by name
+# From a picture to outputs by name.
+OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
 class Drawing(NamedTuple):
@@ -68,11 +70,14 @@ class Prediction(NamedTuple):
     """What is predicted of a picture, but for drawings."""
 
     file: str
-    likeliest: list[tuple[int, float]]  # class and probability; [] of a segmented picture
+    # Class and probability; [] of a segmented picture.
+    likeliest: list[tuple[int, float]]
     others: dict[str, Any]  # other outputs by name, as JSON takes them
 
 
-def predict(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
+def predict(
+    config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any
+) -> None:
     """Every rank must call it. Raises Stop, on all ranks, where not all was predicted."""
     predictor_class: type[PicturePredictor] | type[predict_examples.ExamplePredictor]
     predictor_class = PicturePredictor
@@ -81,16 +86,22 @@ def predict(config: Settings, world: World, stop_signal: StopSignal, *, argument
     replaced = whole_files.replaced(arguments.out, WRITTEN, inputs=arguments.pictures)
     with load_run.written_by_chief(world, arguments.out, replaced) as folder_of_chief:
         predictor = predictor_class(config, world, arguments)
-        folder = world.broadcast_object(os.path.abspath(folder_of_chief), "predict.folder")
+        folder = world.broadcast_object(
+            os.path.abspath(folder_of_chief), "predict.folder"
+        )
         with world.fail_together(f"writing {arguments.out}"):
             if not Path(folder).is_dir():
-                raise ValueError("it is not the folder of rank 0: give one that all ranks see")
+                raise ValueError(
+                    "it is not the folder of rank 0: give one that all ranks see"
+                )
         faults = predictor.predict_into(Path(folder), stop_signal)
     for fault in faults:
         say(world, f"skipped: {fault}")
     say(world, f"written: {arguments.out}")
     if faults:
-        raise Stop(BUG, f"{len(faults)} of {predictor.count} files were skipped, see above")
+        raise Stop(
+            BUG, f"{len(faults)} of {predictor.count} files were skipped, see above"
+        )
 
 
 class PicturePredictor:
@@ -106,7 +117,9 @@ class PicturePredictor:
                 config, arguments.checkpoint, arguments.ema
             )
             self._class_names = examples.class_names(path)
-        world.check_same(world_lib.weights_sha256(model.variables), f"the weights of {path.name}")
+        world.check_same(
+            world_lib.weights_sha256(model.variables), f"the weights of {path.name}"
+        )
         world.check_same(repr(list(self._files)), "the names of the pictures")
         self._outputs_of = of_picture(task, model, decode)
         say(world, f"{self.count} pictures, by {path}")
@@ -123,7 +136,9 @@ class PicturePredictor:
                 break
             try:  # an error ends no rank here: the others wait for it below
                 image = load(file)
-                prediction = write(folder, name, image=image, outputs=self._outputs_of(image))
+                prediction = write(
+                    folder, name, image=image, outputs=self._outputs_of(image)
+                )
                 if prediction.likeliest or prediction.others:
                     own_predictions.append(prediction)
             except tf.errors.ResourceExhaustedError:
@@ -158,9 +173,13 @@ class PicturePredictor:
 def of_picture(task: Task, model: keras.Model, decode: load_run.Decode) -> OutputsOf:
     """The function from a picture, uint8 [height, width, 3], to what its outputs mean, by name."""
 
-    @tf.function(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False)
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, None, 3], tf.uint8)], autograph=False
+    )
     def tensors_of(image: tf.Tensor) -> dict[str, tf.Tensor]:
-        inputs = tf.nest.map_structure(lambda part: part[None], task.picture_inputs(image))
+        inputs = tf.nest.map_structure(
+            lambda part: part[None], task.picture_inputs(image)
+        )
         decoded = decode(task_checks.outputs(task, model, inputs))
         return {name: value[0] for name, value in decoded.items()}
 
@@ -184,7 +203,9 @@ def listed(named: Sequence[Path], out: Path) -> dict[str, Path]:
                 continue
             name = str(file.relative_to(path)) if is_folder else path.name
             if file_of.setdefault(name, file) != file:
-                raise ValueError(f"{file_of[name]} and {file} would both be written as {name}")
+                raise ValueError(
+                    f"{file_of[name]} and {file} would both be written as {name}"
+                )
     if not file_of:
         raise ValueError(f"no files in {', '.join(str(path) for path in named)}")
     return file_of
@@ -230,7 +251,8 @@ def decoded(data: bytes, file: object) -> np.ndarray:
         raise ValueError(f"{file} is damaged: it cannot be decoded") from None
     except UnidentifiedImageError:
         raise ValueError(f"{file} is no picture in a format that is read") from None
-    except Image.DecompressionBombError:  # Pillow raises it at twice its limit, on opening
+    except Image.DecompressionBombError:
+        # Pillow raises it at twice its limit, on opening.
         limit = pictures.most_pixels
         raise ValueError(f"{file} has more pixels than --max_pixels={limit}") from None
     # Damaged files make Pillow raise RuntimeError, struct.error, ZeroDivisionError and others.
@@ -249,11 +271,16 @@ def _too_deep(picture: Image.Image) -> str:
     return ""
 
 
-def write(folder: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Prediction:
+def write(
+    folder: Path, name: str, *, image: np.ndarray, outputs: dict[str, Any]
+) -> Prediction:
     """Writes what can be drawn; returns anything else."""
     drawing = drawn(name, image=image, outputs=outputs)
     if drawing:
-        for kind, picture in (("labels", drawing.classes), ("overlays", drawing.overlay)):
+        for kind, picture in (
+            ("labels", drawing.classes),
+            ("overlays", drawing.overlay),
+        ):
             file = folder / kind / f"{name}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             picture.save(file, "PNG")
@@ -266,7 +293,9 @@ def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawing |
     probabilities = outputs.get("probabilities")
     has_both = classes is not None and probabilities is not None
     if has_both and np.any(probabilities != probabilities):  # NaN differs from itself
-        raise ValueError(f"{name}: the model's outputs are no numbers (NaN), so it has no class")
+        raise ValueError(
+            f"{name}: the model's outputs are no numbers (NaN), so it has no class"
+        )
     if classes is None or np.ndim(classes) != 2:
         return None
     most = len(COLOURS)
@@ -302,7 +331,9 @@ def class_name(number: int, names: Sequence[str]) -> str:
     return names[number] if number < len(names) else str(number)
 
 
-def record(folder: Path, predictions: Sequence[Prediction], names: Sequence[str]) -> None:
+def record(
+    folder: Path, predictions: Sequence[Prediction], names: Sequence[str]
+) -> None:
     """Writes and prints predictions; `names` of the classes, if any."""
     classified = [prediction for prediction in predictions if prediction.likeliest]
     if classified:
@@ -317,7 +348,9 @@ def record(folder: Path, predictions: Sequence[Prediction], names: Sequence[str]
             partial.write_text("".join(lines))
 
 
-def _write_table(file: Path, predictions: Sequence[Prediction], names: Sequence[str]) -> None:
+def _write_table(
+    file: Path, predictions: Sequence[Prediction], names: Sequence[str]
+) -> None:
     heads = ["file"]
     for place in range(1, len(predictions[0].likeliest) + 1):
         heads += [f"class_{place}", f"p_{place}"]
@@ -337,7 +370,9 @@ def _write_table(file: Path, predictions: Sequence[Prediction], names: Sequence[
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done, 1 files were skipped, 2 wrong use, 75 stopped."""
     parser = load_run.parser(__doc__)
-    parser.add_argument("--out", type=path_argument, required=True, help="output folder")
+    parser.add_argument(
+        "--out", type=path_argument, required=True, help="output folder"
+    )
     parser.add_argument(
         "pictures",
         nargs="+",

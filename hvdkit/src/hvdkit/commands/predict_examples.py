@@ -27,7 +27,9 @@ class ExamplePredictor:
         self._as_lines = self._file.suffix == ".jsonl"
         with world.fail_together("reading the examples"):
             if len(arguments.pictures) > 1:
-                raise ValueError(f"give one file of examples ({' or '.join(examples.SUFFIXES)})")
+                raise ValueError(
+                    f"give one file of examples ({' or '.join(examples.SUFFIXES)})"
+                )
             digest = whole_files.sha256(self._file)
             self._run = load_run.trained(config, arguments.checkpoint, arguments.ema)
             self._columns = examples.read(self._file, self._run.inputs)
@@ -43,7 +45,9 @@ class ExamplePredictor:
         world.check_same(digest, f"the examples of {self._file}")
         say(world, f"{self.count:,} examples, by {self._run.path}")
         spec = [self._run.inputs.structure]
-        self._outputs_of = tf.function(self._outputs, input_signature=spec, autograph=False)
+        self._outputs_of = tf.function(
+            self._outputs, input_signature=spec, autograph=False
+        )
 
     def predict_into(self, folder: Path, stop_signal: StopSignal) -> list[str]:
         """Writes predictions.npz or .jsonl; nothing is skipped: what is wrong raises Stop."""
@@ -55,7 +59,9 @@ class ExamplePredictor:
         own_indices = range(*share(self.count, world.rank, world.size))
         predictions: list[examples.Batch] = []
         with world.fail_together("predicting"):
-            for indices in examples.batches(self._columns, own_indices, self._batch_size):
+            for indices in examples.batches(
+                self._columns, own_indices, self._batch_size
+            ):
                 if stop_signal.asked:
                     break
                 predictions += self._predicted(indices)
@@ -68,11 +74,15 @@ class ExamplePredictor:
                 examples.write_arrays(own_part, predictions)
         examples.check_stopped(world, stop_signal)
         written = [part for part in parts if part.exists()]
-        world.from_chief(f"writing {folder.parent}", examples.join_parts, folder / name, written)
+        world.from_chief(
+            f"writing {folder.parent}", examples.join_parts, folder / name, written
+        )
         return []
 
     def _outputs(self, inputs: Any) -> dict[str, tf.Tensor]:
-        return self._decode(task_checks.outputs(self._run.task, self._run.model, inputs))
+        return self._decode(
+            task_checks.outputs(self._run.task, self._run.model, inputs)
+        )
 
     def _predicted(self, indices: range) -> list[examples.Batch]:
         """Outputs by name; where a batch fails, each example by itself, to name it."""

@@ -77,12 +77,18 @@ file.onchange = async () => {
 """
 
 
-def serve(config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any) -> None:
+def serve(
+    config: Settings, world: World, stop_signal: StopSignal, *, arguments: Any
+) -> None:
     """Answers until it is stopped. Raises Stop where it cannot begin."""
     if world.size > 1:
-        raise Stop(WRONG_USE, "hvdkit serve answers from one process: start it on one rank")
+        raise Stop(
+            WRONG_USE, "hvdkit serve answers from one process: start it on one rank"
+        )
     with world.fail_together("serving"):
-        task, model, path, decode = load_run.model_of(config, arguments.checkpoint, arguments.ema)
+        task, model, path, decode = load_run.model_of(
+            config, arguments.checkpoint, arguments.ema
+        )
         outputs_of = predict.of_picture(task, model, decode)
         names = files.read_manifest(path).card.get("class_names", [])
         word = secrets.token_urlsafe()
@@ -93,7 +99,9 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, arguments:
                 return answered(data, outputs_of, names)
 
         try:
-            server = Server(("127.0.0.1", arguments.port), handler(answer, word, str(path)))
+            server = Server(
+                ("127.0.0.1", arguments.port), handler(answer, word, str(path))
+            )
         except OSError as error:
             raise ValueError(
                 f"--port={arguments.port}: {error.strerror}; "
@@ -102,7 +110,9 @@ def serve(config: Settings, world: World, stop_signal: StopSignal, *, arguments:
     with server:
         server.timeout = 0.5
         # By its number: on ::1, another name of localhost, another user may listen for the word.
-        say(f"{path}: open http://127.0.0.1:{server.server_port}/{word} (Ctrl-C ends it)")
+        say(
+            f"{path}: open http://127.0.0.1:{server.server_port}/{word} (Ctrl-C ends it)"
+        )
         while not stop_signal.asked:
             server.handle_request()
 
@@ -113,7 +123,8 @@ class Server(http.server.ThreadingHTTPServer):
     Those of strangers, who do not know the word, are few: the oldest makes place for the newest.
     """
 
-    request_queue_size = 128  # so many connections wait for `handle_request`; more are reset
+    # So many connections wait for `handle_request`; more are reset.
+    request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], kind: type["Handler"]) -> None:
         super().__init__(address, kind)
@@ -146,7 +157,9 @@ class Server(http.server.ThreadingHTTPServer):
         """Nothing: a client went away."""
 
 
-def answered(data: bytes, outputs_of: predict.OutputsOf, names: list[str]) -> dict[str, Any]:
+def answered(
+    data: bytes, outputs_of: predict.OutputsOf, names: list[str]
+) -> dict[str, Any]:
     """What the page shows: rows of name, value, perhaps colour, and an overlay; or an "error"."""
     try:
         image = predict.decoded(data, "the file")
@@ -201,16 +214,25 @@ def refused(headers: Message) -> tuple[HTTPStatus, str] | None:
             f"a form ({kind[:40]}) is not read: send the picture's bytes alone, as the body",
         )
     if not size:
-        return HTTPStatus.LENGTH_REQUIRED, "send the picture's bytes with a Content-Length"
+        return (
+            HTTPStatus.LENGTH_REQUIRED,
+            "send the picture's bytes with a Content-Length",
+        )
     if not (size.isascii() and size.isdecimal()):
-        return HTTPStatus.BAD_REQUEST, f"Content-Length: {size[:40]} is no number of bytes"
+        return (
+            HTTPStatus.BAD_REQUEST,
+            f"Content-Length: {size[:40]} is no number of bytes",
+        )
     if len(size) > 40 or int(size) > _MOST_BYTES:
         return (
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"a picture of {size[:40]} bytes is too large: {_MOST_BYTES:,} bytes at most",
         )
     if int(size) == 0:
-        return HTTPStatus.BAD_REQUEST, "the picture is empty: send its bytes as the body"
+        return (
+            HTTPStatus.BAD_REQUEST,
+            "the picture is empty: send its bytes as the body",
+        )
     return None
 
 
@@ -238,7 +260,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         try:
             data = self.rfile.read(size)
         except TimeoutError:
-            self._send_error(HTTPStatus.REQUEST_TIMEOUT, f"no byte came for {self.timeout} s")
+            self._send_error(
+                HTTPStatus.REQUEST_TIMEOUT, f"no byte came for {self.timeout} s"
+            )
             return
         if len(data) < size:
             self._send_error(
@@ -247,7 +271,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             )
             return
         content = type(self).answer(data)
-        status = HTTPStatus.UNPROCESSABLE_ENTITY if "error" in content else HTTPStatus.OK
+        status = (
+            HTTPStatus.UNPROCESSABLE_ENTITY if "error" in content else HTTPStatus.OK
+        )
         self._send(status, "application/json", json.dumps(content).encode())
 
     def parse_request(self) -> bool:

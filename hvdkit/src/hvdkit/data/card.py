@@ -24,7 +24,9 @@ _MOST_NAMES = 5_000_000
 _MOST_BYTES = 2**31
 
 
-def made(config: Settings, train: Source, val: Source, *, augmentation: Card) -> dict[str, Any]:
+def made(
+    config: Settings, train: Source, val: Source, *, augmentation: Card
+) -> dict[str, Any]:
     """The card of a run, as JSON; `augmentation`: what the task says that it does to samples."""
     return {
         "train": _split_card(config.train_split, train),
@@ -34,7 +36,9 @@ def made(config: Settings, train: Source, val: Source, *, augmentation: Card) ->
         "label_map": config.label_map,
         "colour_order": "RGB, 0 to 255",
         "image_size": config.image_size,
-        "augmentation": json.loads(json.dumps(whole_files.without_nan(dict(augmentation)))),
+        "augmentation": json.loads(
+            json.dumps(whole_files.without_nan(dict(augmentation)))
+        ),
     }
 
 
@@ -75,9 +79,8 @@ def check(
         old_names = _kept_names(_file(checkpoint.resolve().parent.parent, before))
         change = _change(old_names, before, now, source)
     elif contents_before and contents_now and contents_before != contents_now:
-        change = (
-            f"the same {train_now['samples']:,} samples have files of other contents, by --hash"
-        )
+        samples = train_now["samples"]
+        change = f"the same {samples:,} samples have files of other contents, by --hash"
     else:
         return []
     if not accepted:
@@ -88,7 +91,9 @@ def check(
     return [f"the training data changed: {change}"]
 
 
-def _change(old_names: list[bytes] | None, before: Card, now: Card, source: object) -> str:
+def _change(
+    old_names: list[bytes] | None, before: Card, now: Card, source: object
+) -> str:
     """What changed; `old_names`: those of the samples of `before`, if they are known."""
     old_count = before["train"]["samples"]
     count = now["train"]["samples"]
@@ -134,7 +139,9 @@ def _file(run_dir: Path, card: Card) -> Path:
 def _kept_names(file: Path) -> list[bytes] | None:
     """The names in a file of `keep_names`; None where it cannot be read."""
     try:
-        data = zlib.decompressobj().decompress(whole_files.read(file, _MOST_BYTES), _MOST_BYTES)
+        data = zlib.decompressobj().decompress(
+            whole_files.read(file, _MOST_BYTES), _MOST_BYTES
+        )
     except (OSError, ValueError, zlib.error):
         return None
     return data.split(b"\0")

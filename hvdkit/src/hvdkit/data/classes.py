@@ -61,7 +61,9 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
     Raises ValueError where its labels are no pictures.
     """
     if getattr(source, "kind", "class") != "map":
-        raise ValueError("--label_map maps values of label pictures: rename classes instead")
+        raise ValueError(
+            "--label_map maps values of label pictures: rename classes instead"
+        )
     table = np.arange(256)
     for value, new_class in values.items():
         table[value] = IGNORE if new_class is None else new_class
@@ -96,7 +98,12 @@ class Mapped(Wrapper):
     """
 
     def __init__(
-        self, source: Source, table: np.ndarray, classes: int, *, class_names: Sequence[str] = ()
+        self,
+        source: Source,
+        table: np.ndarray,
+        classes: int,
+        *,
+        class_names: Sequence[str] = (),
     ) -> None:
         super().__init__(source)
         self.num_classes = classes

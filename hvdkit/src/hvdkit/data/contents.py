@@ -56,7 +56,9 @@ def write(source: Listed, split: str) -> str:
     names = list(source.files())
     before: set[bytes] = set()
     if file.exists():
-        before = set(whole_files.read(file, _MOST_BYTES).splitlines()) - {_SIGN.encode()}
+        before = set(whole_files.read(file, _MOST_BYTES).splitlines()) - {
+            _SIGN.encode()
+        }
 
     lines: list[bytes] = []
     with ThreadPoolExecutor(_THREADS) as pool:

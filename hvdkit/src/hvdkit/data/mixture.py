@@ -26,8 +26,12 @@ class Mixture(ReadAhead):
         self._sources = [source for source, _ in sets]
         shares = [share for _, share in sets]
         if not all(0 < share < float("inf") for share in shares):
-            raise ValueError(f"the shares of a mixture are {shares}: give numbers above 0")
-        self.class_names = _common("class_names", [classes.of(s) for s in self._sources])
+            raise ValueError(
+                f"the shares of a mixture are {shares}: give numbers above 0"
+            )
+        self.class_names = _common(
+            "class_names", [classes.of(s) for s in self._sources]
+        )
         self.kind = _common("kind", [kind_of(source) for source in self._sources])
         known = [s.num_classes for s in self._sources if hasattr(s, "num_classes")]
         if known:
@@ -41,7 +45,9 @@ class Mixture(ReadAhead):
         self.reads_ahead = len(self._packed) == len(sets)
         if self.reads_ahead:
             self.form = self._packed[0].form
-            self.bytes_each = float(np.mean([source.bytes_each for source in self._packed]))
+            self.bytes_each = float(
+                np.mean([source.bytes_each for source in self._packed])
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -53,7 +59,9 @@ class Mixture(ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         numbers, set_indices = self._place(indices)
-        by_set = [self._packed[n].fetch(set_indices[numbers == n]) for n in np.unique(numbers)]
+        by_set = [
+            self._packed[n].fetch(set_indices[numbers == n]) for n in np.unique(numbers)
+        ]
         # `by_set` is sorted by sets; this is each sample's place in that order.
         places = np.argsort(np.argsort(numbers, kind="stable"))
         return [np.concatenate(part)[places] for part in zip(*by_set)]
@@ -73,7 +81,9 @@ class Mixture(ReadAhead):
             # All pictures are decoded whole here, so a "file" would have no use.
             parts = self._sources[place].read(set_index)
             parts = {name: part for name, part in parts.items() if name != "file"}
-            forms[place] = {n: f"{x.dtype.name}, rank {x.shape.rank}" for n, x in parts.items()}
+            forms[place] = {
+                n: f"{x.dtype.name}, rank {x.shape.rank}" for n, x in parts.items()
+            }
             return parts
 
         try:
@@ -82,7 +92,9 @@ class Mixture(ReadAhead):
         except (TypeError, AssertionError):
             if len(forms) < len(self._sources):  # a source's own mistake
                 raise
-            raise ValueError(f"the sets of a mixture give unlike samples: {forms}") from None
+            raise ValueError(
+                f"the sets of a mixture give unlike samples: {forms}"
+            ) from None
 
     def explain(self, index: int) -> str | None:
         number, set_index = self._place(index)

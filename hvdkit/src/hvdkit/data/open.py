@@ -172,10 +172,14 @@ def _read(config: Settings, split: str, data_format: str) -> Source:
         raise
 
 
-def _check_number(config: Settings, source: Source, *, split: str, data_format: str) -> None:
+def _check_number(
+    config: Settings, source: Source, *, split: str, data_format: str
+) -> None:
     known = getattr(source, "num_classes", config.num_classes)
     if known == 1 and data_format == "class_folders":
-        raise ValueError(f"--data_format={data_format}: {one_class(Path(config.data_dir, split))}")
+        raise ValueError(
+            f"--data_format={data_format}: {one_class(Path(config.data_dir, split))}"
+        )
     # A packed split knows only the classes that occur in it; the whole set may have more.
     too_few = known < config.num_classes and data_format != "records"
     if too_few or known > config.num_classes:

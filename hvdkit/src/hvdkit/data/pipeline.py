@@ -104,10 +104,12 @@ class Reader(NamedTuple):
     # Takes the index, int64; then what `ahead` returns for it, if there is one; a key if `keyed`.
     read: tf.types.experimental.ConcreteFunction
     parts: frozenset[str]  # names of the sample's parts
-    ahead: Callable[[tf.Tensor], Parts] | None  # the source's method, if it is a ReadAhead
+    # The source's method, if it is a ReadAhead.
+    ahead: Callable[[tf.Tensor], Parts] | None
     at_once: int  # samples that `ahead` fetches at a time
     is_paired: bool  # whether another sample is read beside each
-    is_exact_at_once: bool  # whether many samples read at once have the bits of each by itself
+    # Whether many samples read at once have the bits of each by itself.
+    is_exact_at_once: bool
     line: str  # where the function begins that makes the example
 
     def one(self, index: int, *key: tf.Tensor) -> Example:
@@ -138,7 +140,9 @@ class Reader(NamedTuple):
             except _READ_ERRORS as error:
                 if not pause(error, pauses):
                     ids = self.reads(index, *key)
-                    bad = next((number for number in ids if self.source.explain(number)), index)
+                    bad = next(
+                        (number for number in ids if self.source.explain(number)), index
+                    )
                     raise BadSample(self.explain(ids, error), bad) from None
 
     def explain(self, ids: list[int], error: Exception) -> str:
@@ -151,7 +155,9 @@ class Reader(NamedTuple):
             return f"sample {join(ids)} (counted from 0): {line}: {reason_of(error)}"
         return f"sample {join(ids)} (counted from 0): {reason_of(error)}"
 
-    def batches(self, groups: tf.data.Dataset, size: int, workers: int) -> tf.data.Dataset:
+    def batches(
+        self, groups: tf.data.Dataset, size: int, workers: int
+    ) -> tf.data.Dataset:
         """Batches of examples, of groups of `size` indices, or of (indices, keys) [size, 2].
 
         The last group may be smaller where the groups' shape is open. `workers` threads decode,
@@ -159,7 +165,9 @@ class Reader(NamedTuple):
         """
         if self.is_exact_at_once:
             groups = self._with_parts(groups)
-            batches = groups.map(as_written(self._read_all), workers, deterministic=True)
+            batches = groups.map(
+                as_written(self._read_all), workers, deterministic=True
+            )
         else:
             is_whole = tf.nest.flatten(groups.element_spec)[0].shape[0] == size
             singles = groups.unbatch()
@@ -194,7 +202,9 @@ class Reader(NamedTuple):
         return tf.vectorized_map(lambda sample: self.read(*sample), samples)
 
 
-def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = False) -> Reader:
+def reader(
+    source: Source, transform: Transform, keyed: bool, *, paired: bool = False
+) -> Reader:
     """Reads a sample and applies `transform`; traced once and shared by training and evaluation.
 
     The index is an argument of the graph, so that shapes hold for every sample. `keyed`: whether
@@ -203,7 +213,8 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
     """
     parts: set[str] = set()
     ahead = getattr(source, "ahead", None)
-    owner: Any = getattr(ahead, "__self__", None)  # the innermost, where sources wrap each other
+    # The innermost, where sources wrap each other.
+    owner: Any = getattr(ahead, "__self__", None)
     if ahead and not (owner.reads_ahead and len(owner) == len(source)):
         # It reads by itself, or its indices are others.
         ahead = None
@@ -219,7 +230,10 @@ def reader(source: Source, transform: Transform, keyed: bool, *, paired: bool = 
             )
         parts.update(sample)
         if paired:
-            sample = {**sample, "partner": source.read(partner(index, rest[-1], len(source)))}
+            sample = {
+                **sample,
+                "partner": source.read(partner(index, rest[-1], len(source))),
+            }
         return transform(sample, *key)
 
     signature: list[Any] = [tf.TensorSpec([], tf.int64)]
@@ -248,7 +262,9 @@ def _is_exact_at_once(read: tf.types.experimental.ConcreteFunction) -> bool:
     shapes = [part.shape for part in tf.nest.flatten(read.structured_outputs)]
     if not all(shape.is_fully_defined() for shape in shapes):
         return False
-    return all(operation.type in _EXACT_AT_ONCE for operation in read.graph.get_operations())
+    return all(
+        operation.type in _EXACT_AT_ONCE for operation in read.graph.get_operations()
+    )
 
 
 class BadSample(ValueError):
@@ -301,13 +317,17 @@ class TrainingFeed:
         self._workers = workers
         self._device = device
         self._replaces = replaces
-        self.waited = 0.0  # seconds spent in `next`; the device may work on earlier steps then
+        # Seconds spent in `next`; the device may work on earlier steps then.
+        self.waited = 0.0
         # Variables say what is read: the pipeline's graphs, which stay in memory, are made once,
         # however often it starts again at another step.
         with tf.device("CPU"):
             self._start = tf.Variable(first_step, dtype=tf.int64)
-            self._mended = tf.Variable(-1, dtype=tf.int64)  # the step that reads `_instead`
-            self._instead = tf.Variable(tf.zeros_like(order.local_samples(self._start)[0]))
+            # The step that reads `_instead`.
+            self._mended = tf.Variable(-1, dtype=tf.int64)
+            self._instead = tf.Variable(
+                tf.zeros_like(order.local_samples(self._start)[0])
+            )
         self._all = self._read(self._groups())
         self.spec = self._all.element_spec
         self._open()
@@ -334,7 +354,9 @@ class TrainingFeed:
         @as_written
         def fold(batch: Example) -> Example:
             shape = [order.micro_batches, order.local_micro_size]
-            return tf.nest.map_structure(lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch)
+            return tf.nest.map_structure(
+                lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch
+            )
 
         size = order.micro_batches * order.local_micro_size
         return self._reader.batches(groups, size, self._workers).map(fold)
@@ -344,7 +366,9 @@ class TrainingFeed:
         # memory, copied during the step before. GPUs hold no text.
         has_text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
         if self._device and not has_text:
-            ahead = self._all.apply(tf.data.experimental.prefetch_to_device(self._device, 2))
+            ahead = self._all.apply(
+                tf.data.experimental.prefetch_to_device(self._device, 2)
+            )
         else:
             ahead = self._all.prefetch(2)
         self._batches = _begun(ahead)
@@ -383,7 +407,10 @@ class TrainingFeed:
                     raise ValueError(self._reader.explain(good, error)) from None
             if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
-                good = [self._good(index, key) for index, key in zip(ids.numpy().tolist(), keys)]
+                good = [
+                    self._good(index, key)
+                    for index, key in zip(ids.numpy().tolist(), keys)
+                ]
             self._batches = iter(())  # stops its threads
             self._instead.assign(good)
             self._mended.assign(self._step)
@@ -408,7 +435,9 @@ class TrainingFeed:
 
     def replaced_at(self, step: int = 0) -> list[Replaced]:
         """The samples replaced at a step; 0: in the newest batch."""
-        return [sample for sample in self.replaced if sample.step == (step or self._step)]
+        return [
+            sample for sample in self.replaced if sample.step == (step or self._step)
+        ]
 
     def _good(self, index: int, key: tf.Tensor) -> int:
         """This sample, or the one in its place; ValueError where there is none."""
@@ -422,9 +451,13 @@ class TrainingFeed:
         first = int(key[0]) % len(batch)
         for other in batch[first:] + batch[:first]:
             if other != index and not self._fault(other, key):
-                self.replaced.append(Replaced(self._step + 1, fault.sample, other, str(fault)))
+                self.replaced.append(
+                    Replaced(self._step + 1, fault.sample, other, str(fault))
+                )
                 return other
-        raise ValueError(f"no sample of the batch of step {self._step + 1} can be read: {fault}")
+        raise ValueError(
+            f"no sample of the batch of step {self._step + 1} can be read: {fault}"
+        )
 
     def _fault(self, index: int, key: tf.Tensor) -> BadSample | None:
         """Why a sample or its partner cannot be read; ValueError: the disk fails time and again."""
@@ -459,7 +492,8 @@ class EvaluationFeed:
         # tf.data hung at 2**31 - 1.
         batch_size = 1 if self.one_by_one else min(batch_size, samples)
         self.batch_size = batch_size
-        self.rounds = -(-samples // (size * batch_size))  # batches of the rank that has most
+        # Batches of the rank that has most.
+        self.rounds = -(-samples // (size * batch_size))
         self._ids: list[int] = []
         for start in range(rank * batch_size, samples, size * batch_size):
             self._ids += range(start, min(start + batch_size, samples))
@@ -551,16 +585,22 @@ def line_of(error: Exception, graph: tf.Graph) -> str:
     """The user's line that made the operation of a graph that failed; "" where it is not known."""
     for name in re.findall(r"\{\{node ([^}]+)\}\}", str(error)):
         # Where functions are inlined, the names of the calls stand before the operation's.
-        failed = [op for op in graph.get_operations() if f"/{name}".endswith(f"/{op.name}")]
+        failed = [
+            op for op in graph.get_operations() if f"/{name}".endswith(f"/{op.name}")
+        ]
         if failed:
-            return project.line_in_fork(max(failed, key=lambda op: len(op.name)).traceback)
+            return project.line_in_fork(
+                max(failed, key=lambda op: len(op.name)).traceback
+            )
     return ""
 
 
 def reason_of(error: Exception) -> str:
     """TensorFlow's reason in one line, without names and places of graph nodes."""
     message = re.sub(r"\x1b\[[0-9;]*m", "", getattr(error, "message", str(error)))
-    asserted = re.search(r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE)
+    asserted = re.search(
+        r"assertion failed: \[(.*?)\](?: \[Op:|\s*$)", message, re.MULTILINE
+    )
     if asserted:
         unescaped = re.sub(r"\\(['\"])", r"\1", asserted[1])
         return unescaped.replace("] [", " ")

@@ -17,7 +17,9 @@ class Place(NamedTuple):
 
     def after(self, steps: int, batch: int) -> "Place":
         """The place after more steps of `batch` samples each."""
-        return self._replace(step=self.step + steps, samples=self.samples + steps * batch)
+        return self._replace(
+            step=self.step + steps, samples=self.samples + steps * batch
+        )
 
     def left_out(self, steps: int, batch: int) -> "Place":
         """The place once the batches of so many steps are left out."""

@@ -21,7 +21,8 @@ _ORDERS = 1
 _KEYS = 2
 _SHARDS = 3
 _WINDOWS = 4
-_PARTNERS = 2  # what the words of a sample's key are drawn for; augmentation uses 0 and 1
+# What the words of a sample's key are drawn for; augmentation uses 0 and 1.
+_PARTNERS = 2
 
 
 class Shards(NamedTuple):
@@ -34,7 +35,9 @@ class Shards(NamedTuple):
     def windows(self) -> list[slice]:
         """The parts into which an epoch's order of shards is cut, of nearly equal lengths."""
         count = -(-len(self.sizes) // self.at_once)
-        return [slice(*share(len(self.sizes), number, count)) for number in range(count)]
+        return [
+            slice(*share(len(self.sizes), number, count)) for number in range(count)
+        ]
 
 
 NO_SHARDS = Shards()
@@ -53,7 +56,9 @@ def shards_of(source: Source, at_once: int) -> Shards:
     return Shards(sizes, at_once)
 
 
-def philox(op: Callable, key: tf.Tensor, counter: Sequence[Any], **arguments: Any) -> tf.Tensor:
+def philox(
+    op: Callable, key: tf.Tensor, counter: Sequence[Any], **arguments: Any
+) -> tf.Tensor:
     """What a raw op draws by a key of 64 bits, from a counter of two such numbers on.
 
     Philox (Salmon et al. 2011) is made for this: even regular keys and counters give words that
@@ -154,7 +159,9 @@ class Sampler:
         """Positions, counted over the whole run, of this rank's samples at `step`: int64 [n]."""
         micro = self.global_batch_size // self.micro_batches
         first, last = self._part()
-        starts = self._first(step) + tf.range(self.micro_batches, dtype=tf.int64) * micro
+        starts = (
+            self._first(step) + tf.range(self.micro_batches, dtype=tf.int64) * micro
+        )
         return tf.reshape(starts[:, None] + tf.range(first, last, dtype=tf.int64), [-1])
 
     def ids_of(self, step: int, part: int) -> list[int]:
@@ -190,7 +197,9 @@ class Sampler:
         keys = self._draw(_ORDERS, first, count, words=3, dtype=tf.uint32)
         return _permute(offsets, tf.gather(keys, epochs - first), self.num_samples)
 
-    def _windowed(self, positions: tf.Tensor, first: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+    def _windowed(
+        self, positions: tf.Tensor, first: tf.Tensor, count: tf.Tensor
+    ) -> tf.Tensor:
         """As `order`, by shards; positions count from epoch `first` on, over `count` epochs.
 
         Each epoch puts the shards in an order, cuts it into windows of nearly as many shards each,
@@ -210,7 +219,11 @@ class Sampler:
         window = tf.searchsorted(window_ends, positions, "right", out_type=tf.int64)
         start = tf.gather(window_starts, window)
         keys = self._draw(
-            _WINDOWS, first * len(windows), count * len(windows), words=3, dtype=tf.uint32
+            _WINDOWS,
+            first * len(windows),
+            count * len(windows),
+            words=3,
+            dtype=tf.uint32,
         )
         places = start + _permute(
             positions - start,
@@ -220,13 +233,17 @@ class Sampler:
 
         # Finds the shard of each place, then the sample's id from its place in the shard.
         shard = tf.searchsorted(shard_ends, places, "right", out_type=tf.int64)
-        id_ends = tf.gather(np.cumsum(sizes), tf.gather(tf.reshape(shards, [-1]), shard))
+        id_ends = tf.gather(
+            np.cumsum(sizes), tf.gather(tf.reshape(shards, [-1]), shard)
+        )
         return id_ends - tf.gather(shard_ends, shard) + places
 
     def _shard_order(self, first: tf.Tensor, count: tf.Tensor | int) -> tf.Tensor:
         """The shards in the order of each of `count` epochs: [count, shards]."""
         total = len(self.shards.sizes)
-        words = self._draw(_SHARDS, first * total, count * total, words=2, dtype=tf.int32)
+        words = self._draw(
+            _SHARDS, first * total, count * total, words=2, dtype=tf.int32
+        )
         sort_keys = tf.reshape(tf.bitcast(words, tf.int64), [-1, total])
         return tf.argsort(sort_keys, stable=True)
 
@@ -282,7 +299,9 @@ def _permute(index: tf.Tensor, keys: tf.Tensor, total: int | tf.Tensor) -> tf.Te
     def shuffled(index: tf.Tensor, last: tf.Tensor) -> tf.Tensor:
         # tf.random.experimental.index_shuffle is this op with 4 rounds, too few: orders of two
         # epochs then look alike.
-        return tf.raw_ops.RandomIndexShuffle(index=index, seed=keys, max_index=last, rounds=8)
+        return tf.raw_ops.RandomIndexShuffle(
+            index=index, seed=keys, max_index=last, rounds=8
+        )
 
     # The op computes on ceil(log2(last)) bits: for a power of two that can be one too few to hold
     # `last` itself, and two positions would get one id. So shuffle one more entry, then skip it.

@@ -13,7 +13,9 @@ from hvdkit.data.scoped import Scoped
 T = TypeVar("T")
 
 
-def found(key: object, find: Callable[[], T], look: Callable[[T], None] = lambda _: None) -> T:
+def found(
+    key: object, find: Callable[[], T], look: Callable[[T], None] = lambda _: None
+) -> T:
     """What `find()` returns, here or on rank 0, as `hvdkit.ranks.encoding` sends it.
 
     Ranks that look for the same have a `key` of one repr(). `find` uses no collective. `look`
@@ -39,7 +41,9 @@ def awaited() -> Iterator[None]:
         yield
 
 
-def given(findings: dict[str, Any], look: bool) -> contextlib.AbstractContextManager[None]:
+def given(
+    findings: dict[str, Any], look: bool
+) -> contextlib.AbstractContextManager[None]:
     """For other ranks, with rank 0's findings; `look`: compare them with this host's disk."""
 
     def take(key: str, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:

@@ -168,7 +168,9 @@ class Arrays(ReadAhead):
             _check_type(name, array)
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
-            raise ValueError(f"arrays must be of one length, and not empty; they are: {lengths}")
+            raise ValueError(
+                f"arrays must be of one length, and not empty; they are: {lengths}"
+            )
         size = sum(array.nbytes for array in self._arrays.values())
         self.bytes_each = size / len(self)
         self.reads_ahead = size > _LARGE
@@ -193,9 +195,12 @@ class Arrays(ReadAhead):
             # Graphs refer to these tensors. Of arrays, each graph would hold a copy of its own.
             with tf.init_scope(), tf.device("CPU"):
                 self._tensors = {
-                    name: tf.convert_to_tensor(array) for name, array in self._arrays.items()
+                    name: tf.convert_to_tensor(array)
+                    for name, array in self._arrays.items()
                 }
-        return {name: tf.gather(tensor, index) for name, tensor in self._tensors.items()}
+        return {
+            name: tf.gather(tensor, index) for name, tensor in self._tensors.items()
+        }
 
     def explain(self, index: int) -> str | None:
         return None
@@ -216,7 +221,9 @@ def _check_type(name: str, array: np.ndarray) -> None:
     """Raises ValueError for an array that TensorFlow does not take, or takes for other numbers."""
     try:
         # An array of objects holds addresses, which differ between ranks.
-        known = tf.as_dtype(array.dtype) and array.dtype.isnative and array.dtype != object
+        known = (
+            tf.as_dtype(array.dtype) and array.dtype.isnative and array.dtype != object
+        )
     except TypeError:
         known = False
     if not known:
@@ -232,7 +239,9 @@ class Synthetic:
     `form`: name -> (shape, dtype, one more than the largest value); dtype uint8 or int32.
     """
 
-    def __init__(self, count: int, form: dict[str, tuple[tuple[int, ...], tf.DType, int]]) -> None:
+    def __init__(
+        self, count: int, form: dict[str, tuple[tuple[int, ...], tf.DType, int]]
+    ) -> None:
         self._count = count
         self._form = form
 
@@ -243,7 +252,9 @@ class Synthetic:
         sample = {}
         for number, (name, (shape, dtype, end)) in enumerate(self._form.items()):
             key = tf.stack([tf.cast(index, tf.int32), number])
-            draws = tf.random.stateless_uniform(shape, key, 0, end, tf.int32, alg="philox")
+            draws = tf.random.stateless_uniform(
+                shape, key, 0, end, tf.int32, alg="philox"
+            )
             sample[name] = tf.cast(draws, dtype)
         return sample
 

@@ -30,8 +30,10 @@ _DRAWN = 4  # batches that are drawn where a batch is a single example
 
 class Evaluation(NamedTuple):
     figures: dict[str, float]  # `loss` and what the task's `metrics` returns
-    sums: dict[str, np.ndarray]  # the task's `sums` over all samples; the figures come from them
-    pictures: np.ndarray | None  # uint8 [n, height, width, 3], on rank 0, if the task draws
+    # The task's `sums` over all samples; the figures come from them.
+    sums: dict[str, np.ndarray]
+    # uint8 [n, height, width, 3], on rank 0, if the task draws.
+    pictures: np.ndarray | None
 
     def confusion(self) -> np.ndarray | None:
         """The confusion matrix, integer [n, n], row: label; None if the task has none."""
@@ -55,10 +57,13 @@ class Evaluator:
         self._step = make_step(run.task, run.model, feed.spec)
         self._weights = [raw(v) for v in run.model.trainable_variables]
         self._untrained = run.state.untrained
-        self._changed = run.state.untrained  # `try_out` keeps those that a batch changes
+        # `try_out` keeps those that a batch changes.
+        self._changed = run.state.untrained
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
         self._exact = bool(run.config.virtual_ranks)
-        self._seeds = Seeds(run.config.seed, run.model, evaluating=True) if self._exact else None
+        self._seeds = (
+            Seeds(run.config.seed, run.model, evaluating=True) if self._exact else None
+        )
         self._near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
         # It is called with each batch of this rank: its samples' mean losses, and their numbers.
@@ -71,7 +76,9 @@ class Evaluator:
             errors = task_checks.user_code_errors("evaluating one sample")
             with errors, unchanged(self._changed), unoptimized():
                 graph = self.graph
-                assigned = {id(handle) for handle in graph_checks.assigned_handles(graph)}
+                assigned = {
+                    id(handle) for handle in graph_checks.assigned_handles(graph)
+                }
                 self._changed = [v for v in self._changed if id(v.handle) in assigned]
                 graph_checks.check_state(graph, self._state, "the evaluation")
                 try:
@@ -108,7 +115,10 @@ class Evaluator:
 
         def sums(*batches: Example) -> dict[str, float]:
             batch = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-            with task_checks.user_code_errors("evaluating a few samples"), unoptimized():
+            with (
+                task_checks.user_code_errors("evaluating a few samples"),
+                unoptimized(),
+            ):
                 with unchanged(self._changed):
                     outputs, _, batch_sums, _ = self._step(batch)
                 with unchanged(self._changed):  # a loss may change state too
@@ -150,12 +160,15 @@ class Evaluator:
         fault = None
         batches = iter(self._feed)
         ballot = Ballot()
-        for place in range(self._feed.rounds):  # as many as the rank that has most batches
+        # As many as the rank that has most batches.
+        for place in range(self._feed.rounds):
             try:
                 batch = next(batches, None)
                 if batch is not None:
                     ids = self._feed.ids(place)
-                    outputs, means, batch_sums, batch_rows = self._evaluate_batch(batch, place)
+                    outputs, means, batch_sums, batch_rows = self._evaluate_batch(
+                        batch, place
+                    )
                     rank_sums.add(batch_sums)
                     rank_rows.add(batch_rows, ids)
                     if self.on_batch:
@@ -199,10 +212,14 @@ class Evaluator:
             notes = self._notes(sums) if self._notes else []
             is_list = isinstance(notes, list | tuple)
             if not (is_list and all(isinstance(note, str) for note in notes)):
-                raise ValueError(f"the task's notes must return a list of texts, not {notes!r}")
+                raise ValueError(
+                    f"the task's notes must return a list of texts, not {notes!r}"
+                )
         return notes
 
-    def _evaluate_batch(self, batch: Example, place: int) -> tuple[Any, np.ndarray, dict, dict]:
+    def _evaluate_batch(
+        self, batch: Example, place: int
+    ) -> tuple[Any, np.ndarray, dict, dict]:
         """What `make_step` returns for this rank's batch number `place`.
 
         Raises ValueError naming the samples.
@@ -267,7 +284,9 @@ class Evaluator:
         """The pictures of a batch; [] where the task draws none."""
         if not self._draw:
             return []
-        return [task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))]
+        return [
+            task_checks.pictures(self._draw(batch["inputs"], batch["targets"], outputs))
+        ]
 
     def _say_once(self, note: str) -> None:
         if note not in self._printed:
@@ -286,7 +305,9 @@ def _check_weights(sums: dict[str, np.ndarray]) -> None:
         term = loss.removeprefix("loss")
         if not sums[f"weight{term}"]:
             name = f" ({term.removeprefix('/')})" if term else ""
-            raise ValueError(f"all weights of the validation set{name} are 0: nothing to score")
+            raise ValueError(
+                f"all weights of the validation set{name} are 0: nothing to score"
+            )
 
 
 def _as_arrays(tensors: dict[str, tf.Tensor]) -> dict[str, np.ndarray]:
@@ -306,7 +327,9 @@ class Ballot:
         if self._left:
             return False
         now = time.monotonic()
-        vote = tf.constant([float(wanted), (now - self._start) / self._rounds], tf.float64)
+        vote = tf.constant(
+            [float(wanted), (now - self._start) / self._rounds], tf.float64
+        )
         maxima = hvd.allreduce(vote, op=hvd.Max, name="evaluation.votes")
         is_wanted, seconds_a_round = maxima.numpy()
         self._rounds = int(np.clip(_SECONDS_BETWEEN_VOTES / seconds_a_round, 1, 1000))
@@ -330,7 +353,9 @@ def make_step(task: Task, model: keras.Model, spec: Any):
         for name, (losses, weights) in terms.items():
             weights = objective.require_weights(weights, name)
             weighted = tf.math.multiply_no_nan(losses, weights)
-            means += tf.math.divide_no_nan(_sum_by_sample(weighted), _sum_by_sample(weights))
+            means += tf.math.divide_no_nan(
+                _sum_by_sample(weighted), _sum_by_sample(weights)
+            )
             term = f"/{name}" if name else ""
             sums[f"loss{term}"] = tf.reduce_sum(tf.cast(weighted, tf.float64))
             sums[f"weight{term}"] = tf.reduce_sum(tf.cast(weights, tf.float64))

@@ -42,7 +42,9 @@ class Sums:
                     self._fractions[name] = _fractions(sums)
 
     def add(self, batch_sums: Arrays) -> None:
-        self._sums = {name: total + batch_sums[name] for name, total in self._sums.items()}
+        self._sums = {
+            name: total + batch_sums[name] for name, total in self._sums.items()
+        }
         for name, totals in self._fractions.items():
             pairs = zip(totals, _fractions(batch_sums[name]))
             self._fractions[name] = [total + value for total, value in pairs]
@@ -61,7 +63,10 @@ class Sums:
 
     def _exact_over_ranks(self, totals: Arrays) -> Arrays:
         """The float totals, computed from the fractions of all ranks and rounded once."""
-        texts = {name: [str(part) for part in parts] for name, parts in self._fractions.items()}
+        texts = {
+            name: [str(part) for part in parts]
+            for name, parts in self._fractions.items()
+        }
         texts_by_rank = self._world.gather_objects(texts, "metrics.exact")
         exact_totals = {}
         for name in texts:
@@ -93,7 +98,9 @@ class Rows:
     def add(self, batch_rows: Arrays, ids: list[int]) -> None:
         for name, rows in batch_rows.items():
             if len(rows) != len(ids):
-                raise ValueError(f"the task's per_sample has {len(rows)} {name} of {len(ids)}")
+                raise ValueError(
+                    f"the task's per_sample has {len(rows)} {name} of {len(ids)}"
+                )
             self._batches[name].append(rows)
         self._ids += ids
 
@@ -101,7 +108,9 @@ class Rows:
         """[samples, ...] by name, in the order of the samples; every rank must call it."""
         if not self._batches:
             return {}
-        ids = hvd.allgather(tf.constant(self._ids, tf.int64), name="metrics.ids").numpy()
+        ids = hvd.allgather(
+            tf.constant(self._ids, tf.int64), name="metrics.ids"
+        ).numpy()
         order = np.argsort(ids)
         rows = {}
         for name in sorted(self._batches):
@@ -111,10 +120,14 @@ class Rows:
         return rows
 
 
-def zeros(eval_step: tf.types.experimental.PolymorphicFunction) -> tuple[Arrays, Arrays]:
+def zeros(
+    eval_step: tf.types.experimental.PolymorphicFunction,
+) -> tuple[Arrays, Arrays]:
     """Zero sums and no rows of evaluator.py's `make_step`, before any batch."""
     *_, sums, rows = eval_step.get_concrete_function().structured_outputs
-    zero_sums = {name: np.zeros(t.shape, t.dtype.as_numpy_dtype) for name, t in sums.items()}
+    zero_sums = {
+        name: np.zeros(t.shape, t.dtype.as_numpy_dtype) for name, t in sums.items()
+    }
     no_rows = {}
     for name, row in rows.items():
         no_rows[name] = np.zeros([0, *row.shape[1:]], row.dtype.as_numpy_dtype)
@@ -162,7 +175,9 @@ class KerasMetrics:
         return figures
 
 
-def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]) -> None:
+def _require_sums(
+    name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]
+) -> None:
     """Makes the metric's variables; ValueError unless twice a batch gives twice its state.
 
     It is tried with two batches and with one that is twice as long.
@@ -171,7 +186,8 @@ def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Te
     for part in batch:
         probe.append(tf.ones([size or 2 for size in part.shape], part.dtype))
     if len(probe) > 1 and probe[1].dtype.is_floating:
-        probe[1] *= 0.25  # other values than the labels: a maximum of errors must not be 0
+        # Other values than the labels: a maximum of errors must not be 0.
+        probe[1] *= 0.25
     longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in probe]
     states = []
     for batches in ([], [probe], [probe, probe], [longer]):
@@ -183,14 +199,18 @@ def _require_sums(name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Te
     start, once, twice, as_one = states
     doubled = [2 * value for value in once]
     starts_at_zero = not any(np.any(value) for value in start)
-    if not (starts_at_zero and _are_close(twice, doubled) and _are_close(as_one, doubled)):
+    if not (
+        starts_at_zero and _are_close(twice, doubled) and _are_close(as_one, doubled)
+    ):
         raise ValueError(
             f"{name}: the state of {type(metric).__name__} is no sum over samples: use per_sample"
         )
 
 
 def _are_close(values: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:
-    return all(np.allclose(value, other) for value, other in zip(values, others, strict=True))
+    return all(
+        np.allclose(value, other) for value, other in zip(values, others, strict=True)
+    )
 
 
 def confusion_matrix(
@@ -204,7 +224,9 @@ def confusion_matrix(
     """
     labels = tf.reshape(tf.cast(labels, tf.int64), [-1])
     predictions = tf.reshape(tf.cast(predictions, tf.int64), [-1])
-    cells = tf.boolean_mask(labels * num_classes + predictions, tf.reshape(counted, [-1]))
+    cells = tf.boolean_mask(
+        labels * num_classes + predictions, tf.reshape(counted, [-1])
+    )
     cells = tf.cast(cells, tf.int32)  # bincount's type
     size = num_classes**2
     counts = tf.math.bincount(cells, minlength=size, maxlength=size, dtype=tf.int64)
@@ -261,12 +283,16 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
             table = csv.reader(text)
             names = next(table, [])[1:]
             # Each row becomes an array at once: as text, a cell takes fifty bytes.
-            rows = [np.array([int(cell) for cell in row[1:]], np.int64) for row in table]
+            rows = [
+                np.array([int(cell) for cell in row[1:]], np.int64) for row in table
+            ]
             counts = np.array(rows)
         if counts.shape != (len(names), len(names)) or (counts < 0).any():
             raise ValueError(f"{len(names)} names, {counts.shape}")
     except (ValueError, OverflowError, csv.Error) as error:
-        raise ValueError(f"{file} holds no confusion matrix ({error}): remove the file") from None
+        raise ValueError(
+            f"{file} holds no confusion matrix ({error}): remove the file"
+        ) from None
     return names, counts
 
 

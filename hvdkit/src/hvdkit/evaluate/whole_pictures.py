@@ -14,8 +14,10 @@ import tensorflow as tf
 
 from hvdkit.train.step.losses import at_least_float32
 
-Function = Callable[[tf.Tensor], tf.Tensor]  # float [B, H, W, 3] -> float [B, H, W, classes]
-TracedFunction: TypeAlias = tf.types.experimental.PolymorphicFunction  # the same, one signature
+# Float [B, H, W, 3] -> float [B, H, W, classes].
+Function = Callable[[tf.Tensor], tf.Tensor]
+# The same, one signature.
+TracedFunction: TypeAlias = tf.types.experimental.PolymorphicFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,9 @@ def _view(
 def _resize(images: tf.Tensor, size: tf.Tensor, factor: float) -> tf.Tensor:
     """Resizes bilinearly; antialiased below one half, where pixels would be skipped otherwise."""
     antialias = factor < 0.5
-    return tf.cast(tf.image.resize(images, size, "bilinear", antialias=antialias), images.dtype)
+    return tf.cast(
+        tf.image.resize(images, size, "bilinear", antialias=antialias), images.dtype
+    )
 
 
 def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.Tensor:
@@ -108,7 +112,12 @@ def _over_windows(logits: TracedFunction, images: tf.Tensor, window: int) -> tf.
 
 
 def _mean_along(
-    axis: int, images: tf.Tensor, function: Function, *, window: int, like: tf.TensorSpec
+    axis: int,
+    images: tf.Tensor,
+    function: Function,
+    *,
+    window: int,
+    like: tf.TensorSpec,
 ) -> tf.Tensor:
     """Mean of `function` over windows along an axis (1: down), a tensor like `like`.
 
@@ -122,7 +131,9 @@ def _mean_along(
     windows = 1 - (side - length) // step
     zeros = tf.zeros(tf.concat([shape[:3], like.shape[-1:]], 0), like.dtype)
 
-    def add(number: tf.Tensor, total: tf.Tensor, count: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    def add(
+        number: tf.Tensor, total: tf.Tensor, count: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
         start = tf.minimum(number * step, length - side)
         part = function(tf.gather(images, tf.range(start, start + side), axis=axis))
         around = [start, length - side - start]
@@ -137,7 +148,8 @@ def _mean_along(
         lambda number, *_: number < windows,
         add,
         (0, zeros, tf.zeros([length], zeros.dtype)),
-        parallel_iterations=1,  # so that one window's activations are in memory at a time
+        # So that one window's activations are in memory at a time.
+        parallel_iterations=1,
     )
     # [length] gets the dimensions that follow the axis: [length, 1, 1] or [length, 1].
     return total / (count[:, None, None] if axis == 1 else count[:, None])

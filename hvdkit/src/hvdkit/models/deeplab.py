@@ -11,7 +11,8 @@ from hvdkit.models.upsampling import BilinearUpsampling
 from hvdkit.train.layers.dropout import SampleDropout
 from hvdkit.train.layers.preprocessing import Preprocess, wide
 
-STRIDE = 16  # input pixels to one pixel of the encoder's output; sizes are multiples of it
+# Input pixels to one pixel of the encoder's output; sizes are multiples of it.
+STRIDE = 16
 _GRID = (1, 2, 4)  # multi-grid: factors of the rates of the last block's three units
 _RATES = (6, 12, 18)  # rates of the pyramid's 3 x 3 convolutions
 # As in keras.applications' ResNet-50, so that all batch norms of the network are alike. The papers'
@@ -27,10 +28,13 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     takes pixel centres at one half; the papers' sizes are odd (513) and their corners are aligned.
     """
     if size % STRIDE:
-        raise ValueError(f"--image_size={size}: deeplabv3plus needs a multiple of {STRIDE}")
+        raise ValueError(
+            f"--image_size={size}: deeplabv3plus needs a multiple of {STRIDE}"
+        )
     backbone = _atrous_resnet50()
     inputs = {"image": backbone.inputs[0]}
-    low_level = backbone.get_layer("conv2_block3_out").output  # the last features of stride 4
+    # The last features of stride 4.
+    low_level = backbone.get_layer("conv2_block3_out").output
 
     x = _pyramid(backbone.output)
     if dropout:
@@ -46,7 +50,8 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
     x = BilinearUpsampling(4, dtype=wide())(x)
     model = keras.Model(inputs, x, name="deeplabv3plus")
-    model.backbone = backbone.layers[-1].name  # the last layer that --backbone_weights fills
+    # The last layer that --backbone_weights fills.
+    model.backbone = backbone.layers[-1].name
     return model
 
 
@@ -57,7 +62,9 @@ def _pyramid(x):
         branches.append(_conv(x, 256, 3, name=f"aspp_rate{rate}", rate=rate))
     pooled = layers.GlobalAveragePooling2D(keepdims=True, name="aspp_mean")(x)
     # Adding zeros [B, H, W, 1] spreads the mean [B, 1, 1, C] over all pixels: [B, H, W, C].
-    spread = _conv(pooled, 256, 1, name="aspp_picture") + keras.ops.zeros_like(x[..., :1])
+    spread = _conv(pooled, 256, 1, name="aspp_picture") + keras.ops.zeros_like(
+        x[..., :1]
+    )
     return _conv(layers.Concatenate()([*branches, spread]), 256, 1, name="aspp_project")
 
 
@@ -82,7 +89,9 @@ def _atrous_resnet50() -> keras.Model:
     Names and shapes of its layers are unchanged, so its published weights fit. A rate is the
     multi-grid's factor times 2, which replaces the stride.
     """
-    rates = {f"conv5_block{unit}_2_conv": 2 * factor for unit, factor in enumerate(_GRID, 1)}
+    rates = {
+        f"conv5_block{unit}_2_conv": 2 * factor for unit, factor in enumerate(_GRID, 1)
+    }
 
     def dilated(layer: layers.Layer) -> layers.Layer:
         settings = layer.get_config()
@@ -94,5 +103,7 @@ def _atrous_resnet50() -> keras.Model:
         return layer.__class__.from_config(settings)
 
     pixels = Preprocess(name="preprocess")(keras.Input((None, None, 3), name="image"))
-    plain = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
+    plain = keras.applications.ResNet50(
+        include_top=False, weights=None, input_tensor=pixels
+    )
     return keras.models.clone_model(plain, clone_function=dilated)

@@ -10,7 +10,9 @@ from hvdkit.train.layers.dropout import SampleDropout
 from hvdkit.train.layers.preprocessing import Preprocess, scaled, wide
 
 
-def cifar_resnet(size: int, num_classes: int, dropout: float, *, depth: int) -> keras.Model:
+def cifar_resnet(
+    size: int, num_classes: int, dropout: float, *, depth: int
+) -> keras.Model:
     """ResNet of He et al. 2015 (arXiv:1512.03385, section 4.2) for pictures of 32 pixels.
 
     Depth is 6n + 2: three stages of n blocks with 16, 32 and 64 filters; shortcuts have no
@@ -36,16 +38,21 @@ def resnet50(size: int, num_classes: int, dropout: float) -> keras.Model:
         raise ValueError(f"--image_size={size}: resnet50 needs at least 32")
     image = keras.Input((size, size, 3), name="image")
     x = _torch_conv(scaled(image), 64, 7, name="stem", strides=2)
-    x = layers.ZeroPadding2D(1)(layers.ReLU()(x))  # after ReLU nothing is less than the padding
+    # After ReLU nothing is less than the padding.
+    x = layers.ZeroPadding2D(1)(layers.ReLU()(x))
     x = layers.MaxPooling2D(3, 2)(x)
 
-    for stage, (filters, blocks) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), start=1):
+    for stage, (filters, blocks) in enumerate(
+        ((64, 3), (128, 4), (256, 6), (512, 3)), start=1
+    ):
         for block in range(1, blocks + 1):
             strides = 2 if stage > 1 and block == 1 else 1
             x = _bottleneck(x, filters, strides, name=f"stage{stage}_block{block}")
 
     logits = keras.initializers.RandomNormal(stddev=0.01)
-    return classified(image, x, num_classes, dropout=dropout, name="resnet50", logits=logits)
+    return classified(
+        image, x, num_classes, dropout=dropout, name="resnet50", logits=logits
+    )
 
 
 def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
@@ -58,9 +65,14 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
         raise ValueError(f"--image_size={size}: resnet50_keras needs at least 32")
     image = keras.Input((size, size, 3), name="image")
     pixels = Preprocess(name="preprocess")(image)
-    body = keras.applications.ResNet50(include_top=False, weights=None, input_tensor=pixels)
-    model = classified(image, body.output, num_classes, dropout=dropout, name="resnet50_keras")
-    model.backbone = body.layers[-1].name  # the last layer that --backbone_weights fills
+    body = keras.applications.ResNet50(
+        include_top=False, weights=None, input_tensor=pixels
+    )
+    model = classified(
+        image, body.output, num_classes, dropout=dropout, name="resnet50_keras"
+    )
+    # The last layer that --backbone_weights fills.
+    model.backbone = body.layers[-1].name
     return model
 
 
@@ -96,7 +108,9 @@ def _bottleneck(x, filters: int, strides: int, *, name: str):
     """1x1, 3x3 and 1x1 convolutions with a shortcut, which has a 1x1 where shapes change."""
     shortcut = x
     if strides > 1 or x.shape[-1] != 4 * filters:
-        shortcut = _torch_conv(x, 4 * filters, 1, name=f"{name}_shortcut", strides=strides)
+        shortcut = _torch_conv(
+            x, 4 * filters, 1, name=f"{name}_shortcut", strides=strides
+        )
     y = layers.ReLU()(_torch_conv(x, filters, 1, name=f"{name}_1"))
     y = layers.ReLU()(_torch_conv(y, filters, 3, name=f"{name}_2", strides=strides))
     y = _torch_conv(y, 4 * filters, 1, name=f"{name}_3", gamma="zeros")
@@ -106,13 +120,16 @@ def _bottleneck(x, filters: int, strides: int, *, name: str):
 def _torch_conv(x, filters: int, kernel: int, *, name: str, strides=1, gamma="ones"):
     """Convolution and batch norm with Torch's padding and constants (fb.resnet.torch)."""
     if kernel > 1:
-        x = layers.ZeroPadding2D(kernel // 2)(x)  # "same" would pad less on the left with strides
+        # "same" would pad less on the left with strides.
+        x = layers.ZeroPadding2D(kernel // 2)(x)
     x = layers.Conv2D(
         filters,
         kernel,
         strides,
         use_bias=False,
-        kernel_initializer=keras.initializers.VarianceScaling(2.0, "fan_out", "untruncated_normal"),
+        kernel_initializer=keras.initializers.VarianceScaling(
+            2.0, "fan_out", "untruncated_normal"
+        ),
         name=f"{name}_conv",
     )(x)
     return layers.BatchNormalization(
@@ -132,5 +149,7 @@ def classified(
     if dropout:
         inputs["key"] = keras.Input((2,), dtype="int32", name="key")
         x = SampleDropout(dropout, name="dropout")([x, inputs["key"]])
-    x = layers.Dense(num_classes, dtype=wide(), kernel_initializer=logits, name="logits")(x)
+    x = layers.Dense(
+        num_classes, dtype=wide(), kernel_initializer=logits, name="logits"
+    )(x)
     return keras.Model(inputs, x, name=name)

@@ -34,7 +34,10 @@ def verdict(one: Records, other: Records) -> tuple[int, str]:
         return 2, "are one folder: give those of two runs"
     unlike = differences(one.summary["fingerprint"], other.summary["fingerprint"])
     if unlike:
-        return 2, f"were not computed alike, so bits cannot be compared: {', '.join(unlike)}"
+        return (
+            2,
+            f"were not computed alike, so bits cannot be compared: {', '.join(unlike)}",
+        )
     step = one.summary["step"]
     other_step = other.summary["step"]
     if step != other_step:
@@ -46,21 +49,32 @@ def verdict(one: Records, other: Records) -> tuple[int, str]:
         if line != other_line:
             return 1, f"differ in metrics.jsonl: first at step {line['step']}"
     if len(lines) != len(other_lines):
-        return 1, f"differ in metrics.jsonl: they hold {len(lines)} and {len(other_lines)} lines"
+        return (
+            1,
+            f"differ in metrics.jsonl: they hold {len(lines)} and {len(other_lines)} lines",
+        )
     if one.summary["weights_sha256"] != other.summary["weights_sha256"]:
         return 1, "logged the same figures but ended with different weights"
-    return 0, f"are the same to the last bit: weights, and {len(lines)} lines of metrics.jsonl"
+    return (
+        0,
+        f"are the same to the last bit: weights, and {len(lines)} lines of metrics.jsonl",
+    )
 
 
 def check_ended(run: Records) -> None:
     """Raises OSError or ValueError, naming the file, if the run has not ended."""
-    if not {"step", "weights_sha256", "exit_reason", "fingerprint"} <= run.summary.keys():
+    if (
+        not {"step", "weights_sha256", "exit_reason", "fingerprint"}
+        <= run.summary.keys()
+    ):
         raise ValueError(
             f"{run.folder}/summary.json is no summary of a run: give folders of runs that have "
             "ended"
         )
     file = run.folder / "metrics.jsonl"
-    if len(whole_files.read(file, whole_files.LINES_BYTES).splitlines()) != len(run.lines):
+    if len(whole_files.read(file, whole_files.LINES_BYTES).splitlines()) != len(
+        run.lines
+    ):
         raise ValueError(
             f"{file} has lines that no run writes: give folders of runs that have ended"
         )
@@ -68,7 +82,9 @@ def check_ended(run: Records) -> None:
 
 def figures(run: Records) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times."""
-    return [{k: v for k, v in line.items() if not k.startswith(TIMES)} for line in run.lines]
+    return [
+        {k: v for k, v in line.items() if not k.startswith(TIMES)} for line in run.lines
+    ]
 
 
 def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]]:
@@ -91,12 +107,21 @@ def side_by_side(runs: Sequence[Records], score: float | None) -> list[list[str]
     ]
     scores = [run.scores() for run in runs]
     for name in _names(scores):
-        rows.append([f"{name}, last", *(_text(run_scores.get(name)) for run_scores in scores)])
+        rows.append(
+            [f"{name}, last", *(_text(run_scores.get(name)) for run_scores in scores)]
+        )
     rows.append(row("best score", _best))
     if score is not None:
         rows.append(row(f"to a score of {score:.4g}", lambda run: _reached(run, score)))
-    rows.append(row("samples/s, median", lambda run: _text(run.summary.get("samples_per_second"))))
-    rows.append(row("weights", lambda run: str(run.summary.get("weights_sha256", ""))[:12]))
+    rows.append(
+        row(
+            "samples/s, median",
+            lambda run: _text(run.summary.get("samples_per_second")),
+        )
+    )
+    rows.append(
+        row("weights", lambda run: str(run.summary.get("weights_sha256", ""))[:12])
+    )
 
     for name in _names([run.settings for run in runs]):
         values = [run.settings.get(name, "(none)") for run in runs]
@@ -125,24 +150,33 @@ def _worst_best_score(runs: Sequence[Records]) -> float | None:
 
 def _best(run: Records) -> str:
     best = run.best()
-    return f"{run.main_metric().name} {best.value:.4f}, step {best.step:,}" if best else "none"
+    return (
+        f"{run.main_metric().name} {best.value:.4f}, step {best.step:,}"
+        if best
+        else "none"
+    )
 
 
 def printed(rows: Sequence[Sequence[str]]) -> str:
     """The table for a terminal; long values lose their beginning: paths differ at the end."""
-    return logs.in_columns([[_cut(logs.printable(cell)) for cell in row] for row in rows])
+    return logs.in_columns(
+        [[_cut(logs.printable(cell)) for cell in row] for row in rows]
+    )
 
 
 def _cut(cell: str) -> str:
     return cell if len(cell) <= _CELL else f"...{cell[3 - _CELL :]}"
 
 
-def write(file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]) -> None:
+def write(
+    file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]
+) -> None:
     """Writes a page with the table, and the curves of all runs by their names.
 
     Raises ValueError where a file that is no page of this command has the name; OSError.
     """
-    from hvdkit.observe import pages  # here: loading the plot library takes half a second
+    # Here: loading the plot library takes half a second.
+    from hvdkit.observe import pages
 
     titles = {
         "loss": "Training loss",
@@ -163,7 +197,10 @@ def write(file: Path, runs: Mapping[str, Records], rows: Sequence[Sequence[str]]
                 curves[name] = (column(lines, "step"), values)
         if curves:
             plots.append(pages.curves(title, curves))
-    parts = [pages.table(rows[1:], rows[0]), pages.section("Curves", pages.cards(plots))]
+    parts = [
+        pages.table(rows[1:], rows[0]),
+        pages.section("Curves", pages.cards(plots)),
+    ]
     pages.write(file, f"{len(runs)} runs compared", parts, by="compare")
 
 
@@ -196,7 +233,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--html", type=path_argument, help="write the comparison as a page to this file"
     )
-    parser.add_argument("--score", type=float, help="also show each run's time to this score")
+    parser.add_argument(
+        "--score", type=float, help="also show each run's time to this score"
+    )
     options = parser.parse_args(argv[1:])
     if len(options.folders) < 2:
         raise ValueError("give two runs or more: hvdkit compare runs/one runs/other")

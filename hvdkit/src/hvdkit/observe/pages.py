@@ -51,7 +51,8 @@ _LOOK = {
     "xtick.color": _INK,
     "ytick.color": _INK,
     "lines.linewidth": 1.4,
-    "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=_COLOURS),
+    "axes.prop_cycle": cycler(linestyle=("-", "--", ":", "-."))
+    * cycler(color=_COLOURS),
 }
 _numbers = itertools.count()
 _STYLE = """
@@ -182,7 +183,9 @@ def picture(file: Path, caption: str) -> str:
 
 
 @contextlib.contextmanager
-def _plot(width: float, height: float, *, grid: bool = False) -> Iterator[tuple[Figure, Axes]]:
+def _plot(
+    width: float, height: float, *, grid: bool = False
+) -> Iterator[tuple[Figure, Axes]]:
     """A new figure (sizes in inches) and its axes, in the style of the pages."""
     with matplotlib.rc_context(_LOOK | {"axes.grid": grid}):
         figure = Figure((width, height), layout="constrained")
@@ -190,7 +193,12 @@ def _plot(width: float, height: float, *, grid: bool = False) -> Iterator[tuple[
 
 
 def curves(
-    title: str, lines: Curves, *, xlabel: str = "step", log_x: bool = False, marks: Numbers = ()
+    title: str,
+    lines: Curves,
+    *,
+    xlabel: str = "step",
+    log_x: bool = False,
+    marks: Numbers = (),
 ) -> str:
     """Lines over one axis, as SVG; long ones are drawn as means of neighbouring points.
 
@@ -208,7 +216,8 @@ def curves(
         axes.set_xlabel(xlabel)
         if log_x:
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter("{x:g}")  # the default's powers are no plain text
+            # The default's powers are no plain text.
+            axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
         if len(lines) > 1:
             longest = max(len(_short(name)) for name in lines)
@@ -248,7 +257,8 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(names)
     with _plot(SIZE[0], SIZE[0]) as (figure, axes):
-        blue = ListedColormap(_COLOURS[:1])  # where nothing covers it, the page's background
+        # Where nothing covers it, the page's background.
+        blue = ListedColormap(_COLOURS[:1])
         axes.imshow(np.zeros_like(shares), blue, interpolation="nearest", alpha=shares)
         axes.set_xlabel("prediction")
         axes.set_ylabel("label")
@@ -260,7 +270,15 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
             for (row, column), share in np.ndenumerate(shares):
                 text = f"{share:.2f}".lstrip("0") if share >= 0.005 else ""
                 colour = "white" if share > 0.5 else _INK
-                axes.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+                axes.text(
+                    column,
+                    row,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=colour,
+                )
         return _svg(figure, title)
 
 
@@ -294,7 +312,9 @@ def parallel(
         return _svg(figure, title)
 
 
-def _scale(values: Sequence[float | str], *, log: bool) -> tuple[np.ndarray, dict[float, str]]:
+def _scale(
+    values: Sequence[float | str], *, log: bool
+) -> tuple[np.ndarray, dict[float, str]]:
     """Places from 0 to 1 on an axis, and the texts beside it."""
     if any(isinstance(value, str) for value in values):
         names = sorted({str(value) for value in values})

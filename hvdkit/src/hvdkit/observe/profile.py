@@ -23,7 +23,13 @@ _MOST_OPERATIONS = 100  # entries of operations.json
 # A host's events of this form are operations: NAME:TYPE.
 _OPERATION = re.compile(r"[^:]+:_?\w+")
 # Their time is that of other operations, which are counted by themselves.
-_CONTAINERS = ("PartitionedCall", "StatefulPartitionedCall", "While", "StatelessWhile", "If")
+_CONTAINERS = (
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+    "While",
+    "StatelessWhile",
+    "If",
+)
 
 
 class Recorder:
@@ -33,7 +39,9 @@ class Recorder:
     None; `steps`: the first and the last. What it cannot record or write is a note: no run ends.
     """
 
-    def __init__(self, folder: Path, table: Path | None, *, steps: tuple[int, int]) -> None:
+    def __init__(
+        self, folder: Path, table: Path | None, *, steps: tuple[int, int]
+    ) -> None:
         self._folder = folder
         self._table = table
         self.first, self.last = steps

@@ -48,7 +48,9 @@ class Records(NamedTuple):
 
     def last_step(self) -> int:
         lines = [*self.steps, *self.evaluations, *self.starts]
-        return self.summary.get("step") or max((line["step"] for line in lines), default=0)
+        return self.summary.get("step") or max(
+            (line["step"] for line in lines), default=0
+        )
 
     def last_start(self) -> dict[str, Any]:
         return self.starts[-1] if self.starts else {}
@@ -80,7 +82,9 @@ class Records(NamedTuple):
     def scores(self) -> dict[str, Any]:
         """Figures of the newest evaluation, over the whole validation set, without the loss."""
         newest = self.evaluations[-1] if self.evaluations else {}
-        return {n.removeprefix("eval_"): value for n, value in newest.items() if is_score(n)}
+        return {
+            n.removeprefix("eval_"): value for n, value in newest.items() if is_score(n)
+        }
 
 
 def read(folder: Path) -> Records:
@@ -95,11 +99,15 @@ def read(folder: Path) -> Records:
         metrics.append({n: x for n, x in line.items() if _is_figure(x) and _fits(n, x)})
     starts = []
     for line in lines(folder / "starts.jsonl"):
-        if all(_fits(n, line.get(n, "")) for n in ("time", "score", "score_mode", "from")):
+        if all(
+            _fits(n, line.get(n, "")) for n in ("time", "score", "score_mode", "from")
+        ):
             starts.append(line)
     file = folder / "summary.json"
     try:
-        summary = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
+        summary = whole_files.from_json(
+            whole_files.read(file, whole_files.JSON_BYTES), file
+        )
         summary = {n: x for n, x in summary.items() if _fits(n, x)}
     except (FileNotFoundError, ValueError, AttributeError):
         summary = {}

@@ -87,11 +87,17 @@ def about(run: Records) -> list[tuple[str, object]]:
         ("ended", run.summary.get("exit_reason")),
     ]
     if run.evaluations:
-        values = [f"{name} {v:.4f}" for name, v in run.scores().items() if v is not None]
-        rows.append((f"scores of step {run.evaluations[-1]['step']:,}", ", ".join(values)))
+        values = [
+            f"{name} {v:.4f}" for name, v in run.scores().items() if v is not None
+        ]
+        rows.append(
+            (f"scores of step {run.evaluations[-1]['step']:,}", ", ".join(values))
+        )
     metric = run.main_metric()
     if best := run.best():
-        rows.append(("best", f"{metric.describe()}: {best.value:.4f}, of step {best.step:,}"))
+        rows.append(
+            ("best", f"{metric.describe()}: {best.value:.4f}, of step {best.step:,}")
+        )
     elif run.evaluations and metric.name:
         rows.append(("best", scores_lib.none_is_best(metric.name)))
     if speed := run.summary.get("samples_per_second"):
@@ -126,10 +132,14 @@ def training(run: Records) -> list[str]:
 def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
     """Plots of all evaluations, of the classes in the newest one, and of its confusion matrix."""
     plots = []
-    score_names = dict.fromkeys(n for n in itertools.chain(*run.evaluations) if is_score(n))
+    score_names = dict.fromkeys(
+        n for n in itertools.chain(*run.evaluations) if is_score(n)
+    )
     shown = list(score_names)[:_MOST_SCORES]
     steps = column(run.evaluations, "step")
-    lines = {n.removeprefix("eval_"): (steps, column(run.evaluations, n)) for n in shown}
+    lines = {
+        n.removeprefix("eval_"): (steps, column(run.evaluations, n)) for n in shown
+    }
     if lines:
         title = "Scores of the validation set"
         if len(shown) < len(score_names):
@@ -137,7 +147,9 @@ def scores(run: Records, names: Sequence[str], counts: np.ndarray) -> list[str]:
         plots.append(pages.curves(title, lines))
     if names:
         plots.append(_class_bars(run, names, counts))
-        plots.append(pages.matrix("Confusion matrix: shares of each label", counts, names))
+        plots.append(
+            pages.matrix("Confusion matrix: shares of each label", counts, names)
+        )
     return plots
 
 
@@ -156,16 +168,25 @@ def _class_bars(run: Records, names: Sequence[str], counts: np.ndarray) -> str:
         if names.count(name) > 1:
             name = f"{name} ({number})"
         bars[name] = values[number]
-    return pages.bars(title, bars, [_colour(n) for n in order] if is_segmentation else [])
+    return pages.bars(
+        title, bars, [_colour(n) for n in order] if is_segmentation else []
+    )
 
 
 def predictions(run: Records, names: Sequence[str]) -> list[str]:
     file = run.folder / "predictions.png"
     if not _is_segmentation(run):
-        return [pages.picture(file, "validation samples, as the newest evaluation drew them")]
+        return [
+            pages.picture(
+                file, "validation samples, as the newest evaluation drew them"
+            )
+        ]
     # Classes beyond the palette are left out: their colours repeat.
     legend = pages.legend(names, [_colour(number) for number in range(len(COLOURS))])
-    return [pages.picture(file, "input | label | prediction"), legend if file.exists() else ""]
+    return [
+        pages.picture(file, "input | label | prediction"),
+        legend if file.exists() else "",
+    ]
 
 
 def profile(run_dir: Path) -> list[str]:
@@ -173,7 +194,9 @@ def profile(run_dir: Path) -> list[str]:
     file = run_dir / "profile" / "operations.json"
     if not file.exists():
         return []
-    content = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
+    content = whole_files.from_json(
+        whole_files.read(file, whole_files.JSON_BYTES), file
+    )
     try:
         rows = [
             (entry["operation"], f"{entry['ms_a_step']:.3f}", f"{entry['share']:.1%}")
@@ -201,7 +224,12 @@ def faults(run: Records) -> list[str]:
                 lost = timedelta(seconds=round(start["time"] - kept_times.max()))
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["time"]))
         rows.append((date, f"{start['step']:,}", start.get("where", ""), lost))
-    head = ("started", "from step", "where", "lost: from the last record kept to this start")
+    head = (
+        "started",
+        "from step",
+        "where",
+        "lost: from the last record kept to this start",
+    )
 
     notes = []
     for key, words in _COUNTS.items():
@@ -211,7 +239,9 @@ def faults(run: Records) -> list[str]:
     for line in records.lines(run.folder / _BAD_SAMPLES):
         bad_samples[str(line.get("sample"))] = line.get("why", "")
     if bad_samples:
-        notes.append(f"{len(bad_samples):,} bad training samples replaced ({_BAD_SAMPLES})")
+        notes.append(
+            f"{len(bad_samples):,} bad training samples replaced ({_BAD_SAMPLES})"
+        )
     notes += list(bad_samples.values())[:_MOST_BAD]
     paragraphs = "".join(f"<p>{pages.escaped(note)}</p>" for note in notes)
     return [pages.table(rows, head), paragraphs]

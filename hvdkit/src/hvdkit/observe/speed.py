@@ -29,7 +29,11 @@ def window_ends(first_step: int, num_steps: int) -> range:
     """
     steps = num_steps - first_step
     window = (steps - min(max(steps // 10, 5), 100)) // WINDOWS
-    return range(num_steps - WINDOWS * window, num_steps + 1, window) if window > 0 else range(0)
+    return (
+        range(num_steps - WINDOWS * window, num_steps + 1, window)
+        if window > 0
+        else range(0)
+    )
 
 
 def spread(rates: Sequence[float]) -> dict[str, Any]:
@@ -139,7 +143,9 @@ def graph_flops(graph: tf.Graph) -> int:
                     if function.name:
                         inner += graph_flops(graph._get_function(function.name).graph)
             if inner and not op.type.endswith("PartitionedCall"):
-                raise NotCounted(f"{op.type} ({op.name}): the number of its iterations is unknown")
+                raise NotCounted(
+                    f"{op.type} ({op.name}): the number of its iterations is unknown"
+                )
             total += inner
     return total
 
@@ -164,7 +170,10 @@ def _convolution(op: tf.Operation) -> int:
 
 def _matrices(op: tf.Operation) -> int:
     transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
-    return math.prod(_shape(op.outputs[0])) * _shape(op.inputs[0])[-2 if transposed else -1]
+    return (
+        math.prod(_shape(op.outputs[0]))
+        * _shape(op.inputs[0])[-2 if transposed else -1]
+    )
 
 
 def _einsum(op: tf.Operation) -> int:
@@ -195,7 +204,14 @@ _PRODUCTS: dict[str, Callable[[tf.Operation], int]] = {
     "BatchMatMulV3": _matrices,
     "Einsum": _einsum,
 }
-_OPAQUE = {"CudnnRNN", "CudnnRNNV2", "CudnnRNNV3", "XlaCallModule", "PyFunc", "EagerPyFunc"}
+_OPAQUE = {
+    "CudnnRNN",
+    "CudnnRNNV2",
+    "CudnnRNNV3",
+    "XlaCallModule",
+    "PyFunc",
+    "EagerPyFunc",
+}
 
 
 def _shape(tensor: tf.Tensor) -> list[int]:
@@ -227,7 +243,9 @@ def peak(device: str, precision: str) -> tuple[float, str] | None:
     peaks = [row for name, row in _PEAKS.items() if re.search(rf"\b{name}\b", device)]
     if len(peaks) != 1 or "MIG" in device or precision == "float64":
         return None
-    teraflops = dict(zip(("float32", "TF32", "bfloat16", "float16"), peaks[0], strict=True))
+    teraflops = dict(
+        zip(("float32", "TF32", "bfloat16", "float16"), peaks[0], strict=True)
+    )
     used = precision
     if precision == "float32" and teraflops["TF32"]:
         # TensorFlow uses TF32 unless it is told not to.

@@ -31,7 +31,8 @@ _MUCH_WAITING = 0.1  # share of a step's time
 _HUGE = 1e4  # a loss above it is noted
 _RISEN = 3.0  # a loss that is so many times the first logged one is noted
 _RATES = 10_000  # logged intervals for the median
-_RANKS_SHOWN = 16  # more ranks are not shown one by one: ten figures take a tracker a millisecond
+# More ranks are not shown one by one: ten figures take a tracker a millisecond.
+_RANKS_SHOWN = 16
 
 
 class Telemetry:
@@ -72,7 +73,9 @@ class Telemetry:
             if lines:
                 self._flush(name)
             if lines:  # they could not be written
-                self._note_once(f"lost {name}", f"the last {len(lines)} lines of {name} are lost")
+                self._note_once(
+                    f"lost {name}", f"the last {len(lines)} lines of {name} are lost"
+                )
         for tracker in self._trackers:
             with self._reports_once(type(tracker).__name__):
                 tracker.close()
@@ -94,7 +97,13 @@ class Telemetry:
             self._last_time += time.monotonic() - start
 
     def step(
-        self, step: int, figures: Figures, *, losses: np.ndarray, waited: float, times: Figures
+        self,
+        step: int,
+        figures: Figures,
+        *,
+        losses: np.ndarray,
+        waited: float,
+        times: Figures,
     ) -> None:
         """A logged step: its figures (loss, lr, ...), and each rank's own mean loss.
 
@@ -124,7 +133,9 @@ class Telemetry:
         scalars = {f"train/{name}": value for name, value in record.items()}
         self._show(step, scalars | _by_rank(losses))
 
-        keras_loss = f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
+        keras_loss = (
+            f" + {figures['keras_loss']:.4f}" if "keras_loss" in figures else ""
+        )
         samples_left = (self._num_steps - step) * self._global_batch_size
         eta = timedelta(seconds=int(samples_left / rate))
         epoch = self._sampler.place(step).position / self._sampler.num_samples
@@ -176,16 +187,25 @@ class Telemetry:
             for name, value in values.items():
                 scalars[f"gradient_{name}/{path}"] = value
         norm = float(np.linalg.norm(figures[:, 1]))
-        self._append("gradients.jsonl", {"step": step, "global_norm": norm, "layers": by_layer})
+        self._append(
+            "gradients.jsonl", {"step": step, "global_norm": norm, "layers": by_layer}
+        )
         self._show(step, scalars)
 
     def evaluation(
-        self, step: int, figures: Figures, *, main_metric: str, pictures: np.ndarray | None
+        self,
+        step: int,
+        figures: Figures,
+        *,
+        main_metric: str,
+        pictures: np.ndarray | None,
     ) -> None:
         """An evaluation's figures by name, and pictures (see `_pictures`) if there are any."""
         if not self._world.is_chief:
             return
-        self._write({"step": step} | {f"eval_{name}": value for name, value in figures.items()})
+        self._write(
+            {"step": step} | {f"eval_{name}": value for name, value in figures.items()}
+        )
         self._show(step, {f"eval/{name}": value for name, value in figures.items()})
         if pictures is not None:
             with self._reports_once("predictions.png"):
@@ -251,7 +271,9 @@ class Telemetry:
             yield
         except Exception as error:  # a tracker may raise anything
             reason = str(error) or type(error).__name__
-            self._note_once(name, f"{name} cannot be written; training continues: {reason}")
+            self._note_once(
+                name, f"{name} cannot be written; training continues: {reason}"
+            )
 
     def _note_once(self, key: str, note: str) -> None:
         if key not in self._noted:

@@ -67,7 +67,9 @@ def kinds(names: Sequence[str]) -> dict[str, type[Tracker]]:
     return classes
 
 
-def make(names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]) -> list[Tracker]:
+def make(
+    names: Sequence[str], run_dir: Path, settings: Mapping[str, Any]
+) -> list[Tracker]:
     """Starts the trackers. Raises ValueError, naming the tracker, if one cannot be started."""
     trackers: list[Tracker] = []
     for name, kind in kinds(names).items():
@@ -83,4 +85,6 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a user's class may raise anything
-        raise ValueError(f"--trackers={name} cannot be started: {one_line(error)}") from None
+        raise ValueError(
+            f"--trackers={name} cannot be started: {one_line(error)}"
+        ) from None

@@ -29,12 +29,18 @@ NUM_VOTES = 4
 
 
 @functools.lru_cache  # Votes are mostly those of the step before.
-def votes(*, data_failed=False, stop_asked=False, failed_saves=0, replaced=0) -> tf.Tensor:
+def votes(
+    *, data_failed=False, stop_asked=False, failed_saves=0, replaced=0
+) -> tf.Tensor:
     """One rank's votes, float64 [NUM_VOTES]."""
-    return tf.constant([float(data_failed), float(stop_asked), failed_saves, replaced], tf.float64)
+    return tf.constant(
+        [float(data_failed), float(stop_asked), failed_saves, replaced], tf.float64
+    )
 
 
-def check_settings(world: World, config: Settings, others: Mapping[str, Any] | None = None) -> None:
+def check_settings(
+    world: World, config: Settings, others: Mapping[str, Any] | None = None
+) -> None:
     """Raises Stop on all ranks when they were given different settings, naming them.
 
     Another seed would be trained silently, another number of steps would wait for ever. Paths may
@@ -101,7 +107,10 @@ def fingerprint(world: World, config: Settings) -> dict[str, str]:
                 f"{hosts[rank]} differ in {differences}: use hosts of one kind, set up alike, or "
                 "leave out --virtual_ranks",
             )
-        say(world, f"note: rank 0 and rank {rank} on {hosts[rank]} differ in {differences}")
+        say(
+            world,
+            f"note: rank 0 and rank {rank} on {hosts[rank]} differ in {differences}",
+        )
     return fingerprints.of_all(everyone)
 
 
@@ -123,7 +132,9 @@ def check_code(world: World) -> None:
         )
 
 
-def check_gradients(world: World, variables: list[keras.Variable], connected: list[bool]) -> None:
+def check_gradients(
+    world: World, variables: list[keras.Variable], connected: list[bool]
+) -> None:
     """Raises Stop on all ranks when a variable has a gradient, is `connected`, on some only."""
     everyone = world.gather_alike(connected, "agreement.gradients")
     for variable, flags in zip(variables, zip(*everyone)):
@@ -153,7 +164,11 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
         names: dict[str, None] = {}
         for of_rank in everyone:
             names |= dict.fromkeys(of_rank)
-        odd = [name for name in names if len({of_rank.get(name) for of_rank in everyone}) > 1]
+        odd = [
+            name
+            for name in names
+            if len({of_rank.get(name) for of_rank in everyone}) > 1
+        ]
         raise Stop(
             BUG,
             f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({hosts_of_ranks}) differ from "
@@ -164,7 +179,9 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
         )
 
 
-def check_collectives(world: World, step: tf.types.experimental.ConcreteFunction) -> None:
+def check_collectives(
+    world: World, step: tf.types.experimental.ConcreteFunction
+) -> None:
     """Raises Stop on all ranks when the traced step's collectives differ from rank 0's."""
     collectives = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
     everyone, ranks = world.compare(collectives, "agreement.collectives")

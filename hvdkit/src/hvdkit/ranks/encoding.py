@@ -35,7 +35,9 @@ def _plain(value: Any) -> dict[str, list]:
     """What stands for an array: its type, its shape, and its bytes."""
     if not isinstance(value, np.ndarray) or value.dtype.kind in "OUS":
         raise TypeError(f"{type(value)} is neither JSON nor an array of numbers")
-    text = base64.b64encode(value.astype(value.dtype.newbyteorder("=")).tobytes()).decode()
+    text = base64.b64encode(
+        value.astype(value.dtype.newbyteorder("=")).tobytes()
+    ).decode()
     return {_ARRAY: [value.dtype.name, value.shape, text]}
 
 

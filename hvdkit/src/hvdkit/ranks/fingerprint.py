@@ -41,7 +41,9 @@ def here() -> dict[str, str]:
         fingerprint["device"] = _gpu(tf.config.experimental.get_device_details(gpus[0]))
     else:
         fingerprint["device"] = cpu()
-        fingerprint["threads"] = str(tf.config.threading.get_intra_op_parallelism_threads())
+        fingerprint["threads"] = str(
+            tf.config.threading.get_intra_op_parallelism_threads()
+        )
     build = tf.sysconfig.get_build_info()
     versions = [tf.__version__, tf.version.GIT_VERSION, tf.version.COMPILER_VERSION]
     for name in ("cuda", "cudnn"):
@@ -69,7 +71,9 @@ def code(project: Path, engine: Path) -> dict[str, str]:
     for package in project.glob("*/__init__.py"):
         files += package.parent.rglob("*.py")
     named = [(str(file.relative_to(project)), file) for file in files]
-    named += [(str(file.relative_to(engine.parent)), file) for file in engine.rglob("*.py")]
+    named += [
+        (str(file.relative_to(engine.parent)), file) for file in engine.rglob("*.py")
+    ]
     # An editor's lock is a link that leads nowhere, .#train.py.
     return {name: whole_files.sha256(file) for name, file in named if file.is_file()}
 

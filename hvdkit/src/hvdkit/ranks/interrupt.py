@@ -49,10 +49,14 @@ class StopSignal:
         self._pressed: float | None = None  # The first SIGINT came at this time.
         self._in_notebook = in_notebook
         if launcher.is_launched():
-            threading.Thread(target=self._follow, args=(os.getppid(),), daemon=True).start()
+            threading.Thread(
+                target=self._follow, args=(os.getppid(),), daemon=True
+            ).start()
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        threading.Thread(target=self._listen, args=(reader,), name="stop", daemon=True).start()
+        threading.Thread(
+            target=self._listen, args=(reader,), name="stop", daemon=True
+        ).start()
         # The C part of a handler writes the signal's number there without waiting for Python.
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {number: signal.getsignal(number) for number in _REQUESTS}
@@ -63,11 +67,15 @@ class StopSignal:
             if by_terminal and signal.getsignal(number) is signal.SIG_IGN:
                 continue  # `nohup`, or a script's `&`, keeps these signals from it.
             interrupts = in_notebook and number == signal.SIGINT
-            signal.signal(number, self._interrupt if interrupts else _left_to_the_thread)
+            signal.signal(
+                number, self._interrupt if interrupts else _left_to_the_thread
+            )
         # A forked child (multiprocessing) would answer a signal of its own into this pipe.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, _REQUESTS),
-            after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS),
+            after_in_parent=lambda: signal.pthread_sigmask(
+                signal.SIG_UNBLOCK, _REQUESTS
+            ),
             after_in_child=_forget,
         )
 
@@ -159,7 +167,9 @@ def _forget() -> None:
     signal.set_wakeup_fd(-1)
     for number in _REQUESTS:
         if signal.getsignal(number) is _left_to_the_thread:
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+            signal.signal(
+                number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN
+            )
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _REQUESTS)
 
 

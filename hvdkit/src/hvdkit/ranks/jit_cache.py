@@ -17,7 +17,11 @@ from hvdkit.logs import refuse
 from hvdkit.ranks import fingerprint
 from hvdkit.stop import NOT_NOW, WRONG_USE, passes
 
-_GPU = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
+_GPU = [
+    "nvidia-smi",
+    "--query-gpu=name,compute_cap,driver_version",
+    "--format=csv,noheader",
+]
 _PACKAGES = ("tensorflow", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
@@ -50,6 +54,8 @@ def _machine() -> str:
         for distribution in importlib.metadata.distributions(name=package):
             parts.append(f"{package} {distribution.version}")
     if shutil.which("nvidia-smi"):
-        listing = subprocess.run(_GPU, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+        listing = subprocess.run(
+            _GPU, stdout=subprocess.PIPE, text=True, timeout=60, check=False
+        )
         parts += sorted(set(listing.stdout.splitlines()))
     return "\n".join(parts)

@@ -44,8 +44,11 @@ def in_place() -> Iterator[None]:
     home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
     refused = _of_the_user(Path(home, "keras.json"))
     for name in _SWITCHES.keys() & os.environ.keys():
-        os.environ[name] = _SWITCHES[name]  # It stays, as TensorFlow may read it again later.
-    variables = {name: value for name, value in os.environ.items() if name.startswith("KERAS_")}
+        # It stays, as TensorFlow may read it again later.
+        os.environ[name] = _SWITCHES[name]
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith("KERAS_")
+    }
     for name in variables:
         del os.environ[name]
     # This is no folder, so Keras reads and writes no keras.json there.

@@ -23,7 +23,8 @@ import tensorflow as tf
 from hvdkit import launcher
 from hvdkit.stop import BUG
 
-MOST_GATHERED = 2**31 - 1  # Bytes of all messages in one `gather`: MPI counts in 32 bits.
+# Bytes of all messages in one `gather`: MPI counts in 32 bits.
+MOST_GATHERED = 2**31 - 1
 _PART = 2**22  # One broadcast has at most so many bytes.
 _LONGEST_NAP = 0.01  # seconds
 _STEPS = 20  # A hanging step is known by the times of so many newest ones.
@@ -40,11 +41,13 @@ class Heartbeat:
     parts = 0
     reads = False
     _last = time.monotonic()
-    _entered = 0.0  # It came to the part of a step that it is in at this time; 0: it is in none.
+    # It came to the part of a step that it is in at this time; 0: it is in none.
+    _entered = 0.0
     _spent = 0.0  # Earlier parts of the step took so many seconds.
 
     def __init__(self) -> None:
-        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)  # in seconds
+        # In seconds.
+        self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)
 
     def beat(self) -> None:
         self._last = time.monotonic()
@@ -98,7 +101,9 @@ class Heartbeat:
             return most
         if len(self._steps) >= _STEPS // 2:
             most_at_first = most
-        return min(most_at_first, max(_LEAST_PATIENCE, 30 * statistics.median_low(self._steps)))
+        return min(
+            most_at_first, max(_LEAST_PATIENCE, 30 * statistics.median_low(self._steps))
+        )
 
 
 heartbeat = Heartbeat()
@@ -110,14 +115,18 @@ class Horovod:
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each number over the ranks; as many on all, each less than 2^63."""
         with tf.device("CPU:0"):
-            found = hvd.allreduce(tf.constant(numbers, tf.int64), op=hvd.Max, name="messages.max")
+            found = hvd.allreduce(
+                tf.constant(numbers, tf.int64), op=hvd.Max, name="messages.max"
+            )
         heartbeat.beat()
         return found.numpy().tolist()
 
     def gather(self, own: np.ndarray, size: int) -> list[np.ndarray]:
         """Every rank's message, uint8 [n], in rank order, on every rank."""
         with tf.device("CPU:0"):
-            lengths = hvd.allgather(np.array([own.size], np.int64), name="messages.lengths")
+            lengths = hvd.allgather(
+                np.array([own.size], np.int64), name="messages.lengths"
+            )
             everything = hvd.allgather(own, name="messages.gather")
         heartbeat.beat()
         return np.split(everything.numpy(), np.cumsum(lengths)[:-1])

@@ -32,13 +32,17 @@ from hvdkit.stop import BUG, NOT_NOW
 
 _CONNECT = 5.0  # A process that runs answers within so many seconds.
 _SILENT = (
-    45.0  # After so many seconds without an answer, a process was stopped or its host is gone.
+    # After so many seconds without an answer, a process was stopped or its host is gone.
+    45.0
 )
-_SETTLE = 10.0  # Ranks that are left notice within so many seconds that Horovod was shut down.
-_LATEST = 30  # Later ranks leave so many seconds to earlier ones, at most, a second each.
+# Ranks that are left notice within so many seconds that Horovod was shut down.
+_SETTLE = 10.0
+# Later ranks leave so many seconds to earlier ones, at most, a second each.
+_LATEST = 30
 _TOLD = 20.0  # The neighbour of a rank that ends learns of it within so many seconds.
 _ASKED_AT_ONCE = 64
-_LOWER_ASKED = 8  # Of thousands, each rank that is left asks so many lower ones at once.
+# Of thousands, each rank that is left asks so many lower ones at once.
+_LOWER_ASKED = 8
 
 
 class _Place(NamedTuple):
@@ -71,7 +75,9 @@ class Peers:
     names those that ended or hang, and the process exits with BUG.
     """
 
-    def __init__(self, world: World, stall_seconds: int, start_seconds: int = 0) -> None:
+    def __init__(
+        self, world: World, stall_seconds: int, start_seconds: int = 0
+    ) -> None:
         """Opens this rank's port and starts to watch the neighbour.
 
         `stall_seconds`: how long a rank may stay at one place before this process ends, and a
@@ -90,7 +96,9 @@ class Peers:
             self._open(world)
         # A rank that is alone may be a debugger's or a notebook's; not under hvdkit supervise.
         if stall_seconds and (world.size > 1 or "LAUNCH_BY" in os.environ):
-            threading.Thread(target=self._watch, args=(stall_seconds,), daemon=True).start()
+            threading.Thread(
+                target=self._watch, args=(stall_seconds,), daemon=True
+            ).start()
 
     def _open(self, world: World) -> None:
         """Ports that answer other ranks, and where theirs are."""
@@ -98,9 +106,13 @@ class Peers:
         addresses = [address for _, address in ways()]
         if world.local_size == world.size:
             addresses = ["127.0.0.1"]
-        servers = [socket.create_server((address, 0), backlog=1024) for address in addresses]
+        servers = [
+            socket.create_server((address, 0), backlog=1024) for address in addresses
+        ]
         place = (hostname(), [server.getsockname() for server in servers])
-        self._places = [_Place(*fields) for fields in world.gather_objects(place, "peers.places")]
+        self._places = [
+            _Place(*fields) for fields in world.gather_objects(place, "peers.places")
+        ]
         answers = Answers(servers, self._key, self._rank)
         threading.Thread(
             target=answers.serve,
@@ -112,12 +124,20 @@ class Peers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(error):
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(
+            error
+        ):
             self._explain()
             # Not Python's own way out: MPI would wait there for the missing rank.
             os._exit(BUG)
-        if isinstance(error, SystemExit) and isinstance(error.code, int) and self._places[1:]:
+        if (
+            isinstance(error, SystemExit)
+            and isinstance(error.code, int)
+            and self._places[1:]
+        ):
             # This rank has said why it ends. In MPI's finalize it would wait for the others, which
             # would say that it does not answer.
             sys.stdout.flush()
@@ -134,7 +154,9 @@ class Peers:
                 if answer.at != "asking":
                     missing[rank] = answer.at or answer.how
             # Others that are left may still wait for the transport to give up.
-            over = time.monotonic() > end or all(how == "gone" for how in missing.values())
+            over = time.monotonic() > end or all(
+                how == "gone" for how in missing.values()
+            )
             if over and self._rank == min(set(range(len(self._places))) - set(missing)):
                 complain(self._sentence(missing))
                 return
@@ -145,7 +167,9 @@ class Peers:
     def _left_to_another(self) -> bool:
         """Whether a lower rank asks already: thousands that ask all others would take too long."""
         lower = range(self._rank)
-        groups = [lower[start : start + _LOWER_ASKED] for start in lower[::_LOWER_ASKED]]
+        groups = [
+            lower[start : start + _LOWER_ASKED] for start in lower[::_LOWER_ASKED]
+        ]
         first = self._first_of_host()
         if first < self._rank:
             groups.insert(0, range(first, first + 1))
@@ -164,12 +188,14 @@ class Peers:
         answers = by_rank.values()
         if any(answer.left > 0 for answer in answers):
             return ""
-        if any(answer.reads for answer in answers):  # A rank that reads reports that itself.
+        # A rank that reads reports that itself.
+        if any(answer.reads for answer in answers):
             return ""
         if any(answer.how == "busy" for answer in answers):  # Such a rank may move.
             return ""
         has_ended = any(answer.how == "gone" for answer in answers)
-        if has_ended and -by_rank[self._rank].left < _SILENT:  # Launchers see to ended ranks.
+        # Launchers see to ended ranks.
+        if has_ended and -by_rank[self._rank].left < _SILENT:
             return ""
         seconds = round(min(answer.still for answer in answers))
         ranks_at: dict[str, list[int]] = {}
@@ -212,7 +238,10 @@ class Peers:
             return "Horovod was shut down though all ranks are there: its own lines above say why"
         # A rank may have ended because another hangs.
         hangs = {rank: how for rank, how in missing.items() if how != "gone"} or missing
-        parts = [f"{self._who(rank)} {_in_words(how)}" for rank, how in list(hangs.items())[:4]]
+        parts = [
+            f"{self._who(rank)} {_in_words(how)}"
+            for rank, how in list(hangs.items())[:4]
+        ]
         sentence = "the run ends: " + "; ".join(parts)
         if len(hangs) > 4:
             sentence += f", and {len(hangs) - 4} more ranks"
@@ -232,7 +261,9 @@ class Peers:
         return f"{file}, line {frame.f_lineno} ({frame.f_code.co_name})"
 
     def _ask_all(self) -> dict[int, _Answer]:
-        return self._ask_these([rank for rank in range(len(self._places)) if rank != self._rank])
+        return self._ask_these(
+            [rank for rank in range(len(self._places)) if rank != self._rank]
+        )
 
     def _ask_these(self, ranks: Sequence[int]) -> dict[int, _Answer]:
         with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
@@ -292,7 +323,8 @@ class Peers:
     def _watch(self, seconds: int) -> None:
         neighbour = (self._rank + 1) % len(self._places)
         patience = min(seconds, _SILENT)
-        heard = 0.0  # The neighbour answered at this time; never, where a firewall is between.
+        # The neighbour answered at this time; never, where a firewall is between.
+        heard = 0.0
         clock = time.pthread_getcpuclockid(self._main)
         first = self._first_of_host()
         stuck = ""
@@ -316,7 +348,11 @@ class Peers:
             if reads and -left > min(self._rank, _LATEST):
                 self._end_without_data(still)
             # One rank of each host watches; a rank that is alone waits for nobody.
-            if self._rank == first and -left > min(first, _LATEST) and len(self._places) > 1:
+            if (
+                self._rank == first
+                and -left > min(first, _LATEST)
+                and len(self._places) > 1
+            ):
                 stuck = self._stuck()
             if stuck and was_stuck:
                 complain(stuck)

@@ -44,11 +44,17 @@ def granted() -> int:
 
     Raises OSError or subprocess.SubprocessError where nvidia-smi fails.
     """
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in (
+        "",
+        "-1",
+        "NoDevFiles",
+    ):
         return 0
     if not shutil.which("nvidia-smi"):
         return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    listing = subprocess.run(["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60)
+    listing = subprocess.run(
+        ["nvidia-smi", "-L"], stdout=subprocess.PIPE, text=True, timeout=60
+    )
     if listing.returncode == 6:  # Its manual says that nothing was found.
         return 0
     listing.check_returncode()
@@ -85,7 +91,12 @@ def see(gpus: Sequence[Gpu]) -> dict[str, Any]:
     """What this rank may use, for `place` on all ranks of its host."""
     quota, group = _quota()
     cpus = sorted(os.sched_getaffinity(0))
-    return {"cpus": cpus, "quota": quota, "group": group, "gpus": [list(gpu) for gpu in gpus]}
+    return {
+        "cpus": cpus,
+        "quota": quota,
+        "group": group,
+        "gpus": [list(gpu) for gpu in gpus],
+    }
 
 
 def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
@@ -113,14 +124,17 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
     sharing = sum(not others.isdisjoint(allowed[rank]) for others in allowed)
     threads = len(cpus) or len(allowed[rank]) // sharing
     if not cpus and len(seen) > 1 and usable[rank] < allowed[rank]:
-        cpus = sorted(usable[rank])  # The rank shares the cores near its GPU with others.
+        # The rank shares the cores near its GPU with others.
+        cpus = sorted(usable[rank])
     quota = seen[rank]["quota"]
     in_group = sum(view["group"] == seen[rank]["group"] for view in seen)
     threads = max(1, math.floor(min(quota / in_group, threads)))
     return Place(gpus[rank], addresses[rank], nodes[rank], cpus, threads)
 
 
-def choose_gpus(gpus: Sequence[Sequence[Gpu]], allowed: Sequence[frozenset[int]] = ()) -> list[int]:
+def choose_gpus(
+    gpus: Sequence[Sequence[Gpu]], allowed: Sequence[frozenset[int]] = ()
+) -> list[int]:
     """For each rank of a host the first GPU, of those it sees, that no other rank takes; else -1.
 
     A rank that was bound (`allowed`) to one NUMA node comes first to the GPUs of that node: Slurm's
@@ -212,7 +226,9 @@ def _share_out(usable: Sequence[frozenset[int]]) -> list[list[int]]:
 
 
 def _core_of(cpu: int) -> int:
-    hyperthreads = _expand(_read(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+    hyperthreads = _expand(
+        _read(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    )
     return min(hyperthreads, default=cpu)
 
 
@@ -276,4 +292,6 @@ def _ranges(cpus: Iterable[int]) -> str:
             ranges[-1][1] = cpu
         else:
             ranges.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if first < last else f"{first}" for first, last in ranges)
+    return ",".join(
+        f"{first}-{last}" if first < last else f"{first}" for first, last in ranges
+    )

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 _NONCE = 16  # bytes
 _TAG = 32  # bytes
 _LONGEST_ANSWER = 2**16  # bytes
-_UNSIGNED = 64  # So many connections may have signed nothing yet; each takes an open file.
+# So many connections may have signed nothing yet; each takes an open file.
+_UNSIGNED = 64
 _UNSIGNED_SECONDS = 5.0
 
 
@@ -29,7 +30,9 @@ def sign(key: bytes, rank: int, nonces: bytes, answer: bytes = b"?") -> bytes:
 class Link:
     """A connection to the port of a rank, which answers any number of questions on it."""
 
-    def __init__(self, door: tuple[str, int], key: bytes, rank: int, *, seconds: float) -> None:
+    def __init__(
+        self, door: tuple[str, int], key: bytes, rank: int, *, seconds: float
+    ) -> None:
         """Connects; `seconds` is how long that and each answer may take."""
         self._key = key
         self._rank = rank

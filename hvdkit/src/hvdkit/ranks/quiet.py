@@ -23,7 +23,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # Where the home folder cannot be written, it warns that it makes a temporary one.
 logging.getLogger("matplotlib").setLevel(logging.ERROR)
 
-_NOISE = re.compile(rb"::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with")
+_NOISE = re.compile(
+    rb"::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with"
+)
 
 
 def _check_environment() -> None:

@@ -21,7 +21,8 @@ from hvdkit.launcher import launch_rank
 from hvdkit.logs import complain, join, refuse
 from hvdkit.stop import NOT_NOW
 
-_SAY_AFTER = 30.0  # A rank says after so many seconds that it waits, or at a limit that is less.
+# A rank says after so many seconds that it waits, or at a limit that is less.
+_SAY_AFTER = 30.0
 _ROLL_CALL = 5.0  # Ranks that are there tell rank 0 within so many seconds.
 # Names of interfaces that lead to no other host begin so.
 _NOWHERE = ("lo", "docker", "virbr", "cni", "cilium", "flannel", "cali")
@@ -30,7 +31,8 @@ _SHARED_BYTES = 4 << 20  # that a rank of Open MPI shares with those of its host
 _IPC_PRIVATE = 0
 _IPC_RMID = 0
 _INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # eth0,10.0.0.0/24
-_SHORT_CYCLE = "0.1"  # milliseconds; at 0 its thread never rests, and an exchange takes longer
+# Milliseconds; at 0 its thread never rests, and an exchange takes longer.
+_SHORT_CYCLE = "0.1"
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
 
 
@@ -45,17 +47,25 @@ def ways() -> list[tuple[str, str]]:
             if entry.family == socket.AF_INET:
                 all_ways.append((name, entry.address))
     networks = os.environ.get(_INCLUDE, "").split(",")
-    chosen = [way for way in all_ways if any(_is_in(network, way) for network in networks)]
+    chosen = [
+        way for way in all_ways if any(_is_in(network, way) for network in networks)
+    ]
     if chosen:
         return chosen
-    return [(name, address) for name, address in all_ways if not _leads_nowhere(name, address)]
+    return [
+        (name, address)
+        for name, address in all_ways
+        if not _leads_nowhere(name, address)
+    ]
 
 
 def _is_in(network: str, way: tuple[str, str]) -> bool:
     """Whether an interface and its address belong to `network`: eth0, or 10.0.0.0/24."""
     name, address = way
     try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+        return ipaddress.ip_address(address) in ipaddress.ip_network(
+            network, strict=False
+        )
     except ValueError:
         return name == network
 
@@ -93,7 +103,8 @@ def set_cycle(bn_sync: str) -> None:
 
     Batch norms of --bn_sync=full exchange one after the other, and each waits for the next look.
     """
-    if bn_sync == "full" and "HOROVOD_AUTOTUNE" not in os.environ:  # It would take it for fixed.
+    # It would take it for fixed.
+    if bn_sync == "full" and "HOROVOD_AUTOTUNE" not in os.environ:
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _SHORT_CYCLE)
 
 
@@ -121,9 +132,13 @@ def gloo_fault() -> str:
     for entries in psutil.net_if_addrs().values():
         addresses_here.update(entry.address for entry in entries)
     for family, kind, protocol, _, address in addresses_of_name:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as listener:
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(family, kind, protocol) as listener,
+        ):
             listener.bind(address)
-            if address[0] in addresses_here:  # One may bind to 127.0.0.1 while loopback is off.
+            # One may bind to 127.0.0.1 while loopback is off.
+            if address[0] in addresses_here:
                 return ""
     return (
         f"the name of this host, {name}, leads to no address of it, and Gloo needs one: add the "
@@ -146,7 +161,9 @@ def waiting(what: str, seconds: int, whom: Callable[[], str] = str) -> Iterator[
         if done.wait(quiet):
             return
         if speaks:
-            hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get("SLURM_JOB_NODELIST")
+            hosts = os.environ.get("LAUNCH_HOSTS") or os.environ.get(
+                "SLURM_JOB_NODELIST"
+            )
             complain(
                 f"rank {rank} on {host} has waited {quiet:.0f} s for {what}{whom()}, on "
                 f"{hosts or 'its hosts'} (this one has {addresses}). {_NETWORK}"
@@ -190,7 +207,10 @@ def share_without_names() -> None:
         )
     libc.shmctl(segment, _IPC_RMID, None)
     # mpirun tells its ranks, as a hint, what it takes itself, and they would take nothing else.
-    os.environ |= {"OMPI_MCA_shmem": "sysv", "OMPI_MCA_shmem_RUNTIME_QUERY_hint": "sysv"}
+    os.environ |= {
+        "OMPI_MCA_shmem": "sysv",
+        "OMPI_MCA_shmem_RUNTIME_QUERY_hint": "sysv",
+    }
 
 
 def start_mpi(seconds: int) -> None:

@@ -42,8 +42,10 @@ class Pace:
         self._samples = max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
         self._reduced: float | None = None
-        self._times: list[tuple[float, float]] = []  # Seconds of each step: own part, and whole.
-        self._slow = np.zeros(world.size, int)  # Each rank was slow so many intervals in a row.
+        # Seconds of each step: own part, and whole.
+        self._times: list[tuple[float, float]] = []
+        # Each rank was slow so many intervals in a row.
+        self._slow = np.zeros(world.size, int)
 
     def add(self, ready: float) -> None:
         """At the end of each step's call, with the time at which own sums were ready."""
@@ -58,7 +60,8 @@ class Pace:
         self._times = []
         if self._world.size == 1:
             return {}, ""
-        own_part, step = np.median(times, axis=0)  # One of the steps may hold an evaluation.
+        # One of the steps may hold an evaluation.
+        own_part, step = np.median(times, axis=0)
         numbers = [own_part, waited / len(times), own_part / self._samples, step]
         by_rank = self._world.gather_numbers(numbers, "pace.interval")
         figures = {}

@@ -25,7 +25,15 @@ from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit import launcher, logs
 from hvdkit.logs import join
-from hvdkit.ranks import devices, encoding, keras_defaults, messages, placement, proof, start
+from hvdkit.ranks import (
+    devices,
+    encoding,
+    keras_defaults,
+    messages,
+    placement,
+    proof,
+    start,
+)
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, NOT_NOW, WRONG_USE, Stop, passes
@@ -47,8 +55,11 @@ class World:
     size: int
     local_rank: int
     local_size: int
-    carrier: messages.Carrier = dataclasses.field(default_factory=messages.Horovod, repr=False)
-    key: bytes = dataclasses.field(default=b"", repr=False)  # All ranks know it, nobody else.
+    carrier: messages.Carrier = dataclasses.field(
+        default_factory=messages.Horovod, repr=False
+    )
+    # All ranks know it, nobody else.
+    key: bytes = dataclasses.field(default=b"", repr=False)
     threads: int = 1  # This rank's share of its host's cores.
 
     @property
@@ -72,14 +83,18 @@ class World:
             code = NOT_NOW if passes(caught) else WRONG_USE
             error = (f"{what}: {caught}", hostname(), code)
         rank_or_size = self.rank if error else self.size
-        largest, any_succeeded = self.barrier_max(f"fail_together.{what}", -rank_or_size, not error)
+        largest, any_succeeded = self.barrier_max(
+            f"fail_together.{what}", -rank_or_size, not error
+        )
         failed_rank = -largest
         if failed_rank == self.size:
             return
         text, host, code = self.broadcast_object(error, f"error.{what}", failed_rank)
         if not any_succeeded:
             raise Stop(code, text)
-        raise Stop(NOT_NOW if by_host else code, f"{text} (rank {failed_rank} on {host})")
+        raise Stop(
+            NOT_NOW if by_host else code, f"{text} (rank {failed_rank} on {host})"
+        )
 
     def from_chief(self, what: str, make: Callable[..., Any], *arguments: Any) -> Any:
         """What `make(*arguments)` returns on rank 0, which alone calls it, on every rank.
@@ -112,7 +127,10 @@ class World:
             names = self._gather(encoding.pack(name, name), "the place")
             for rank, other in enumerate(names):
                 if other != names[0]:
-                    raise Stop(BUG, f"rank {rank} is at {other!r} while rank 0 is at {names[0]!r}")
+                    raise Stop(
+                        BUG,
+                        f"rank {rank} is at {other!r} while rank 0 is at {names[0]!r}",
+                    )
         return maxima[: len(numbers)]
 
     def gather_objects(self, value: Any, name: str) -> list[Any]:
@@ -148,7 +166,9 @@ class World:
     def compare(self, value: Any, name: str) -> tuple[list[Any], list[int]]:
         """`gather_alike`, and the ranks whose value differs from rank 0's."""
         everyone = self.gather_alike(value, name)
-        return everyone, [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        return everyone, [
+            rank for rank, other in enumerate(everyone) if other != everyone[0]
+        ]
 
     def gather_numbers(self, values: Sequence[float], name: str) -> np.ndarray:
         """Every rank's few numbers, float64 [size, n], in rank order, on every rank."""
@@ -172,7 +192,9 @@ class World:
         everyone = self.carrier.gather(message, self.size)
         return [_unpacked(sent, rank, name) for rank, sent in enumerate(everyone)]
 
-    def broadcast_variables(self, variables: Sequence[keras.Variable | tf.Variable]) -> None:
+    def broadcast_variables(
+        self, variables: Sequence[keras.Variable | tf.Variable]
+    ) -> None:
         """Overwrites the variables with those of rank 0; same ones and order on all ranks."""
         if self.size == 1:
             return
@@ -216,7 +238,9 @@ def connect(limit: int = 0) -> World:
     """
     os.environ.setdefault("HOROVOD_CACHE_CAPACITY", _CACHED)
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(soft, min(most, _OPEN_FILES)), most)
+    )
     started, variable = launcher.launched_ranks()
     if not launcher.is_launched():
         os.environ |= start.carrier_of_one()
@@ -227,7 +251,8 @@ def connect(limit: int = 0) -> World:
         raise Stop(WRONG_USE, fault)
     with start.waiting("all ranks to start Horovod", limit):
         hvd.init()
-    faulthandler.enable(2)  # It runs before MPI's own handlers, which then name the host.
+    # It runs before MPI's own handlers, which then name the host.
+    faulthandler.enable(2)
     if hvd.size() < started:
         # Each would train alone, all into one folder.
         raise Stop(
@@ -335,7 +360,8 @@ def kept_numbers() -> Iterator[None]:
 
 def _seed_of_tensorflow() -> tuple[int | None, Any]:
     eager = context.context()
-    return eager._seed, getattr(eager, "_rng", None)  # It has a generator once a seed was set.
+    # It has a generator once a seed was set.
+    return eager._seed, getattr(eager, "_rng", None)
 
 
 def _set_seed_of_tensorflow(seed_and_generator: tuple[int | None, Any]) -> None:
@@ -411,7 +437,9 @@ def _unpacked(message: np.ndarray, rank: int, name: str) -> Any:
     try:
         return encoding.unpack(message)
     except ValueError as error:
-        raise Stop(BUG, f"rank {rank} sent a malformed message as {name!r}: {error}") from None
+        raise Stop(
+            BUG, f"rank {rank} sent a malformed message as {name!r}: {error}"
+        ) from None
 
 
 def _digest(content: bytes) -> int:
@@ -429,7 +457,10 @@ def set_precision(precision: str) -> None:
 def types_of(precision: str) -> list[str]:
     """Keras's policy and its floatx."""
     mixed = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-    return [mixed.get(precision, precision), "float64" if precision == "float64" else "float32"]
+    return [
+        mixed.get(precision, precision),
+        "float64" if precision == "float64" else "float32",
+    ]
 
 
 def say(world: World, text: str) -> None:

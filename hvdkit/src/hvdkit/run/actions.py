@@ -73,7 +73,10 @@ class Log:
         config = self._run.config
         state = self._run.state
         figures = {name: float(result[name]) for name in ("loss", "lr", "grad_norm")}
-        figures |= {f"loss/{name}": float(value) for name, value in result.get("terms", {}).items()}
+        figures |= {
+            f"loss/{name}": float(value)
+            for name, value in result.get("terms", {}).items()
+        }
         if config.precision == "float16":
             figures["loss_scale"] = float(state.loss_scale.value)
             figures["skipped"] = int(state.skipped)
@@ -163,7 +166,11 @@ class CheckNumbers:
         numbers = {}
         for layer in self._layers:
             for name, value in vars(layer).items():
-                if type(value) is float and not name.startswith("_") and not math.isnan(value):
+                if (
+                    type(value) is float
+                    and not name.startswith("_")
+                    and not math.isnan(value)
+                ):
                     numbers[f"{layer.path or layer.name}.{name}"] = value
         return numbers
 
@@ -181,7 +188,10 @@ class TaskAction:
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""
         ending = None
-        with self._world.fail_together(f"step {step}"), task_checks.user_code_errors(self._name):
+        with (
+            self._world.fail_together(f"step {step}"),
+            task_checks.user_code_errors(self._name),
+        ):
             ending = self._action(step, result)
             if not isinstance(ending, Ending | None):
                 raise ValueError(
@@ -215,7 +225,9 @@ class Save:
 
     def due(self, step: int) -> bool:
         every = self._run.config.checkpoint_every
-        return evaluation_due(self._run.config, step) or bool(every and step % every == 0)
+        return evaluation_due(self._run.config, step) or bool(
+            every and step % every == 0
+        )
 
     def __call__(self, step: int, result: Result | None = None) -> None:
         if step == self._saved_at:
@@ -238,7 +250,9 @@ class Save:
         """Every rank learns whether it could be written; raises Stop where not."""
         self(step)
         with self._telemetry.not_training():
-            self._saver.last(self._place(step), self._run.state.variables, self._run.config)
+            self._saver.last(
+                self._place(step), self._run.state.variables, self._run.config
+            )
 
 
 class Evaluate:
@@ -260,7 +274,9 @@ class Evaluate:
         if note:
             say(parts.world, f"note: {note}")
         # From this step on the folder has scores of this measure.
-        self._scored_since = other_step if parts.start.source == "own" else parts.start.step
+        self._scored_since = (
+            other_step if parts.start.source == "own" else parts.start.step
+        )
         self._metric = scores.of_task(parts.context.task)
         # The best score is that of the run so far, the figures are those of the newest evaluation.
         self.best = parts.context.checkpoints.best()
@@ -286,12 +302,15 @@ class Evaluate:
             )
             counts = evaluation.confusion()
             if counts is not None:
-                names = metrics.class_names(len(counts), run.val_source, run.train_source)
+                names = metrics.class_names(
+                    len(counts), run.val_source, run.train_source
+                )
                 self._telemetry.confusion(names, counts)
             # The score is written last: a step that lacks it is evaluated, and logged, again.
             score = self._compared(step)
             self._saver.add_score(score)
-        if step >= run.config.num_steps:  # A run that goes on later judges this score then.
+        # A run that goes on later judges this score then.
+        if step >= run.config.num_steps:
             return None
         judge_plateau(run, value=score.value, step=step)
         best_step = self._scored_since
@@ -352,7 +371,10 @@ def evaluates_first(run: RunContext, checkpoint: CheckpointInfo) -> bool:
     best = run.checkpoints.best()
     if config.benchmark or not evaluation_due(config, checkpoint.step):
         return False
-    if checkpoint.step == config.num_steps or run.checkpoints.score_of(checkpoint) is None:
+    if (
+        checkpoint.step == config.num_steps
+        or run.checkpoints.score_of(checkpoint) is None
+    ):
         return True
     best_step = best.since if best else 0
     return checkpoint.is_own and stopped_improving(config, checkpoint.step, best_step)

@@ -34,7 +34,8 @@ _REDUCTIONS = 10  # So many sums of gradients are timed by themselves.
 class Benchmark:
     """Reads clocks at the ends of windows, and reports after the last one."""
 
-    settles = True  # It waits for the device once a window, so that windows hold whole steps.
+    # It waits for the device once a window, so that windows hold whole steps.
+    settles = True
 
     def __init__(self, parts: RunParts) -> None:
         """Every rank must call it; raises Stop, on all, where the model cannot be called."""
@@ -135,11 +136,14 @@ class Benchmark:
                 "reduction_alone": reduction_share,
             },
             "seconds_of_reduction_alone": reduction_seconds,
-            "model_flops": self._flops | self._utilization(float(np.mean(rates)) / size, everyone),
+            "model_flops": self._flops
+            | self._utilization(float(np.mean(rates)) / size, everyone),
             "by_rank": everyone,
         }
 
-    def _utilization(self, rate: float, everyone: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _utilization(
+        self, rate: float, everyone: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
         """What a rank computes a second, at `rate` samples; where it is known, its share of the
         peak of the device, which is the same on all ranks."""
         if "training_a_sample" not in self._flops:
@@ -173,7 +177,9 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
     gathers = any(node.op == "HorovodAllgather" for node in graph_checks.nodes(graph))
     if run.world.size == 1 or (gathers and config.compression != "bf16"):
         return None
-    virtual = [op for op in graph.get_operations() if op.name.startswith("virtual.gradients")]
+    virtual = [
+        op for op in graph.get_operations() if op.name.startswith("virtual.gradients")
+    ]
     if virtual:
         summed = [operation.inputs[0] for operation in virtual]
     else:
@@ -186,12 +192,16 @@ def reduction_alone(run: RunContext, train_step: Any) -> float | None:
             device = reduction.device(config)
             sums = []
             for operation, zero in zip(virtual, zeros):
-                total = hvd.allreduce(zero, op=hvd.Sum, name=operation.name, device_dense=device)
+                total = hvd.allreduce(
+                    zero, op=hvd.Sum, name=operation.name, device_dense=device
+                )
                 sums.append(total)
         else:
             sums = reduction.rank_sums(zeros, config, model.trainable_variables)
         # Reading the sum of one number of each waits for all of them.
-        return tf.add_n([tf.cast(tf.reshape(part, [-1])[0], tf.float64) for part in sums])
+        return tf.add_n(
+            [tf.cast(tf.reshape(part, [-1])[0], tf.float64) for part in sums]
+        )
 
     times = []
     for _ in range(2 + _REDUCTIONS):
@@ -208,7 +218,8 @@ def count_operations(run: RunContext, spec: Any) -> dict[str, Any]:
     micro_batch = config.global_batch_size // config.accumulation_steps
     samples = math.ceil(micro_batch / (config.virtual_ranks or run.world.size))
     inputs = tf.nest.map_structure(
-        lambda part: tf.TensorSpec([samples, *part.shape[2:]], part.dtype), spec["inputs"]
+        lambda part: tf.TensorSpec([samples, *part.shape[2:]], part.dtype),
+        spec["inputs"],
     )
     try:
         forward = speed.forward_flops(run.model, inputs) / samples
@@ -224,7 +235,9 @@ def peak_bytes() -> tuple[int, int]:
     # The kernel's VmHWM, where /proc says it: getrusage also counts memory of the parent process.
     status = Path("/proc/self/status").read_text()
     peak = re.search(r"VmHWM:\s*(\d+)", status)
-    kibibytes = int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kibibytes = (
+        int(peak[1]) if peak else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
     on_gpu = 0
     if tf.config.get_visible_devices("GPU"):
         on_gpu = tf.config.experimental.get_memory_info("GPU:0")["peak"]

@@ -75,7 +75,9 @@ def make_task(config: Settings, world: World) -> tasks.Task:
         task_checks.user_code_errors("preparing the data"),
     ):
         if run_folder.data_away(config):
-            raise NotNow(f"the data of the run in {config.run_dir} are away: {config.data_dir}")
+            raise NotNow(
+                f"the data of the run in {config.run_dir} are away: {config.data_dir}"
+            )
         task = tasks.load_task(config)
         prepare_data = tasks.optional(task, "prepare")
         if prepare_data and world.local_rank == 0:
@@ -103,12 +105,17 @@ def prepare(
     with classes.known.set(_classes(world, checkpoint)):
         train_source, val_source = open_sources(world, task)
     with world.fail_together("counting epochs"):
-        if place is not None:  # Data without shards are refused before the model is built.
+        # Data without shards are refused before the model is built.
+        if place is not None:
             shards_of(train_source, config.shuffle_shards)
-        config = tasks.counted(task, config, len(train_source), place=place or BEGINNING)
+        config = tasks.counted(
+            task, config, len(train_source), place=place or BEGINNING
+        )
         _check_not_past(config, place or BEGINNING, checkpoint)
     with world.fail_together("building the model"):
-        model, train_reader = _build_model(world, task, config, train_source=train_source)
+        model, train_reader = _build_model(
+            world, task, config, train_source=train_source
+        )
         with task_checks.user_code_errors("optimizer"):
             rule = optimizers.build(config, model, tasks.optional(task, "optimizer"))
         rules = {"optimizer": _described(rule, model)}
@@ -174,7 +181,9 @@ def judge_plateau(context: RunContext, *, value: float, step: int) -> None:
     if schedule.by_plateau(context.task, context.config):
         value = context.world.broadcast_object(value, f"plateau.{step}")
         metric = scores.of_task(context.task)
-        note = context.state.plateau.judge(context.config, metric, value=value, step=step)
+        note = context.state.plateau.judge(
+            context.config, metric, value=value, step=step
+        )
         if note:
             say(context.world, note)
 
@@ -196,7 +205,8 @@ def _for_ranks(model: keras.Model, config: Settings) -> keras.Model:
         model = batch_norm.synchronize(model)
     elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself.
         batch_norm.fuse(model)
-    if not config.virtual_ranks:  # With virtual ranks, the step seeds layers by virtual rank.
+    # With virtual ranks, the step seeds layers by virtual rank.
+    if not config.virtual_ranks:
         dropout.draw_by_rank(model)
     return model
 
@@ -212,7 +222,9 @@ def _described(rule: optimizers.UpdateRule, model: keras.Model) -> dict[str, str
 
 def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
     """Notes on a built model; ValueError where it does not compute in the run's type."""
-    texts = compute_types.check_types(model, precision) + masks.notes_on_lost_masks(model, inputs)
+    texts = compute_types.check_types(model, precision) + masks.notes_on_lost_masks(
+        model, inputs
+    )
     if preprocessing.leaves_unscaled(model, inputs):
         texts.append(
             f"{model.name} takes pictures of 0 to 255 and no layer of it scales them: begin it "
@@ -247,8 +259,14 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
     """
     sources = None
     listings: dict[str, Any] = {}
-    listing = shared_listing.kept(listings) if world.is_chief else shared_listing.awaited()
-    with world.fail_together("opening the data"), task_checks.user_code_errors("sources"), listing:
+    listing = (
+        shared_listing.kept(listings) if world.is_chief else shared_listing.awaited()
+    )
+    with (
+        world.fail_together("opening the data"),
+        task_checks.user_code_errors("sources"),
+        listing,
+    ):
         train, val = sources = task.sources()
     listings = world.broadcast_object(listings, "listings")
     with (
@@ -262,7 +280,9 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
         val = classes.numbered(val, "the validation split", classes.of(train))
         both = (train.fingerprint(), val.fingerprint())
         if not all(isinstance(fingerprint, str) for fingerprint in both):
-            raise ValueError(f"a source's fingerprint() must return text, not {both!r:.200}")
+            raise ValueError(
+                f"a source's fingerprint() must return text, not {both!r:.200}"
+            )
         fingerprints = "".join(both)
     world.check_same(fingerprints, "the data files")
     return train, val
@@ -317,10 +337,14 @@ def _notes_on_model(run: RunContext) -> list[str]:
     model = run.model
     texts = []
     if model.compiled:
-        texts.append("the optimizer and the loss that the model was compiled with are not used")
+        texts.append(
+            "the optimizer and the loss that the model was compiled with are not used"
+        )
     not_decayed = optimizers.not_decayed(model.trainable_variables)
     if config.weight_decay and not_decayed:
-        texts.append(f"--weight_decay leaves {join(not_decayed)} alone: it decays kernels")
+        texts.append(
+            f"--weight_decay leaves {join(not_decayed)} alone: it decays kernels"
+        )
     if config.accumulation_steps > 1:
         for layer in model._flatten_layers():
             if type(layer).__name__ == "SpectralNormalization":
@@ -359,7 +383,9 @@ def bring_to_all(world: World, state: State) -> None:
 
 def train_reader(run: RunContext) -> Reader:
     """The training reader, made anew where it may hold constants of layers from before `begin`."""
-    if not any(hasattr(layer, "finalize_state") for layer in run.state.task_state.layers):
+    if not any(
+        hasattr(layer, "finalize_state") for layer in run.state.task_state.layers
+    ):
         return run.train_reader
     with run.world.fail_together("reading the training data"):
         return task_checks.reader(run.task, run.train_source, training=True)
@@ -400,7 +426,9 @@ def begin(context: RunContext, checkpoint: CheckpointInfo | None) -> Start:
         metric = scores.of_task(context.task)
         with world.fail_together("reading the first weights"):
             if world.is_chief and config.init_from:
-                warm_start.start(context.model, config, task_state=state.task_state, metric=metric)
+                warm_start.start(
+                    context.model, config, task_state=state.task_state, metric=metric
+                )
             elif world.is_chief:
                 warm_start.load_backbone(context.model, config)
             if world.is_chief:
@@ -409,7 +437,8 @@ def begin(context: RunContext, checkpoint: CheckpointInfo | None) -> Start:
     if schedule.by_plateau(context.task, config):
         state.plateau.measures(context.checkpoints.measure)
         value = context.checkpoints.score_of(checkpoint) if checkpoint else None
-        if checkpoint and value is not None:  # The score came after the checkpoint was written.
+        # The score came after the checkpoint was written.
+        if checkpoint and value is not None:
             judge_plateau(context, value=value, step=checkpoint.step)
     if not checkpoint:
         return Start(BEGINNING, "new")

@@ -96,7 +96,10 @@ class DryRun:
         num_steps = parts.config.num_steps
         self._last = min(first_step + STEPS, num_steps)
         if first_step >= num_steps:
-            say(parts.world, "dry run: the checkpoint is of the last step, so there is none to try")
+            say(
+                parts.world,
+                "dry run: the checkpoint is of the last step, so there is none to try",
+            )
 
     def due(self, step: int) -> bool:
         return step == self._last
@@ -123,7 +126,9 @@ class DryRun:
             ending = model_doctor.by_heart(self._parts)
         if ending:
             return ending
-        return Ending(DONE, "dry run", "dry run: it works; nothing was kept", save=False)
+        return Ending(
+            DONE, "dry run", "dry run: it works; nothing was kept", save=False
+        )
 
 
 def describe(parts: RunParts, given: Settings) -> None:
@@ -150,7 +155,10 @@ def describe(parts: RunParts, given: Settings) -> None:
         words = [str(number) for number in first_ids]
         if count > len(first_ids):
             words.append("...")
-        say(world, f"rank {rank}: {count} samples a step; the first step's: {', '.join(words)}")
+        say(
+            world,
+            f"rank {rank}: {count} samples a step; the first step's: {', '.join(words)}",
+        )
     if world.size > _SHOWN:
         say(world, f"... and {world.size - _SHOWN} more ranks")
     say(world, _schedule_line(parts.context))
@@ -176,11 +184,15 @@ def _sizes(run: RunContext, spec: Any) -> list[str]:
 
     trained = bytes_of(model.trainable_variables)
     whole = bytes_of(run.state.variables.values())
-    gradients = f"gradients: {_size(trained)} in {len(model.trainable_variables)} tensors"
+    gradients = (
+        f"gradients: {_size(trained)} in {len(model.trainable_variables)} tensors"
+    )
     if run.world.size == 1:
         gradients += "; one rank sends none"
     else:
-        gradients += f"; {_size(trained * _WIRE[config.compression])} a step on the wire"
+        gradients += (
+            f"; {_size(trained * _WIRE[config.compression])} a step on the wire"
+        )
     flops = count_operations(run, spec)
     if "training_a_sample" in flops:
         operations = f"{flops['training_a_sample'] / 1e9:,.3g} GFLOP a sample, forward and backward"

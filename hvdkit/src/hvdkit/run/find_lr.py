@@ -67,7 +67,8 @@ class FindLr:
         return Ending(DONE, "find_lr", f"{sentence}; page: {self._page}", save=False)
 
     def _write(self, suggestion: tuple[float, float, float] | None) -> None:
-        from hvdkit.observe import pages  # Plots take half a second to load, so it stands here.
+        # Plots take half a second to load, so it stands here.
+        from hvdkit.observe import pages
 
         world = self._run.world
         rows = np.linspace(0, len(self._losses) - 1, _ROWS).round()
@@ -88,7 +89,9 @@ class FindLr:
 
 def _sentence(suggestion: tuple[float, float, float] | None, steps: int) -> str:
     if steps < _FEWEST_STEPS:
-        return f"--num_steps={steps} is too few: give {_FEWEST_STEPS} or more, better 100"
+        return (
+            f"--num_steps={steps} is too few: give {_FEWEST_STEPS} or more, better 100"
+        )
     if not suggestion:
         return (
             f"in {steps} steps the loss did not fall clearly at any rate: give a larger batch "
@@ -130,7 +133,9 @@ def slopes(rates: Sequence[float], losses: Sequence[float]) -> Slopes:
     return Slopes(weights @ y + slope * (x - weights @ x), slope, error)
 
 
-def suggested(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, float, float] | None:
+def suggested(
+    rates: Sequence[float], losses: Sequence[float]
+) -> tuple[float, float, float] | None:
     """A rate a little above that of the steepest fall; from where to where it is half as steep.
 
     None where no fall before the least loss is clear of the noise.

@@ -177,13 +177,18 @@ class Health:
         step = int(result["step"])
         skipped = int(result["skipped_in_a_row"])
         rate = float(result["lr"])
-        if not (math.isfinite(rate) and rate >= 0):  # No other data would mend the rate.
+        # No other data would mend the rate.
+        if not (math.isfinite(rate) and rate >= 0):
             return Ending(DIVERGED, "diverged", _diverged(result), save=False)
         most = self._config.max_bad_steps
         if self._float16:  # A smaller loss scale may help.
-            most = MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
+            most = (
+                MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
+            )
         # A run whose second half was skipped has not trained, however short it is.
-        trained = step < self._config.num_steps or skipped <= self._config.num_steps // 2
+        trained = (
+            step < self._config.num_steps or skipped <= self._config.num_steps // 2
+        )
         ranks = self._ranks_without_loss(result)
         if skipped >= most or not trained:
             message = _diverged(result) + ranks
@@ -237,7 +242,9 @@ class BadSamples:
 
         Raises Stop, on all ranks, where they are too many.
         """
-        self._reasons = dict(self._world.from_chief("reading earlier bad samples", self._recorded))
+        self._reasons = dict(
+            self._world.from_chief("reading earlier bad samples", self._recorded)
+        )
         if too_many := self._too_many():
             raise Stop(WRONG_USE, too_many)
 
@@ -265,9 +272,14 @@ class BadSamples:
         try:
             if self._world.is_chief:
                 with whole_files.opened(self._file, append=True) as file:
-                    file.writelines(json.dumps(sample._asdict()) + "\n" for sample in bad_samples)
+                    file.writelines(
+                        json.dumps(sample._asdict()) + "\n" for sample in bad_samples
+                    )
         except OSError as error:  # A full disk ends no run.
-            say(self._world, f"note: {self._file} cannot be written: {error.strerror or error}")
+            say(
+                self._world,
+                f"note: {self._file} cannot be written: {error.strerror or error}",
+            )
         return self._too_many()
 
     def _too_many(self) -> str:

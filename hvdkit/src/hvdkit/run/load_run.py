@@ -35,7 +35,8 @@ from hvdkit.train.task.inputs import Inputs
 from hvdkit.train.task.protocol import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
-Work = Callable[..., None]  # It takes settings, world, stop signal; arguments: of `parser`.
+# It takes settings, world, stop signal; arguments: of `parser`.
+Work = Callable[..., None]
 
 # These flags take back what only a new run begins with.
 _NOT_NEW = (
@@ -50,7 +51,9 @@ _NOT_NEW = (
 def parser(about: str) -> argparse.ArgumentParser:
     """The parser of a command on a trained run; `about` is the docstring of its module."""
     parser = logs.parser(about)
-    parser.add_argument("--run_dir", type=path_argument, required=True, help="the run's folder")
+    parser.add_argument(
+        "--run_dir", type=path_argument, required=True, help="the run's folder"
+    )
     parser.add_argument(
         "--checkpoint",
         default="best",
@@ -82,7 +85,9 @@ def settings_of(run_dir: Path, flags: Sequence[str] = ()) -> Settings:
     if not run_dir.exists():
         raise ValueError(f"--run_dir={run_dir} does not exist")
     if not file.is_file() or file.is_symlink():
-        raise ValueError(f"--run_dir={run_dir} is no run's folder: it holds no config.cfg")
+        raise ValueError(
+            f"--run_dir={run_dir} is no run's folder: it holds no config.cfg"
+        )
     words = [
         "",
         f"--flagfile={typed.written(file, is_path=True)}",
@@ -158,7 +163,9 @@ class Trained(NamedTuple):
     inputs: Inputs
 
 
-def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = False) -> Trained:
+def trained(
+    config: Settings, which: str, ema: bool, *, for_pictures: bool = False
+) -> Trained:
     """The model with a checkpoint's weights; `ema`: their averages, where the run has them.
 
     Raises ValueError: there is no such checkpoint, it is damaged or does not fit; what the model is
@@ -177,12 +184,16 @@ def trained(config: Settings, which: str, ema: bool, *, for_pictures: bool = Fal
     with task_checks.user_code_errors("build_model"):
         model = task.build_model()
     inputs = inputs_lib.of_model(task, model, config.image_size)
-    warm_start.load(model, path, skip=False, averages=ema and warm_start.has_averages(path))
+    warm_start.load(
+        model, path, skip=False, averages=ema and warm_start.has_averages(path)
+    )
     # The task may hold its optimizer, whose variables are the run's in the checkpoint.
     optimizer_variables = []
     with task_checks.user_code_errors("optimizer"):
         if make := tasks.optional(task, "optimizer"):
-            optimizer_variables = optimizers.build(config, model, make).optimizer.variables
+            optimizer_variables = optimizers.build(
+                config, model, make
+            ).optimizer.variables
     warm_start.load_task_state(TaskState(task, model, optimizer_variables), path)
     return Trained(task, model, path, inputs)
 
@@ -199,7 +210,9 @@ def decoder(run: Trained, config: Settings, example: Any) -> Decode:
     return decode
 
 
-def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model, Path, Decode]:
+def model_of(
+    config: Settings, which: str, ema: bool
+) -> tuple[Task, keras.Model, Path, Decode]:
     """A trained model of a task with pictures, its checkpoint, and what its outputs mean."""
     run = trained(config, which, ema, for_pictures=True)
     with task_checks.user_code_errors("picture_inputs"):
@@ -211,7 +224,9 @@ def model_of(config: Settings, which: str, ema: bool) -> tuple[Task, keras.Model
 
 def load(run_dir: str | Path, checkpoint: str, ema: bool) -> keras.Model:
     """See hvdkit.load."""
-    folder = Path(typed.path(run_dir) if isinstance(run_dir, str) else run_dir).absolute()
+    folder = Path(
+        typed.path(run_dir) if isinstance(run_dir, str) else run_dir
+    ).absolute()
     fork = project.above(folder) or project.above(Path.cwd())
     if not fork:
         raise ValueError(

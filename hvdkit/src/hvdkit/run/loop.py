@@ -37,7 +37,9 @@ from hvdkit.train.step.tracing import direct_call
 from hvdkit.train.task import protocol as tasks
 
 _ONE_EACH = "train.py: each batch of run.batches() needs one run.after_step(result)"
-_ONE_STEP = "train.py: each batch of run.batches() takes one step: call step(batch) once"
+_ONE_STEP = (
+    "train.py: each batch of run.batches() takes one step: call step(batch) once"
+)
 
 
 class Run:
@@ -53,7 +55,12 @@ class Run:
     """
 
     def __init__(
-        self, given: Settings, world: World, *, stop_signal: StopSignal, back: GoBack | None = None
+        self,
+        given: Settings,
+        world: World,
+        *,
+        stop_signal: StopSignal,
+        back: GoBack | None = None,
     ) -> None:
         """Data, model, weights of the start. Raises Stop, on all ranks, where it is refused."""
         self.world = world
@@ -133,10 +140,14 @@ class Run:
         parts.traced_step = parts.step.trace(function)
         call_graph = direct_call(parts.traced_step, parts.feed.spec)
 
-        @tf.autograph.experimental.do_not_convert  # AutoGraph would hide the sentence of the Stop.
+        # AutoGraph would hide the sentence of the Stop.
+        @tf.autograph.experimental.do_not_convert
         def step(batch: Any) -> Result:
-            if tf.inside_function():  # A graph would take this step's votes for those of each step.
-                raise Stop(WRONG_USE, "train.py: the step is a graph: leave tf.function out")
+            # A graph would take this step's votes for those of each step.
+            if tf.inside_function():
+                raise Stop(
+                    WRONG_USE, "train.py: the step is a graph: leave tf.function out"
+                )
             self._step_calls += 1
             try:
                 result = call_graph(batch, parts.health.votes())
@@ -179,9 +190,14 @@ class Run:
         """
         parts = self.parts
         if not hasattr(parts, "traced_step"):
-            raise Stop(WRONG_USE, "train.py: make the step, by run.make_step, before run.batches()")
+            raise Stop(
+                WRONG_USE,
+                "train.py: make the step, by run.make_step, before run.batches()",
+            )
         if self._actions:
-            raise Stop(WRONG_USE, "train.py: run.batches() yields the whole run: call it once")
+            raise Stop(
+                WRONG_USE, "train.py: run.batches() yields the whole run: call it once"
+            )
         self._open_folder()
         for step in range(parts.start.step + 1, parts.config.num_steps + 1):
             if self._ending:
@@ -206,7 +222,8 @@ class Run:
         self._waits_for_result = False
         self.parts.seconds_in_steps += time.perf_counter() - self._step_began
         due = [action for action in self._actions if action.due(self.step)]
-        at_once = any(action.settles for action in due)  # Such an action looks at the weights.
+        # Such an action looks at the weights.
+        at_once = any(action.settles for action in due)
         ending = self.parts.health.after_step(result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
             # After a stop this step is logged and saved like any other; a rerun evaluates.
@@ -223,7 +240,9 @@ class Run:
         benchmark = modes.before_folder(parts, self._given)
         task_actions = modes.actions_of_task(context)
         # An interruption may have left out the evaluation of the checkpoint.
-        evaluates = start.checkpoint is not None and evaluates_first(context, start.checkpoint)
+        evaluates = start.checkpoint is not None and evaluates_first(
+            context, start.checkpoint
+        )
         with self.world.fail_together("opening the run folder"):
             if self.world.is_chief:
                 self._begin_folder(evaluates)
@@ -251,10 +270,13 @@ class Run:
             self.open_parts.enter_context(part)
         source = context.train_source
         if remote.is_remote(source) and self.world.local_rank == 0:
-            ahead = remote.fetched_ahead(source, lambda: parts.sampler.coming_shards(self.step))
+            ahead = remote.fetched_ahead(
+                source, lambda: parts.sampler.coming_shards(self.step)
+            )
             self.open_parts.enter_context(ahead)
         if evaluates:
-            self._save(start.step)  # A checkpoint of another folder is not in this one yet.
+            # A checkpoint of another folder is not in this one yet.
+            self._save(start.step)
             self._ending = self._evaluate(start.step)
 
     def _begin_folder(self, evaluates: bool) -> None:
@@ -268,7 +290,9 @@ class Run:
         )
         if note:
             say(self.world, note)
-        card.keep_names(folder, self.context.checkpoints.card, self.context.train_source)
+        card.keep_names(
+            folder, self.context.checkpoints.card, self.context.train_source
+        )
 
     def _described(self) -> dict[str, str]:
         """What the run's record says of this start."""
@@ -351,7 +375,10 @@ class Run:
                 "skipped_steps": int(state.skipped),
                 "samples_passed_over": self.parts.start.place.passed_over,
                 "samples_per_second": telemetry.median_speed(),
-                **{f"eval_{name}": value for name, value in self._evaluate.figures.items()},
+                **{
+                    f"eval_{name}": value
+                    for name, value in self._evaluate.figures.items()
+                },
                 **self._evaluate.best_figures(),
                 "weights_sha256": sha256,
                 "ranks": self.world.size,
@@ -379,7 +406,8 @@ class Run:
 
 def _report(run_dir: Path) -> None:
     try:
-        from hvdkit.observe import report  # The import takes half a second, so it stands here.
+        # The import takes half a second, so it stands here.
+        from hvdkit.observe import report
 
         logs.say(f"report: {report.write(run_dir)}")
     except Exception as error:  # A run without its report is still a good one.

@@ -24,7 +24,9 @@ from hvdkit.train.step import reduction
 Work = Callable[[World, StopSignal], None]
 
 
-def main(train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]) -> int:
+def main(
+    train: Callable[[Run], None], kind: type[Settings], argv: Sequence[str]
+) -> int:
     """Trains by `train(run)`; returns the exit code: 0 done, 2 wrong use, 3 diverged, 75 preempted.
 
     `train` may be called twice: after steps that are not finite a run goes back once. It runs in
@@ -64,7 +66,9 @@ def _training(settings: Settings, train: Callable[[Run], None]) -> Work:
     return work
 
 
-def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal) -> None:
+def run_on(
+    world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal
+) -> None:
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
     fork_flags = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
     agreement.check_settings(world, settings, fork_flags)
@@ -77,12 +81,15 @@ def run_on(world: World, settings: Settings, train: Callable, *, stop_signal: St
                     train(run)
                     return run.finish()
             except GoBack as error:
-                back = error.with_traceback(None)  # The traceback would keep the old model alive.
+                # The traceback would keep the old model alive.
+                back = error.with_traceback(None)
                 # Layer names must match those of the resumed run: SampleDropout draws by them.
                 keras.utils.clear_session()
 
 
-def with_ranks(config: Settings, work: Work, stop_signal: StopSignal | None = None) -> int:
+def with_ranks(
+    config: Settings, work: Work, stop_signal: StopSignal | None = None
+) -> int:
     """Does the work on every launched rank; returns DONE, or the code of the Stop it raised."""
     # Signals count from here on, also while a run starts.
     stop_signal = stop_signal or StopSignal(launch_rank())

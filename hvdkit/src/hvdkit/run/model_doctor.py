@@ -31,7 +31,8 @@ from hvdkit.train.task import outputs
 # At most so many samples are looked at, and for so many seconds.
 _SAMPLES = 64
 _SECONDS = 1.0
-_LARGE_INPUTS = 30.0  # Initializers of weights are made for inputs of a mean size of about 1.
+# Initializers of weights are made for inputs of a mean size of about 1.
+_LARGE_INPUTS = 30.0
 _LARGE_GRADIENT = 1e3
 _GUESSES = 3.0  # A first loss may be so many times the loss of a guess, plus 1.
 _MOVED_AFTER = 20  # After so many steps each weight should have changed.
@@ -43,7 +44,8 @@ _BY_HEART_SECONDS = 30.0
 # Shares of the loss's scale: what should fall then, and what may be left.
 _LEARNED = 0.3
 _LEFT = 0.5
-_APART = 1e5  # A gradient of so many times the median has exploded; the inverse has vanished.
+# A gradient of so many times the median has exploded; the inverse has vanished.
+_APART = 1e5
 _TRY_RATE = "try --find_lr, or a --base_lr ten times"
 
 
@@ -60,12 +62,16 @@ def notes(parts: RunParts) -> list[str]:
         )
     width = max((tensor.shape[-1] or 0 for tensor in logits), default=0)
     if names and width > len(names):
-        texts.append(f"the last layer has {width} units and the data have {len(names)} classes")
+        texts.append(
+            f"the last layer has {width} units and the data have {len(names)} classes"
+        )
     spellings = [one_line(name.casefold()) for name in names]
     counts = Counter(spellings)
     alike = [name for name, spelling in zip(names, spellings) if counts[spelling] > 1]
     if alike:
-        texts.append(f"classes {join(alike)} differ by case or blanks alone: are they one class?")
+        texts.append(
+            f"classes {join(alike)} differ by case or blanks alone: are they one class?"
+        )
     return texts + _of_samples(parts, logits)
 
 
@@ -79,7 +85,9 @@ def _some_samples(parts: RunParts) -> Iterator[dict]:
 
     That one is reported when a step needs it.
     """
-    places = np.random.default_rng(0).permutation(min(len(parts.context.train_source), 2**24))
+    places = np.random.default_rng(0).permutation(
+        min(len(parts.context.train_source), 2**24)
+    )
     end = math.inf
     with contextlib.suppress(ValueError):
         for place in places[:_SAMPLES].tolist():
@@ -109,7 +117,9 @@ def _of_samples(parts: RunParts, logits: Sequence[tf.Tensor]) -> list[str]:
             highest = max(highest, _highest_label(target, width))
         first_targets = first_targets or targets
         pairs = zip(first_targets, targets)
-        are_same = are_same and all(np.array_equal(first, other) for first, other in pairs)
+        are_same = are_same and all(
+            np.array_equal(first, other) for first, other in pairs
+        )
 
     texts = []
     size = total_size / max(count, 1)
@@ -189,7 +199,9 @@ class FirstSteps:
         self._losses.append(result["loss"])
         self._rates.append(result["lr"])
         if step == 1:
-            texts = _first_step(parts, float(result["loss"]), float(result["grad_norm"]))
+            texts = _first_step(
+                parts, float(result["loss"]), float(result["grad_norm"])
+            )
         should_have_moved = step == _MOVED_AFTER + run.config.warmup_steps
         if should_have_moved and any(float(rate) for rate in self._rates):
             texts = _unmoved(run, self._digests, step)
@@ -203,14 +215,17 @@ class FirstSteps:
 
 def _scale(parts: RunParts) -> float:
     """ln(classes), the softmax cross-entropy of a guess; 0 where there is none."""
-    return math.log(max((tensor.shape[-1] or 1 for tensor in _logits(parts)), default=1))
+    return math.log(
+        max((tensor.shape[-1] or 1 for tensor in _logits(parts)), default=1)
+    )
 
 
 def _first_step(parts: RunParts, loss: float, grad_norm: float) -> list[str]:
     """Notes on the first step's figures."""
     texts = []
     guess = _scale(parts)
-    if guess and loss > _GUESSES * guess + 1:  # Other terms of the loss may be large too.
+    # Other terms of the loss may be large too.
+    if guess and loss > _GUESSES * guess + 1:
         guess = _loss_of_zeros(parts)
     if guess and loss > _GUESSES * guess + 1:
         texts.append(
@@ -228,7 +243,8 @@ def _first_step(parts: RunParts, loss: float, grad_norm: float) -> list[str]:
 
 def _loss_of_zeros(parts: RunParts) -> float:
     """The task's loss of one sample if the model's outputs were 0; 0 where it takes none."""
-    with contextlib.suppress(Exception):  # It is the same sample, so it fails on all ranks.
+    # It is the same sample, so it fails on all ranks.
+    with contextlib.suppress(Exception):
         batch, model_outputs = parts.evaluator.one(0)
         zeros = tf.nest.map_structure(tf.zeros_like, model_outputs)
         terms = objective.loss(parts.context.task, zeros, batch["targets"])
@@ -260,7 +276,9 @@ def _unmoved(run: RunContext, before: dict[str, str], steps: int) -> list[str]:
     ]
 
 
-def _of_layers(run: RunContext, before: dict[str, str], figures: np.ndarray) -> list[str]:
+def _of_layers(
+    run: RunContext, before: dict[str, str], figures: np.ndarray
+) -> list[str]:
     """Notes on kernels whose gradient is far from the median one.
 
     `before`: by the paths of weights that the optimizer moves; `figures`: the step's "layers".

@@ -48,7 +48,9 @@ def of(config: Settings) -> str:
 def folder(settings: Settings, world: World) -> AbstractContextManager[Settings]:
     """The settings with the folder of this kind of run; every rank must call it."""
     leaves_nothing = of(settings) in ("dry_run", "find_lr")
-    return dry_run.throwaway(settings, world) if leaves_nothing else nullcontext(settings)
+    return (
+        dry_run.throwaway(settings, world) if leaves_nothing else nullcontext(settings)
+    )
 
 
 def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
@@ -132,7 +134,9 @@ def actions(
     What is profiled are steps alone: the profile ends before the other actions of its last step,
     and begins after those of the step before.
     """
-    ordered = _actions(parts, task_actions, save=save, evaluate=evaluate, benchmark=benchmark)
+    ordered = _actions(
+        parts, task_actions, save=save, evaluate=evaluate, benchmark=benchmark
+    )
     if not recorder:
         return ordered
     before = AtStep(recorder.first - 1, recorder.start)

@@ -63,7 +63,9 @@ def define(kind: type[Room]) -> None:
         for field in fields_of_room:
             if field.name in FLAGS:
                 module = FLAGS.find_module_defining_flag(field.name)
-                raise ValueError(f"{field.name} is already a flag of {module}: rename the setting")
+                raise ValueError(
+                    f"{field.name} is already a flag of {module}: rename the setting"
+                )
             _settings[field.name] = _flag(field)
             flags.DEFINE_flag(_settings[field.name], module_name=room.__module__)
 
@@ -91,7 +93,9 @@ def beside(kind: type[Room]) -> dict[str, bool]:
             switches[name] = type_name in ("bool", "boolean")
     for name in (*_OF_ABSL, *of_the_fork()):
         switches[name] = FLAGS[name].boolean
-    return {name: switch for name, switch in switches.items() if name not in fields.of(kind)}
+    return {
+        name: switch for name, switch in switches.items() if name not in fields.of(kind)
+    }
 
 
 def check(flag: Given) -> None:
@@ -124,7 +128,8 @@ def of_the_fork() -> dict[str, flags.Flag]:
     return {
         name: FLAGS[name]
         for name in FLAGS
-        if name not in _settings and not FLAGS.find_module_defining_flag(name).startswith("absl")
+        if name not in _settings
+        and not FLAGS.find_module_defining_flag(name).startswith("absl")
     }
 
 

@@ -14,7 +14,12 @@ from hvdkit.settings import fields
 from hvdkit.settings.data import DataSettings, EvaluationSettings, TaskSettings
 from hvdkit.settings.fields import Room
 from hvdkit.settings.project import folder
-from hvdkit.settings.run import CheckpointSettings, ObserveSettings, RanksSettings, RunSettings
+from hvdkit.settings.run import (
+    CheckpointSettings,
+    ObserveSettings,
+    RanksSettings,
+    RunSettings,
+)
 from hvdkit.settings.train import ReductionSettings, ScheduleSettings, TrainSettings
 
 
@@ -41,7 +46,9 @@ class Settings(
         for room in _ROOMS:
             room.check(self)
         if self.lr_policy == "plateau" and not self.eval_every:
-            raise ValueError("--lr_policy=plateau goes by evaluations, and --eval_every=0: set it")
+            raise ValueError(
+                "--lr_policy=plateau goes by evaluations, and --eval_every=0: set it"
+            )
         # This check comes first: virtual ranks set --deterministic, which nobody may have given.
         if self.virtual_ranks:
             self._check_virtual()
@@ -84,7 +91,9 @@ class Settings(
             if known[name].metadata["every"]:
                 steps = epochs.steps(samples, self.global_batch_size)
             else:
-                steps = epochs.steps(samples, self.global_batch_size, step=step, used=used)
+                steps = epochs.steps(
+                    samples, self.global_batch_size, step=step, used=used
+                )
             counted = counted.changed(**{name: fields.value(known[name], str(steps))})
         return counted
 
@@ -139,7 +148,9 @@ class Settings(
                     "can count"
                 )
         if self.virtual_ranks:
-            texts.append(f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}")
+            texts.append(
+                f"--virtual_ranks sets --deterministic --cpu_threads={self.cpu_threads}"
+            )
         changed = self.not_defaults()
         ignored = []
         for name, cause in self.without_effect().items():

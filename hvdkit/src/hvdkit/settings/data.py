@@ -15,8 +15,12 @@ class TaskSettings(Room):
     task: str = setting("segmentation", "name of a file in tasks/")
     model: str = setting("", "one of the task's models; empty: the first")
     num_classes: int = setting(11, "number of classes, background included", low=2)
-    dropout: float = setting(0.0, "dropout rate, if the model has dropout", low=0, below=1)
-    label_smoothing: float = setting(0.0, "share of the target over all classes", low=0, below=1)
+    dropout: float = setting(
+        0.0, "dropout rate, if the model has dropout", low=0, below=1
+    )
+    label_smoothing: float = setting(
+        0.0, "share of the target over all classes", low=0, below=1
+    )
     class_weights: str = setting("", "each class's weight in the loss; empty: all 1")
 
     def check(self) -> None:
@@ -79,37 +83,67 @@ def add_reader(name: str, reader: str) -> None:
 class DataSettings(Room):
     """Data"""
 
-    data_dir: str = setting("datasets/demo", "folder of the data, or URL of packed ones", path=True)
-    cache_dir: str = setting("", "folder for remote shards; empty: ~/.cache/hvdkit", path=True)
-    cache_gb: float = setting(100.0, "size of --cache_dir, in GB of 10^9 bytes", above=0)
-    data_format: str = setting("", "layout of data_dir; empty: the task's own", choices=FORMATS)
+    data_dir: str = setting(
+        "datasets/demo", "folder of the data, or URL of packed ones", path=True
+    )
+    cache_dir: str = setting(
+        "", "folder for remote shards; empty: ~/.cache/hvdkit", path=True
+    )
+    cache_gb: float = setting(
+        100.0, "size of --cache_dir, in GB of 10^9 bytes", above=0
+    )
+    data_format: str = setting(
+        "", "layout of data_dir; empty: the task's own", choices=FORMATS
+    )
     train_split: str = setting("train", "split of data_dir to train on")
     val_split: str = setting("val", "split of data_dir to evaluate")
-    shuffle_shards: int = setting(0, "packed shards to shuffle together; 0: all samples", low=0)
+    shuffle_shards: int = setting(
+        0, "packed shards to shuffle together; 0: all samples", low=0
+    )
     synthetic_data: bool = setting(False, "random samples instead of data_dir")
     label_map: str = setting(
         "", "values of label pictures to classes: 255:1,0:ignore, or a file", path=True
     )
-    image_size: int = setting(64, "height and width of a training crop, in pixels", low=8)
-    mirror: str = setting(
-        "auto", "mirror half of the pictures; auto: except digits", choices=("auto", "on", "off")
+    image_size: int = setting(
+        64, "height and width of a training crop, in pixels", low=8
     )
-    scale_range: str = setting("", "least and largest random scale; empty: the task's own")
+    mirror: str = setting(
+        "auto",
+        "mirror half of the pictures; auto: except digits",
+        choices=("auto", "on", "off"),
+    )
+    scale_range: str = setting(
+        "", "least and largest random scale; empty: the task's own"
+    )
     shift: int = setting(
         -1, "most pixels to shift a small picture; -1: an eighth of its size", low=-1
     )
-    accept_changed_data: bool = setting(False, "resume although the training data changed")
+    accept_changed_data: bool = setting(
+        False, "resume although the training data changed"
+    )
     colour_range: str = setting(
-        "", "random shift of brightness, contrast, saturation: 0.1,0.2,0.2; empty: the task's own"
+        "",
+        "random shift of brightness, contrast, saturation: 0.1,0.2,0.2; empty: the task's own",
     )
     rand_augment: str = setting(
-        "", "RandAugment's number of operations and magnitude, 0 to 30: 2,9; empty: none"
+        "",
+        "RandAugment's number of operations and magnitude, 0 to 30: 2,9; empty: none",
     )
-    mixup: float = setting(0.0, "mix pictures: Beta's parameter; 0: off", low=0, below=1000)
-    cutmix: float = setting(0.0, "paste boxes: Beta's parameter; 0: off", low=0, below=1000)
-    max_pixels: int = setting(64_000_000, "pixels of a picture at most, else it is refused", low=1)
-    max_bad_samples: str = setting("0", "bad samples to replace, a number or a share: 100 or 0.1%")
-    data_workers: int = setting(0, "threads that read data; 0: a share of the cores", low=0)
+    mixup: float = setting(
+        0.0, "mix pictures: Beta's parameter; 0: off", low=0, below=1000
+    )
+    cutmix: float = setting(
+        0.0, "paste boxes: Beta's parameter; 0: off", low=0, below=1000
+    )
+    max_pixels: int = setting(
+        64_000_000, "pixels of a picture at most, else it is refused", low=1
+    )
+    max_bad_samples: str = setting(
+        "0", "bad samples to replace, a number or a share: 100 or 0.1%"
+    )
+    data_workers: int = setting(
+        0, "threads that read data; 0: a share of the cores", low=0
+    )
 
     def check(self) -> None:
         for name in ("train_split", "val_split"):
@@ -203,14 +237,29 @@ class EvaluationSettings(Room):
     """Evaluation"""
 
     eval_every: int = setting(
-        200, "steps, or 1epoch, between evaluations; 0: only at the end", low=0, every=True
+        200,
+        "steps, or 1epoch, between evaluations; 0: only at the end",
+        low=0,
+        every=True,
     )
-    eval_batch_size: int = setting(16, "samples a batch in evaluation, on each rank", low=1)
-    early_stop_evals: int = setting(0, "end after so many without a better score; 0: never", low=0)
-    eval_crop: int = setting(0, "score only a centre of this size; 0: all (segmentation)", low=0)
-    eval_window: int = setting(0, "sliding window, in pixels; 0: none (segmentation)", low=0)
-    eval_scales: str = setting("1", "average probabilities at these scales (segmentation)")
-    eval_flip: bool = setting(False, "average those of the mirror image too (segmentation)")
+    eval_batch_size: int = setting(
+        16, "samples a batch in evaluation, on each rank", low=1
+    )
+    early_stop_evals: int = setting(
+        0, "end after so many without a better score; 0: never", low=0
+    )
+    eval_crop: int = setting(
+        0, "score only a centre of this size; 0: all (segmentation)", low=0
+    )
+    eval_window: int = setting(
+        0, "sliding window, in pixels; 0: none (segmentation)", low=0
+    )
+    eval_scales: str = setting(
+        "1", "average probabilities at these scales (segmentation)"
+    )
+    eval_flip: bool = setting(
+        False, "average those of the mirror image too (segmentation)"
+    )
 
     def check(self) -> None:
         if self.early_stop_evals and not self.eval_every:
@@ -247,7 +296,9 @@ def label_values(label_map: str) -> dict[int, int | None]:
     )
     if text and ":" not in text:
         try:
-            text = whole_files.read(Path(text), whole_files.JSON_BYTES, links=True).decode()
+            text = whole_files.read(
+                Path(text), whole_files.JSON_BYTES, links=True
+            ).decode()
         except OSError as error:
             raise ValueError(f"--label_map={label_map}: {error.strerror}") from None
         except ValueError:  # It is not UTF-8.

@@ -53,7 +53,12 @@ _ELSEWHERE = {
 }
 
 # Flags that are no settings and are read before them.
-_TAKEN = {"flagfile", "h", "undefok", *(f"help{form}" for form in ("", "short", "full", "xml"))}
+_TAKEN = {
+    "flagfile",
+    "h",
+    "undefok",
+    *(f"help{form}" for form in ("", "short", "full", "xml")),
+}
 
 
 class Epochs(int):
@@ -117,7 +122,9 @@ def setting(
     return dataclasses.field(default=default, metadata=meta)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(setting,))
+@dataclass_transform(
+    kw_only_default=True, frozen_default=True, field_specifiers=(setting,)
+)
 class Room:
     """Settings that belong together; a subclass becomes a frozen dataclass by being one.
 
@@ -153,7 +160,9 @@ class Room:
         return {}
 
 
-def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclasses.Field:
+def _narrowed(
+    field: dataclasses.Field, engines: dataclasses.Field
+) -> dataclasses.Field:
     """A field with another default: the engine's limits hold beside its own."""
     narrow = field.metadata
     wide = engines.metadata
@@ -166,15 +175,21 @@ def _narrowed(field: dataclasses.Field, engines: dataclasses.Field) -> dataclass
 
 def _check_fields(cls: type[Room], inherited: Fields) -> None:
     """Raises ValueError for a field that cannot be a flag or hides what the engine uses."""
-    new_kinds = {name: _name(kind) for name, kind in inspect.get_annotations(cls).items()}
+    new_kinds = {
+        name: _name(kind) for name, kind in inspect.get_annotations(cls).items()
+    }
     kinds = {name: kind(field) for name, field in inherited.items()}
     for name in kinds:
         if name in vars(cls) and name not in new_kinds:
             raise ValueError(f'write {name}: {kinds[name]} = setting(DEFAULT, "help")')
     for name, new_kind in new_kinds.items():
         is_known = name in kinds
-        if name in _TAKEN or (not is_known and any(hasattr(base, name) for base in cls.__bases__)):
-            raise ValueError(f"{name} has another meaning: choose another name for the field")
+        if name in _TAKEN or (
+            not is_known and any(hasattr(base, name) for base in cls.__bases__)
+        ):
+            raise ValueError(
+                f"{name} has another meaning: choose another name for the field"
+            )
         right_kind = kinds.get(name, new_kind)
         if new_kind != right_kind or not _is_setting(vars(cls).get(name), new_kind):
             raise ValueError(
@@ -184,14 +199,18 @@ def _check_fields(cls: type[Room], inherited: Fields) -> None:
     kinds |= new_kinds
     for name in kinds:
         if kinds[name] == "bool" and f"no{name}" in kinds:
-            raise ValueError(f"--no{name} turns {name} off: choose another name for no{name}")
+            raise ValueError(
+                f"--no{name} turns {name} off: choose another name for no{name}"
+            )
 
 
 def _is_setting(field: Any, kind: str) -> bool:
     """Whether `setting` made a field, of this type, and its limits and default fit the type."""
     if kind not in PARSERS or "help" not in getattr(field, "metadata", {}):
         return False
-    has_limits = any(math.isfinite(field.metadata.get(limit, math.inf)) for limit in _LIMITS)
+    has_limits = any(
+        math.isfinite(field.metadata.get(limit, math.inf)) for limit in _LIMITS
+    )
     if has_limits and kind in ("bool", "str"):
         return False
     default_kind = _name(type(field.default))
@@ -212,7 +231,9 @@ def of(settings: Any) -> Fields:
     return {field.name: field for field in dataclasses.fields(settings)}
 
 
-def numbers(settings: Room, name: str, must_be: str, *, fits: Callable[..., bool]) -> list[float]:
+def numbers(
+    settings: Room, name: str, must_be: str, *, fits: Callable[..., bool]
+) -> list[float]:
     """The numbers in a text with commas between them; a ValueError ends with `must_be`."""
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
@@ -226,7 +247,11 @@ def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
     """Fields by the class that has them first, in the order of --help."""
     fields_of: dict[type[Room], list[dataclasses.Field]] = {}
     for field in of(settings).values():
-        owners = [room for room in settings.__mro__ if field.name in inspect.get_annotations(room)]
+        owners = [
+            room
+            for room in settings.__mro__
+            if field.name in inspect.get_annotations(room)
+        ]
         fields_of.setdefault(owners[-1], []).append(field)
     return fields_of
 
@@ -246,7 +271,9 @@ def value(field: dataclasses.Field, text: str) -> Any:
 
 
 def _must_be(field: dataclasses.Field) -> str:
-    words = _KINDS.get(kind(field), "one line of text, no spaces at its ends, no other flag")
+    words = _KINDS.get(
+        kind(field), "one line of text, no spaces at its ends, no other flag"
+    )
     if field.metadata["choices"]:
         words = ""
     words += limits(field)
@@ -261,17 +288,23 @@ def recognize(flag: Given, switches: Mapping[str, bool]) -> Given:
     value = flag.value
     if name == "epochs" and name not in switches and value is not None:
         if not re.fullmatch(r"[\d.]+", value):
-            raise flag.error(f"--epochs={value}: give a number of epochs, as --epochs=30 or 0.5")
+            raise flag.error(
+                f"--epochs={value}: give a number of epochs, as --epochs=30 or 0.5"
+            )
         name = "num_steps"
         value = f"{value}epochs"
     off = name.removeprefix("no")
     if name not in switches and name != off and switches.get(off):
         if value is not None:
-            raise flag.error(f"--{name} takes no value: write --{off}={value} or --{name}")
+            raise flag.error(
+                f"--{name} takes no value: write --{off}={value} or --{name}"
+            )
         name = off
         value = "false"
     if name not in switches:
-        raise flag.error(f"there is no flag --{name}{_nearest(name, switches)} (--help lists all)")
+        raise flag.error(
+            f"there is no flag --{name}{_nearest(name, switches)} (--help lists all)"
+        )
     if value is None and switches[name]:
         value = "true"
     if value is None:
@@ -291,7 +324,8 @@ def placed(field: dataclasses.Field, value: Any, folder: Path) -> Any:
     if not is_path(field, value) or (field.name == "data_dir" and "://" in value):
         return value
     if value == "~" or value.startswith("~/"):
-        return os.path.expanduser(value)  # In --name=~/folder bash leaves the ~ as it is.
+        # In --name=~/folder bash leaves the ~ as it is.
+        return os.path.expanduser(value)
     return value if Path.cwd() == project.folder() else str(folder / value)
 
 
@@ -300,7 +334,11 @@ def _nearest(name: str, switches: Mapping[str, bool]) -> str:
     for meant, names in _ELSEWHERE.items():
         if plain in names.split():
             return f": did you mean --{meant}?"
-    known = [*switches, "flagfile", *(f"no{name}" for name, switch in switches.items() if switch)]
+    known = [
+        *switches,
+        "flagfile",
+        *(f"no{name}" for name, switch in switches.items() if switch),
+    ]
     close = difflib.get_close_matches(plain, known, n=1)
     return f": did you mean --{close[0]}?" if close else ""
 
@@ -311,7 +349,9 @@ def _fits(field: dataclasses.Field, value: Any) -> bool:
         return value in meta["choices"]
     if isinstance(value, str):
         holds_flag = re.search(r"\s--\w", value)  # A flagfile has one flag a line.
-        return not holds_flag and value == value.strip() and not set(value) & set("\n\r\0")
+        return (
+            not holds_flag and value == value.strip() and not set(value) & set("\n\r\0")
+        )
     is_in_range = meta["low"] <= value and meta["above"] < value < meta["below"]
     return math.isfinite(value) and is_in_range
 

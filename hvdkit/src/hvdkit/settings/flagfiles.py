@@ -74,15 +74,24 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
         word = rest.pop(0)
         match = _FLAG.fullmatch(word)
         if not match:
-            raise ValueError(f"unexpected argument {word!r}: flags are written --name=value")
+            raise ValueError(
+                f"unexpected argument {word!r}: flags are written --name=value"
+            )
         name = match["name"]
         value = match["value"]
-        if value is None and name not in switches and rest and not rest[0].startswith("--"):
+        if (
+            value is None
+            and name not in switches
+            and rest
+            and not rest[0].startswith("--")
+        ):
             value = rest.pop(0)
         flags.append(Given(name, value))
     default = project.folder() / "configs" / "default.cfg"
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
-        flags.insert(0, Given("flagfile", typed.written(default, is_path=True), is_default=True))
+        flags.insert(
+            0, Given("flagfile", typed.written(default, is_path=True), is_default=True)
+        )
     read: list[Path] = []
     expanded = []
     for flag in flags:
@@ -95,19 +104,25 @@ def _of_file(flag: Given, read: list[Path]) -> list[Given]:
     path = _find(flag)
     read.append(path)
     if len(read) > _MOST_FILES:
-        raise flag.error(f"--flagfile={flag.value} is one file too many: {_MOST_FILES} are read")
+        raise flag.error(
+            f"--flagfile={flag.value} is one file too many: {_MOST_FILES} are read"
+        )
     try:
         # The name of a folder may hold bytes that are no UTF-8.
         content = whole_files.read(path, _MOST_BYTES, links=True)
         text = content.decode("utf-8-sig", errors="surrogateescape")
     except OSError as error:
-        raise flag.error(f"--flagfile={flag.value}: {error.strerror} ({path})") from None
+        raise flag.error(
+            f"--flagfile={flag.value}: {error.strerror} ({path})"
+        ) from None
     flags = []
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip()
         if not line or line.startswith(_COMMENTS):
             continue
-        inner = _of_line(line, Given("", None, path, number, is_default=flag.is_default))
+        inner = _of_line(
+            line, Given("", None, path, number, is_default=flag.is_default)
+        )
         if inner.name == "flagfile":
             flags += _of_file(inner, read)
         else:
@@ -138,7 +153,9 @@ def _of_line(line: str, place: Given) -> Given:
     inside = typed.unquoted(match["value"] or "")
     is_quoted = inside is not None
     value = inside if is_quoted else match["value"]
-    return dataclasses.replace(place, name=match["name"], value=value, is_quoted=is_quoted)
+    return dataclasses.replace(
+        place, name=match["name"], value=value, is_quoted=is_quoted
+    )
 
 
 def _find(flag: Given) -> Path:

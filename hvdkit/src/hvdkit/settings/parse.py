@@ -17,7 +17,8 @@ from hvdkit.settings import absl_flags, fields, flagfiles, project, runs, typed
 from hvdkit.settings.all import Settings
 from hvdkit.settings.flagfiles import Given
 
-_DEFAULTS = "configs/default.cfg"  # This file of the project names the settings of its demo.
+# This file of the project names the settings of its demo.
+_DEFAULTS = "configs/default.cfg"
 
 
 def of_project() -> type[Settings]:
@@ -63,23 +64,31 @@ def check(argv: Sequence[str], kind: type[Settings]) -> Settings | None:
         refuse(str(error))
 
 
-def load(argv: Sequence[str], kind: type[Settings], past: Path | None = None) -> Settings:
+def load(
+    argv: Sequence[str], kind: type[Settings], past: Path | None = None
+) -> Settings:
     """Settings from `argv`, as `parse` does; absl's FLAGS hold them, and other flags, then.
 
     `past`: flagfile of a run that was trained: flags in it that no longer exist become a note.
     """
     absl_flags.define(kind)
     asks_for_help = "--helpfull" in argv
-    settings, others = _read([word for word in argv if word != "--helpfull"], kind, past)
+    settings, others = _read(
+        [word for word in argv if word != "--helpfull"], kind, past
+    )
     task = project.folder() / "tasks" / f"{settings.task}.py"
-    may_define = asks_for_help or any(flag.name not in absl_flags.FLAGS for flag in others)
+    may_define = asks_for_help or any(
+        flag.name not in absl_flags.FLAGS for flag in others
+    )
     if may_define and task.is_file():
         importlib.import_module(f"tasks.{settings.task}")
     if asks_for_help:
         absl_flags.end_with_help(absl_flags.FLAGS.get_help())
     for flag in others:
         if flag.name not in absl_flags.FLAGS:
-            raise flag.error(f"--{flag.name} is a flag of code that --task={settings.task} lacks")
+            raise flag.error(
+                f"--{flag.name} is a flag of code that --task={settings.task} lacks"
+            )
         absl_flags.check(flag)
     absl_flags.take(argv[0], settings, others)
     return settings
@@ -97,8 +106,14 @@ def _text(name: str, value: object) -> str:
     if hasattr(value, "item"):  # NumPy's numbers have this.
         value = value.item()
     if not isinstance(value, bool | int | float | str | os.PathLike):
-        raise ValueError(f"{name}={value!r:.99}: give a number, a text, a path, True or False")
-    return typed.written(value, is_path=True) if isinstance(value, os.PathLike) else str(value)
+        raise ValueError(
+            f"{name}={value!r:.99}: give a number, a text, a path, True or False"
+        )
+    return (
+        typed.written(value, is_path=True)
+        if isinstance(value, os.PathLike)
+        else str(value)
+    )
 
 
 def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:
@@ -124,15 +139,24 @@ def _read(
     flags += _folder_of_run(flags)
 
     folder = project.folder()
-    values = {name: fields.placed(field, field.default, folder) for name, field in known.items()}
+    values = {
+        name: fields.placed(field, field.default, folder)
+        for name, field in known.items()
+    }
     for flag in flags:
         values[flag.name] = _value(flag, known[flag.name])
     unasked = _unasked(flags, str(known["task"].default))
     if unasked.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
-        values["run_dir"] = fields.placed(known["run_dir"], f"runs/{values['task']}", folder)
+        values["run_dir"] = fields.placed(
+            known["run_dir"], f"runs/{values['task']}", folder
+        )
     resumes = [flag.file for flag in flags if flag.name == "resume"]
-    if resumes and resumes[-1] and runs.has_begun(resumes[-1], folder / values["run_dir"]):
+    if (
+        resumes
+        and resumes[-1]
+        and runs.has_begun(resumes[-1], folder / values["run_dir"])
+    ):
         values["resume"] = "auto"
     values[_unused_batch(flags, values["batch_per_rank"])] = 0
     settings = kind(**values)
@@ -142,7 +166,9 @@ def _read(
     return settings, others
 
 
-def _flags(words: Sequence[str], kind: type[Settings], past: Path | None) -> list[Given]:
+def _flags(
+    words: Sequence[str], kind: type[Settings], past: Path | None
+) -> list[Given]:
     """All flags that were given, without those in `past` that no longer exist."""
     switches = absl_flags.beside(kind)
     for name, field in fields.of(kind).items():
@@ -156,7 +182,9 @@ def _flags(words: Sequence[str], kind: type[Settings], past: Path | None) -> lis
         gone = [flag for flag in flags if flag.file == past and flag.name not in names]
     if gone and launch_rank() == 0:
         gone_names = join(f"--{flag.name}" for flag in gone)
-        say(f"note: {past} has flags that no longer exist, which are ignored: {gone_names}")
+        say(
+            f"note: {past} has flags that no longer exist, which are ignored: {gone_names}"
+        )
     return [fields.recognize(flag, switches) for flag in flags if flag not in gone]
 
 
@@ -173,14 +201,24 @@ def _value(flag: Given, field: dataclasses.Field) -> Any:
 def _folder_of_run(given: Sequence[Given]) -> list[Given]:
     """--run_dir of the run that a config.cfg stands for, where that says last where to train."""
     files = {flag.file for flag in given if flag.file}
-    configs = {file for file in files if runs.CONFIG in (file.name, file.resolve().name)}
-    deciding = [flag for flag in given if flag.name == "run_dir" or flag.file in configs]
+    configs = {
+        file for file in files if runs.CONFIG in (file.name, file.resolve().name)
+    }
+    deciding = [
+        flag for flag in given if flag.name == "run_dir" or flag.file in configs
+    ]
     if not deciding or deciding[-1].file not in configs:
         return []
     file = deciding[-1].file
-    recorded = [flag.path() for flag in deciding if flag.name == "run_dir" and flag.file == file]
+    recorded = [
+        flag.path() for flag in deciding if flag.name == "run_dir" and flag.file == file
+    ]
     run_dir = runs.run_dir(file, recorded[-1] if recorded else "")
-    return [Given("run_dir", typed.written(run_dir, is_path=True), file)] if run_dir else []
+    return (
+        [Given("run_dir", typed.written(run_dir, is_path=True), file)]
+        if run_dir
+        else []
+    )
 
 
 def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
@@ -193,12 +231,17 @@ def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
     Where a task does not read such a setting, a note says so instead of a refusal (`check_read` in
     hvdkit/train/task/protocol.py).
     """
-    deciding = {flag.name: flag for flag in given}  # A setting's last flag is the one that counts.
-    default_tasks = [flag.value for flag in given if flag.name == "task" and flag.is_default]
+    # A setting's last flag is the one that counts.
+    deciding = {flag.name: flag for flag in given}
+    default_tasks = [
+        flag.value for flag in given if flag.name == "task" and flag.is_default
+    ]
     demo_task = default_tasks[-1] if default_tasks else usual_task
     is_demo = "task" not in deciding or deciding["task"].value == demo_task
     files = {flag.file for flag in deciding.values() if flag.file}
-    run_configs = {file for file in files if file.name == runs.CONFIG and runs.folder_of(file)}
+    run_configs = {
+        file for file in files if file.name == runs.CONFIG and runs.folder_of(file)
+    }
     unasked = {}
     for name, flag in deciding.items():
         if flag.is_default and not is_demo:

@@ -25,7 +25,9 @@ def folder() -> Path:
     Last comes the fork that a program of this environment (hvdkit, pytest) is installed in.
     """
     if not _folder:
-        script = Path(getattr(sys.modules["__main__"], "__file__", None) or Path.cwd()).resolve()
+        script = Path(
+            getattr(sys.modules["__main__"], "__file__", None) or Path.cwd()
+        ).resolve()
         places = [Path.cwd(), script.parent]
         if script.parent != Path(sysconfig.get_path("scripts")).resolve():
             places.reverse()
@@ -64,7 +66,9 @@ def importable() -> None:
     fork = folder()
     tasks = getattr(sys.modules.get("tasks"), "__path__", [fork / "tasks"])
     if not any(Path(path).resolve() == (fork / "tasks").resolve() for path in tasks):
-        raise ValueError(f"this process has the tasks of {tasks[0]}: for {fork} start another one")
+        raise ValueError(
+            f"this process has the tasks of {tasks[0]}: for {fork} start another one"
+        )
     enter()
 
 

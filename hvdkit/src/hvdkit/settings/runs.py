@@ -23,7 +23,9 @@ def folder_of(file: Path) -> Path | None:
             folders.add(path.parent.resolve())
     if len(folders) > 1:
         ways = " or ".join(f"--run_dir={folder}" for folder in sorted(folders))
-        raise ValueError(f"{file} is a link to the config.cfg of another run: add {ways}")
+        raise ValueError(
+            f"{file} is a link to the config.cfg of another run: add {ways}"
+        )
     return next(iter(folders), None)
 
 
@@ -37,7 +39,12 @@ def run_dir(file: Path, recorded: str) -> str:
     named = (own / recorded).resolve()
     if folder is None:
         here = file.parent.resolve()
-        if file.name != CONFIG or not recorded or named == here or not _is_written(file):
+        if (
+            file.name != CONFIG
+            or not recorded
+            or named == here
+            or not _is_written(file)
+        ):
             return recorded
         raise ValueError(
             f"{file} was written by the run in {recorded}, and {here} is no run's folder: add "
@@ -60,4 +67,6 @@ def has_begun(file: Path, run_dir: Path) -> bool:
 
 
 def _is_written(file: Path) -> bool:
-    return whole_files.read(file, whole_files.JSON_BYTES, links=True).startswith(HEADER.encode())
+    return whole_files.read(file, whole_files.JSON_BYTES, links=True).startswith(
+        HEADER.encode()
+    )

@@ -15,7 +15,9 @@ _QUOTED = re.compile(r"""(["'])(?P<inside>(?:(?!\1).|\1\1)*)\1""")
 _COMMENT = re.compile(r"\s+(?:#|//).*", re.DOTALL)
 # A shell would make something else of these: quotes inside a value, a backslash that protects or
 # ends a line, a command in backquotes.
-_OF_A_SHELL = re.compile(r"""["'\u201c\u2018].*["'\u201d\u2019]|\\([\s$~"'#]|\Z)|`.*`""")
+_OF_A_SHELL = re.compile(
+    r"""["'\u201c\u2018].*["'\u201d\u2019]|\\([\s$~"'#]|\Z)|`.*`"""
+)
 
 
 def without_comment(text: str) -> str:
@@ -28,7 +30,9 @@ def without_comment(text: str) -> str:
         raise ValueError(f"{text}: its quotes are not closed")
     rest = value[quoted.end() :]
     if _COMMENT.sub("", rest):
-        raise ValueError(f"{text}: something follows the quotes: put the whole value into them")
+        raise ValueError(
+            f"{text}: something follows the quotes: put the whole value into them"
+        )
     return text.removesuffix(rest)
 
 
@@ -47,7 +51,11 @@ def written(value: object, *, is_path: bool = False) -> str:
     if is_path:
         text = text.replace("$", "$$")
         text = f"./{text}" if text.startswith("~") else text
-    if text[:1] in ("'", '"') or _COMMENT.search(text) or (is_path and _OF_A_SHELL.search(text)):
+    if (
+        text[:1] in ("'", '"')
+        or _COMMENT.search(text)
+        or (is_path and _OF_A_SHELL.search(text))
+    ):
         return in_quotes(text)
     return text
 
@@ -71,7 +79,9 @@ def path(text: str, *, is_quoted: bool = False) -> str:
     found = _with_variables(text)
     expanded = os.path.expanduser(found)
     if expanded == found and found.startswith("~"):
-        raise ValueError(f"there is no user {found[1:].split('/')[0]}: write ./{found} for a file")
+        raise ValueError(
+            f"there is no user {found[1:].split('/')[0]}: write ./{found} for a file"
+        )
     return expanded
 
 
@@ -82,7 +92,9 @@ def _with_variables(text: str) -> str:
     except KeyError as error:
         (name,) = error.args
         state = "empty" if name in os.environ else "not set"
-        raise ValueError(f"the variable {name} is {state}; $$ stands for the character $") from None
+        raise ValueError(
+            f"the variable {name} is {state}; $$ stands for the character $"
+        ) from None
     except ValueError:
         raise ValueError(
             "$ must be followed by a variable's name; $$ stands for the character $"

@@ -27,11 +27,17 @@ IMAGENET = ("image/encoded", "image/class/label")
 TFDS = ("image", "label")
 
 
-def write_tars(root: Path, endings=(".png", ".JPG", ".webp"), texts=("2", " 0\n", "7")) -> Path:
+def write_tars(
+    root: Path, endings=(".png", ".JPG", ".webp"), texts=("2", " 0\n", "7")
+) -> Path:
     for name, first, end in (("in-train-000.tar", 0, 2), ("in-train-001.tar", 2, 3)):
         with tarfile.open(root / name, "w") as tar:
             for n in range(first, end):
-                parts = {endings[n]: PICTURES[n], ".json": b"{}", ".cls": texts[n].encode()}
+                parts = {
+                    endings[n]: PICTURES[n],
+                    ".json": b"{}",
+                    ".cls": texts[n].encode(),
+                }
                 for ending, data in parts.items():
                     member = tarfile.TarInfo(f"a.b/s{n}{ending}")
                     member.size = len(data)
@@ -44,8 +50,12 @@ def write_examples(root: Path, names=IMAGENET, labels=(3, 1, 8)) -> Path:
         path = root / f"train-{number:05d}-of-00002"
         with tf.io.TFRecordWriter(os.fsencode(path)) as writer:
             for n in part.tolist():
-                image = tf.train.Feature(bytes_list=tf.train.BytesList(value=[PICTURES[n]]))
-                label = tf.train.Feature(int64_list=tf.train.Int64List(value=[labels[n]]))
+                image = tf.train.Feature(
+                    bytes_list=tf.train.BytesList(value=[PICTURES[n]])
+                )
+                label = tf.train.Feature(
+                    int64_list=tf.train.Int64List(value=[labels[n]])
+                )
                 features = tf.train.Features(feature=dict(zip(names, (image, label))))
                 writer.write(tf.train.Example(features=features).SerializeToString())
     return path
@@ -59,7 +69,9 @@ def write_examples(root: Path, names=IMAGENET, labels=(3, 1, 8)) -> Path:
         ("tfrecords", lambda root: write_examples(root, TFDS, (2, 0, 7))),
     ],
 )
-def test_what_other_tools_packed_is_packed_or_refused(tmp_path: Path, capsys, layout: str, write):
+def test_what_other_tools_packed_is_packed_or_refused(
+    tmp_path: Path, capsys, layout: str, write
+):
     last = write(tmp_path)
     (tmp_path / "train_notes.txt").write_text("neither is read")
     command(layout, tmp_path, tmp_path / "packed")
@@ -74,7 +86,8 @@ def test_what_other_tools_packed_is_packed_or_refused(tmp_path: Path, capsys, la
 
     whole = last.read_bytes()
     flipped = bytearray(whole)
-    place = len(whole) - 200 if layout == "tfrecords" else 10  # in a picture, or in a header
+    # In a picture, or in a header.
+    place = len(whole) - 200 if layout == "tfrecords" else 10
     flipped[place] ^= 1
     last.write_bytes(flipped)
     fails("corrupted record" if layout == "tfrecords" else f"{last} cannot be read")
@@ -109,15 +122,33 @@ def with_header(root: Path, *, record: bytes, times: int) -> None:
 @pytest.mark.parametrize(
     ("layout", "write", "words"),
     [
-        ("webdataset", lambda root: write_tars(root, (".png", ".gif", ".webp")), "s1 has .gif, .j"),
-        ("webdataset", lambda root: write_tars(root, texts=("1", "cat", "2")), "holds b'cat'"),
-        ("tfrecords", lambda root: write_examples(root, labels=(1, 0, 2)), r"\[0\] as image/class"),
+        (
+            "webdataset",
+            lambda root: write_tars(root, (".png", ".gif", ".webp")),
+            "s1 has .gif, .j",
+        ),
+        (
+            "webdataset",
+            lambda root: write_tars(root, texts=("1", "cat", "2")),
+            "holds b'cat'",
+        ),
         (
             "tfrecords",
-            lambda root: shutil.copy(write_examples(root), root / "train-00001-of-00003"),
+            lambda root: write_examples(root, labels=(1, 0, 2)),
+            r"\[0\] as image/class",
+        ),
+        (
+            "tfrecords",
+            lambda root: shutil.copy(
+                write_examples(root), root / "train-00001-of-00003"
+            ),
             "in 00002 and in 00003 files",
         ),
-        ("webdataset", lambda root: damaged(write_tars(root, texts="123")), "is damaged"),
+        (
+            "webdataset",
+            lambda root: damaged(write_tars(root, texts="123")),
+            "is damaged",
+        ),
         (
             "webdataset",
             lambda root: with_header(root, record=b"9 a=bcde\n", times=3000),
@@ -125,13 +156,21 @@ def with_header(root: Path, *, record: bytes, times: int) -> None:
         ),
         (
             "webdataset",
-            lambda root: with_header(root, record=b"26 GNU.sparse.map=1,2,no\n", times=1),
+            lambda root: with_header(
+                root, record=b"26 GNU.sparse.map=1,2,no\n", times=1
+            ),
             "train-001.tar cannot be read: a header is damaged: invalid literal",
         ),
-        ("tfrecords", lambda root: write_examples(root, ("image", "y")), "has image, y: image/enc"),
+        (
+            "tfrecords",
+            lambda root: write_examples(root, ("image", "y")),
+            "has image, y: image/enc",
+        ),
     ],
 )
-def test_samples_of_another_form_are_refused(tmp_path: Path, capsys, layout, write, words: str):
+def test_samples_of_another_form_are_refused(
+    tmp_path: Path, capsys, layout, write, words: str
+):
     write(tmp_path)
     with pytest.raises(SystemExit, match="2"):
         command(layout, tmp_path, tmp_path / "packed")

@@ -28,7 +28,9 @@ def root(tmp_path: Path) -> Path:
 
 def test_the_pictures_of_an_evaluation_have_the_names_of_classes(root, monkeypatch):
     drawn = []
-    monkeypatch.setattr(classification, "_tile", lambda *shown: drawn.append(shown[1:]) or tile)
+    monkeypatch.setattr(
+        classification, "_tile", lambda *shown: drawn.append(shown[1:]) or tile
+    )
     tile = np.zeros([4, 4, 3], np.uint8)
     config = Settings(data_dir=str(root), data_format="class_folders", num_classes=3)
     task = classification.Task(config)
@@ -46,7 +48,12 @@ def test_samples_are_ordered_by_class_and_name(root: Path):
     source = ClassFolders(root, "train")
     assert source.class_names == ["n01", "n02", "n10"] and source.num_classes == 3
     names = [str(source.picture_file(i).relative_to(root)) for i in range(len(source))]
-    assert names == ["train/n01/z.jpg", "train/n02/a.png", "train/n02/b.JPEG", "train/n10/c.jpeg"]
+    assert names == [
+        "train/n01/z.jpg",
+        "train/n02/a.png",
+        "train/n02/b.JPEG",
+        "train/n10/c.jpeg",
+    ]
     samples = readers.read_all(source)
     assert [int(sample["label"]) for sample in samples] == [0, 1, 1, 2]
     np.testing.assert_array_equal(samples[1]["image"], readers.noise(2, 9, 30))
@@ -55,10 +62,16 @@ def test_samples_are_ordered_by_class_and_name(root: Path):
         "label": tf.TensorSpec([], tf.int32),
         "file": tf.TensorSpec([], tf.string),
     }
-    assert [int(s["label"]) for s in readers.read_all(ClassFolders(root, "val"))] == [0, 1, 2]
+    assert [int(s["label"]) for s in readers.read_all(ClassFolders(root, "val"))] == [
+        0,
+        1,
+        2,
+    ]
 
 
-def test_order_does_not_depend_on_the_file_system(root: Path, monkeypatch: pytest.MonkeyPatch):
+def test_order_does_not_depend_on_the_file_system(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
     def reverse(path):
         entries = sorted(scandir(path), key=lambda e: e.name, reverse=True)
         return contextlib.nullcontext(iter(entries))
@@ -116,11 +129,19 @@ def test_what_would_be_left_out_is_named(root: Path):
     for ending in (".bmp", ".dng", ".npy", "", ".jpg "):
         (folder / f"a{ending}").write_bytes(b"")
         (folder / f"b{ending.upper()}").write_bytes(b"")
-        fails(root, folder, f"holds a{ending}, b{ending.upper()}, which would be left out")
+        fails(
+            root, folder, f"holds a{ending}, b{ending.upper()}, which would be left out"
+        )
         (folder / f"a{ending}").unlink()
         (folder / f"b{ending.upper()}").unlink()
     (folder / "notes.txt").write_bytes(b"")
-    for left_out in ("Thumbs.db", "._z.jpg", "more/.DS_Store", "__MACOSX/more/._z.jpg", ".a/z.jpg"):
+    for left_out in (
+        "Thumbs.db",
+        "._z.jpg",
+        "more/.DS_Store",
+        "__MACOSX/more/._z.jpg",
+        ".a/z.jpg",
+    ):
         (folder / left_out).parent.mkdir(parents=True, exist_ok=True)
         (folder / left_out).write_bytes(b"")
     assert len(ClassFolders(root, "train")) == 4
@@ -149,13 +170,17 @@ def test_links(root: Path):
     (root / "train" / "n10").rename(root / "n10")
     (root / "train" / "n10").symlink_to(root / "n10")
     after = readers.read_all(ClassFolders(root, "train"))
-    assert all(np.array_equal(a["image"], b["image"]) for a, b in zip(before, after, strict=True))
+    assert all(
+        np.array_equal(a["image"], b["image"])
+        for a, b in zip(before, after, strict=True)
+    )
     for target in (root / "gone.jpg", "z.jpg"):  # links to nowhere and to itself
         (folder / "z.jpg").unlink()
         (folder / "z.jpg").symlink_to(target)
         fails(root, folder / "z.jpg", "though its folder lists it")
     (root / "train" / "n02").rename(root / "n02")
-    (root / "train" / "n02").symlink_to(root / "nowhere")  # leaving it out would lose a class
+    # Leaving it out would lose a class.
+    (root / "train" / "n02").symlink_to(root / "nowhere")
     fails(root, root / "train" / "n02", "is a link that leads nowhere")
 
 

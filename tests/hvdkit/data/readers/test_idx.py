@@ -35,7 +35,11 @@ SOUND = np.zeros((6, 5, 7), np.uint8)
     ("name", "content", "words"),
     [
         (IMAGES, None, f"{IMAGES}.gz is missing, and so is {IMAGES}"),
-        (IMAGES, b"", f"{IMAGES} is damaged, or no IDX file of bytes in 3 dimension(s)"),
+        (
+            IMAGES,
+            b"",
+            f"{IMAGES} is damaged, or no IDX file of bytes in 3 dimension(s)",
+        ),
         (IMAGES, readers.idx(SOUND)[:-1], "is damaged"),
         (IMAGES, readers.idx(SOUND) + b"\0", "is damaged"),
         (IMAGES, readers.idx(SOUND[0]), "is damaged"),

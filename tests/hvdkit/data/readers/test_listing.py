@@ -20,7 +20,13 @@ from hvdkit.ranks import encoding
 @pytest.mark.parametrize("limit", [2**32, 0])  # offsets have 4 bytes, then 8
 def test_names_are_what_they_were(limit: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hvdkit.data.readers.listing._NARROW", limit)
-    words = ["a.jpg", "", "Pr\u00fcfung/\u4e2d.png", os.fsdecode(b"\xff\x00.jpg"[:1]), "x" * 300]
+    words = [
+        "a.jpg",
+        "",
+        "Pr\u00fcfung/\u4e2d.png",
+        os.fsdecode(b"\xff\x00.jpg"[:1]),
+        "x" * 300,
+    ]
     held = Names(*packed(words))
     assert [held[i] for i in range(len(held))] == words
     read = tf.data.Dataset.range(len(words)).map(held.at)

@@ -55,7 +55,9 @@ def explained(root: Path, *parts: object):
     assert opened(root).explain(1) is None
 
 
-def test_reads_in_the_order_of_the_list(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+def test_reads_in_the_order_of_the_list(
+    root: Path, pixels: tuple[np.ndarray, np.ndarray]
+):
     other_image = np.zeros((8, 9, 3), np.uint8)
     other_label = np.ones((8, 9), np.uint8)
     write(root, "a", other_image, other_label)
@@ -75,7 +77,9 @@ def test_reads_in_the_order_of_the_list(root: Path, pixels: tuple[np.ndarray, np
 
 @pytest.mark.parametrize("colours", [2, 4, 16, 256])
 @pytest.mark.parametrize("transparency", [None, 0, b"\x00\x80"])
-def test_reads_the_indices_of_palette_labels(tmp_path: Path, colours: int, transparency):
+def test_reads_the_indices_of_palette_labels(
+    tmp_path: Path, colours: int, transparency
+):
     rng = np.random.default_rng(colours)
     ids = rng.integers(0, colours, (13, 17), dtype=np.uint8)
     write(tmp_path, "a", np.zeros((13, 17, 3), np.uint8), ids)
@@ -86,7 +90,9 @@ def test_reads_the_indices_of_palette_labels(tmp_path: Path, colours: int, trans
     assert (tmp_path / "labels" / "a.png").read_bytes()[25] == 3
     list_names(tmp_path, "a")
     source = pairs.ImageLabelFolder(tmp_path, "train", 256)
-    np.testing.assert_array_equal(source.read(tf.constant(0, tf.int64))["label"][..., 0], ids)
+    np.testing.assert_array_equal(
+        source.read(tf.constant(0, tf.int64))["label"][..., 0], ids
+    )
     assert source.explain(0) is None
 
 
@@ -108,7 +114,12 @@ def test_missing_or_empty_parts_are_named(root: Path):
     list_names(root, "", " ", split="empty")
     fails(root, root / "splits" / "empty.txt", "lists no name", split="empty")
     list_names(root, "a", "../../home/me", split="out")
-    fails(root, root / "splits" / "out.txt", "line 2: '../../home/me' leads out", split="out")
+    fails(
+        root,
+        root / "splits" / "out.txt",
+        "line 2: '../../home/me' leads out",
+        split="out",
+    )
     (root / "splits" / "binary.txt").write_bytes(b"\xff\xfea\x00")
     fails(root, root / "splits" / "binary.txt", "UTF-8", split="binary")
     words = {"images": "has no file", "labels": "has no file", "splits": "is missing"}
@@ -134,7 +145,9 @@ def test_names_without_files_are_named_and_counted(root: Path):
         fails(root, root / words[0], *words[1:])
 
 
-def test_names_end_with_their_line_only(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+def test_names_end_with_their_line_only(
+    root: Path, pixels: tuple[np.ndarray, np.ndarray]
+):
     """`str.splitlines` would make the two other samples of it."""
     write(root, "a\u2028b", *pixels)
     (root / "splits" / "train.txt").write_bytes("a\u2028b\r\nc\n".encode())
@@ -153,17 +166,25 @@ def test_names_and_images_that_come_twice_are_named(root: Path):
     fails(root, root / "images", "b.jpg and b.png")
 
 
-def test_sizes_that_differ_are_explained(root: Path, pixels: tuple[np.ndarray, np.ndarray]):
+def test_sizes_that_differ_are_explained(
+    root: Path, pixels: tuple[np.ndarray, np.ndarray]
+):
     for label, size in ((pixels[1][:, :39], "30 39"), (pixels[1].T.copy(), "40 30")):
         write(root, "b", pixels[0], label)
-        explained(root, root / "labels" / "b.png", f"height, width 30 40 and not {size}")
+        explained(
+            root, root / "labels" / "b.png", f"height, width 30 40 and not {size}"
+        )
 
 
 def test_labels_of_another_kind_are_explained(root: Path):
     path = root / "labels" / "b.png"
     for mode in ("RGB", "RGBA", "I;16", "1"):
         Image.new(mode, (40, 30)).save(path)
-        words = "has 16 bits a channel" if "16" in mode else "an 8-bit grey or a palette PNG"
+        words = (
+            "has 16 bits a channel"
+            if "16" in mode
+            else "an 8-bit grey or a palette PNG"
+        )
         explained(root, path, words)
     palette = Image.fromarray(np.full((30, 40), 9, np.uint8))
     palette.putpalette(bytes(range(30)))
@@ -172,7 +193,9 @@ def test_labels_of_another_kind_are_explained(root: Path):
     Image.new("L", (40, 30)).save(path, format="JPEG")
     explained(root, path, "must be an 8-bit grey or a palette PNG")
     # A comment that puts the bytes of an 8-bit grey PNG's header where they are looked for.
-    comment = b"\xff\xfe" + (32).to_bytes(2, "big") + bytes(18) + b"\x08\x00" + bytes(10)
+    comment = (
+        b"\xff\xfe" + (32).to_bytes(2, "big") + bytes(18) + b"\x08\x00" + bytes(10)
+    )
     path.write_bytes(path.read_bytes()[:2] + comment + path.read_bytes()[2:])
     explained(root, path, "must be an 8-bit grey or a palette PNG")
 

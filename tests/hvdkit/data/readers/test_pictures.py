@@ -17,10 +17,14 @@ from hvdkit.train.task import checks as task_checks
 
 RNG = np.random.default_rng(0)
 SHAPE = (61, 83)
-SMOOTH = np.asarray(Image.fromarray(RNG.integers(0, 256, (9, 11, 3), np.uint8)).resize(SHAPE[::-1]))
+SMOOTH = np.asarray(
+    Image.fromarray(RNG.integers(0, 256, (9, 11, 3), np.uint8)).resize(SHAPE[::-1])
+)
 
 # In a graph, as tf.data has it.
-whole = tf.function(pictures.decode_image, input_signature=[tf.TensorSpec([], tf.string)])
+whole = tf.function(
+    pictures.decode_image, input_signature=[tf.TensorSpec([], tf.string)]
+)
 size = tf.function(pictures.size, input_signature=[tf.TensorSpec([], tf.string)])
 part = tf.function(
     pictures.decode_part,
@@ -124,7 +128,9 @@ def test_a_file_that_is_not_the_images_is_refused():
     data = tf.constant(FILES["PNG"])
     task_checks.check_file({"image": tf.constant(SMOOTH), "file": data})
     for image in (SMOOTH ^ 1, SMOOTH[1:], SMOOTH[:, ::-1]):
-        with pytest.raises(ValueError, match='code that changes "image" must remove "file"'):
+        with pytest.raises(
+            ValueError, match='code that changes "image" must remove "file"'
+        ):
             task_checks.check_file({"image": tf.constant(image), "file": data})
 
 
@@ -133,11 +139,16 @@ def test_resized_is_rounded_and_smoothed_only_where_four_pixels_become_less_than
         expected = tf.image.resize(SMOOTH, [side, side], antialias=smooth).numpy()
         other = tf.image.resize(SMOOTH, [side, side], antialias=not smooth).numpy()
         resized = image_ops.resize(tf.constant(SMOOTH), [side, side]).numpy()
-        assert np.abs(resized - expected).max() <= 0.5 + 1e-3 < np.abs(resized - other).max()
+        assert (
+            np.abs(resized - expected).max()
+            <= 0.5 + 1e-3
+            < np.abs(resized - other).max()
+        )
 
 
 ROWS, COLUMNS = np.mgrid[:24, :40]
-RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)  # turned, another
+# Turned, another.
+RAMP = np.dstack([ROWS * 10, COLUMNS * 6, ROWS + COLUMNS]).astype(np.uint8)
 
 
 def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
@@ -151,7 +162,9 @@ def picture(orientation: int, format: str = "JPEG", order: str = ">") -> bytes:
             subsampling=0,
             quality=100,
         )
-    return file(format, orientation=orientation, order=order, pixels=RAMP, lossless=True)
+    return file(
+        format, orientation=orientation, order=order, pixels=RAMP, lossless=True
+    )
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
@@ -166,7 +179,9 @@ def test_every_orientation_as_pillow_turns_it(format):
             assert read.shape == shown.shape == shape
             # Two decoders of JPEG round otherwise.
             assert np.abs(read.astype(int) - shown).max() <= 12, (orientation, order)
-            assert pictures.orientation(data) == (orientation if 1 <= orientation <= 8 else 1)
+            assert pictures.orientation(data) == (
+                orientation if 1 <= orientation <= 8 else 1
+            )
             seen.add(read.tobytes())
     assert len(seen) == 8
 
@@ -174,7 +189,11 @@ def test_every_orientation_as_pillow_turns_it(format):
 def test_a_model_that_is_exported_can_turn_pictures():
     """Python stays behind: the orientation is found by operations of the graph."""
     spec = tf.TensorSpec([], tf.string)
-    graph = tf.function(pictures.decode_image).get_concrete_function(spec).graph.as_graph_def()
+    graph = (
+        tf.function(pictures.decode_image)
+        .get_concrete_function(spec)
+        .graph.as_graph_def()
+    )
     nodes = [*graph.node]
     for function in graph.library.function:
         nodes += function.node_def
@@ -207,10 +226,16 @@ def test_an_exif_behind_a_pngs_pixels_counts():
     start = turned.index(b"eXIf") - 4
     chunk = turned[start : turned.index(b"IDAT") - 4]
     behind = plain[:-12] + chunk + plain[-12:]
-    assert [int(pictures.orientation(data)) for data in (plain, turned, behind)] == [1, 6, 6]
+    assert [int(pictures.orientation(data)) for data in (plain, turned, behind)] == [
+        1,
+        6,
+        6,
+    ]
 
 
-def write(root: Path, data: bytes, label: np.ndarray, exif: bytes = b"") -> pairs.ImageLabelFolder:
+def write(
+    root: Path, data: bytes, label: np.ndarray, exif: bytes = b""
+) -> pairs.ImageLabelFolder:
     readers.write_pairs(root, {"a": (RAMP, label)})
     (root / "images" / "a.png").write_bytes(data)
     Image.fromarray(label).save(root / "labels" / "a.png", exif=exif)
@@ -225,18 +250,24 @@ def test_a_label_belongs_to_the_picture_as_it_is_shown(tmp_path):
     block = Image.Exif()
     block[0x0112] = 8
     stored = write(tmp_path, data, ids, exif=block.tobytes())
-    shown = np.asarray(ImageOps.exif_transpose(Image.open(tmp_path / "labels" / "a.png")))
+    shown = np.asarray(
+        ImageOps.exif_transpose(Image.open(tmp_path / "labels" / "a.png"))
+    )
     for source in (stored, write(tmp_path, data, shown)):
         (sample,) = readers.read_all(source)
         np.testing.assert_array_equal(sample["label"][..., 0], shown)
         assert np.abs(sample["image"].astype(int) - np.asarray(turned)).max() <= 12
 
 
-def directory(value: int, *, order: str, place: int = 8, kind: int = 3, before: int = 1) -> bytes:
+def directory(
+    value: int, *, order: str, place: int = 8, kind: int = 3, before: int = 1
+) -> bytes:
     """An EXIF block: `place` of its directory, `kind` and entries `before` the orientation."""
     code, size = {1: ("B", 1), 3: ("H", 2), 4: ("I", 4), 7: ("B", 1), 8: ("h", 2)}[kind]
     head = (b"II" if order == "<" else b"MM") + struct.pack(f"{order}HI", 42, place)
-    entries = [struct.pack(f"{order}HHII", 0x0100 + n, 4, 1, 2**30 + n) for n in range(before)]
+    entries = [
+        struct.pack(f"{order}HHII", 0x0100 + n, 4, 1, 2**30 + n) for n in range(before)
+    ]
     entry = struct.pack(f"{order}HHI{code}", 0x0112, kind, 1, value) + bytes(4 - size)
     number = struct.pack(f"{order}H", before + 1)
     return head + bytes(place - 8) + number + b"".join(entries) + entry + bytes(4)
@@ -254,7 +285,9 @@ def segment(kind: int, content: bytes) -> bytes:
 
 def chunk(name: bytes, content: bytes) -> bytes:
     checksum = zlib.crc32(name + content)
-    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+    return (
+        struct.pack(">I", len(content)) + name + content + struct.pack(">I", checksum)
+    )
 
 
 def png_with(part: bytes, *, behind: bool) -> bytes:
@@ -265,7 +298,9 @@ def png_with(part: bytes, *, behind: bool) -> bytes:
 
 def webp_with(block: bytes) -> bytes:
     out = io.BytesIO()
-    Image.fromarray(RAMP).save(out, "WEBP", lossless=True, exif=block, icc_profile=bytes(500))
+    Image.fromarray(RAMP).save(
+        out, "WEBP", lossless=True, exif=block, icc_profile=bytes(500)
+    )
     return out.getvalue()
 
 
@@ -286,7 +321,8 @@ def placed(block: bytes) -> dict[str, bytes]:
         "JPEG, behind a comment that looks like one": jpeg_with(comment, exif),
         "JPEG, behind a table": jpeg_with(exif, after=table),
         "JPEG, in two segments": jpeg_with(
-            segment(0xE1, b"Exif\0\0" + block[:20]), segment(0xE1, b"Exif\0\0" + block[20:])
+            segment(0xE1, b"Exif\0\0" + block[:20]),
+            segment(0xE1, b"Exif\0\0" + block[20:]),
         ),
         "JPEG, named twice": jpeg_with(segment(0xE1, b"Exif\0\0Exif\0\0" + block)),
         "JPEG, filled": jpeg_with(b"\xff\xff" + exif),
@@ -294,11 +330,14 @@ def placed(block: bytes) -> dict[str, bytes]:
         "JPEG, XMP alone": jpeg_with(segment(0xE1, xmp % 8)),
         "PNG": png_with(chunk(b"eXIf", block), behind=False),
         "PNG, behind its pixels": png_with(chunk(b"eXIf", block), behind=True),
-        "PNG, twice": png_with(chunk(b"eXIf", directory(3, order="<")), behind=False)[:-12]
+        "PNG, twice": png_with(chunk(b"eXIf", directory(3, order="<")), behind=False)[
+            :-12
+        ]
         + chunk(b"eXIf", block)
         + picture(0, "PNG")[-12:],
         "PNG, behind a profile": png_with(
-            chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(20_000), 0)) + chunk(b"eXIf", block),
+            chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(20_000), 0))
+            + chunk(b"eXIf", block),
             behind=False,
         ),
         "PNG, as text": png_with(chunk(b"tEXt", text + digits), behind=False),

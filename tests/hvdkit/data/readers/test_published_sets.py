@@ -44,7 +44,9 @@ def city(tmp_path: Path) -> Path:
 def smooth() -> np.ndarray:
     """A picture that survives JPEG, uint8 [16, 24, 3]; its colours differ, so none is swapped."""
     across, down = np.meshgrid(np.linspace(0, 1, SIZE[0]), np.linspace(0, 1, SIZE[1]))
-    return np.rint(np.dstack([60 + 120 * across, 200 - 90 * down, 30 + 60 * down])).astype(np.uint8)
+    return np.rint(
+        np.dstack([60 + 120 * across, 200 - 90 * down, 30 + 60 * down])
+    ).astype(np.uint8)
 
 
 def write_odd(folder: Path) -> dict[str, np.ndarray]:
@@ -60,7 +62,9 @@ def write_odd(folder: Path) -> dict[str, np.ndarray]:
     rgb.save(folder / "jpeg.png", format="JPEG", quality=100, subsampling=0)
     Image.fromarray(np.dstack([smooth(), grey])).save(folder / "alpha.png")
     Image.fromarray(np.dstack([grey, grey]), "LA").save(folder / "grey_alpha.png")
-    rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(folder / "palette.PNG")
+    rgb.convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(
+        folder / "palette.PNG"
+    )
     two = rgb.convert("1", dither=Image.Dither.NONE)
     two.save(folder / "two_colours.png")
     shown = dict.fromkeys((file.name for file in folder.iterdir()), smooth())
@@ -77,7 +81,9 @@ def test_odd_pictures_are_read_as_a_viewer_shows_them(tmp_path: Path):
     names = [source.picture_file(index).name for index in range(len(source))]
     assert sorted(names) == sorted(shown)
     for name, sample in zip(names, samples):
-        assert sample["image"].shape == (16, 24, 3) and sample["image"].dtype == np.uint8
+        assert (
+            sample["image"].shape == (16, 24, 3) and sample["image"].dtype == np.uint8
+        )
         off = np.abs(sample["image"].astype(int) - shown[name].astype(int))
         assert off.max() <= (16 if name == "palette.PNG" else 5), (name, off.max())
 
@@ -109,19 +115,29 @@ def test_four_colours_that_do_not_say_how_are_refused(tmp_path: Path):
     assert len(readers.read_all(source)) == 1
     segment = whole.index(b"Adobe") - 4
     path.write_bytes(whole[:segment] + whole[segment + 16 :])
-    readers.explained(source, 0, path, "is a JPEG of four colours without Adobe's", "as RGB")
+    readers.explained(
+        source, 0, path, "is a JPEG of four colours without Adobe's", "as RGB"
+    )
 
 
 def test_reads_pictures_and_palette_indices_in_the_order_of_the_list(voc: Path):
     assert len(voc_reader.CLASS_NAMES) == voc_reader.NUM_CLASSES == 21
     samples = readers.read_all(Voc(voc, "train"))
     for sample, number in zip(samples, (2, 0, 1), strict=True):
-        assert sample["image"].shape == (12, 16, 3) and sample["label"].shape == (12, 16, 1)
-        assert (sample["label"][0] == 255).all() and (sample["label"][1, :3] == 20).all()
+        assert sample["image"].shape == (12, 16, 3) and sample["label"].shape == (
+            12,
+            16,
+            1,
+        )
+        assert (sample["label"][0] == 255).all() and (
+            sample["label"][1, :3] == 20
+        ).all()
         assert (sample["label"][2:] == number).all()
         # Noise does not survive JPEG, but two pictures of it stay far from each other.
         off = np.abs(sample["image"].astype(int) - readers.noise(number)).mean()
-        assert off < np.abs(sample["image"].astype(int) - readers.noise(number + 1)).mean()
+        assert (
+            off < np.abs(sample["image"].astype(int) - readers.noise(number + 1)).mean()
+        )
     assert len(Voc(voc, "val")) == 1
     other = voc / "devkit"
     (other / "VOC2007").mkdir(parents=True)
@@ -156,11 +172,17 @@ def test_labels_become_train_ids(city: Path):
 def test_order_is_by_city_and_name(city: Path):
     # Resource forks of macOS' tar and files of file managers are not read.
     folder = city / "leftImg8bit" / "train"
-    (folder / "aachen" / "._aachen_000000_000019_leftImg8bit.png").write_bytes(b"\x00\x05\x16\x07")
+    (folder / "aachen" / "._aachen_000000_000019_leftImg8bit.png").write_bytes(
+        b"\x00\x05\x16\x07"
+    )
     (folder / ".DS_Store").write_bytes(b"x")
     source = Cityscapes(city, "train")
     names = [source.picture_file(index).name.split("_left")[0] for index in range(3)]
-    assert names == ["aachen_000000_000019", "aachen_000001_000019", "bochum_000000_000313"]
+    assert names == [
+        "aachen_000000_000019",
+        "aachen_000001_000019",
+        "bochum_000000_000313",
+    ]
     assert len(readers.read_all(source)) == 3
     assert source.fingerprint() != Cityscapes(city, "val").fingerprint()
 
@@ -171,12 +193,21 @@ def test_missing_parts_of_cityscapes_are_named(city: Path):
     with readers.without(missing):
         refused(lambda: Cityscapes(city, "val"), missing, "unpack the archive")
     name = "aachen/aachen_000001_000019"
-    for part, ending in (("leftImg8bit", "_leftImg8bit.png"), ("gtFine", "_gtFine_labelIds.png")):
+    for part, ending in (
+        ("leftImg8bit", "_leftImg8bit.png"),
+        ("gtFine", "_gtFine_labelIds.png"),
+    ):
         with readers.without(city / part / "train" / f"{name}{ending}"):
-            refused(lambda: Cityscapes(city, "train"), city, f"no *{ending} for {name};")
+            refused(
+                lambda: Cityscapes(city, "train"), city, f"no *{ending} for {name};"
+            )
         with readers.without(city / part):
-            refused(lambda: Cityscapes(city, "train"), city / part, "unpack the archive")
-    refused(lambda: Cityscapes(city, "test"), "no labels of split 'test'", "train or val")
+            refused(
+                lambda: Cityscapes(city, "train"), city / part, "unpack the archive"
+            )
+    refused(
+        lambda: Cityscapes(city, "test"), "no labels of split 'test'", "train or val"
+    )
 
 
 def test_unknown_ids_are_explained(city: Path):
@@ -198,7 +229,9 @@ def test_train_ids_in_the_place_of_ids_are_refused(city: Path, values: int):
 
     def faults_of(split: str) -> list[str]:
         faults: list[str] = []
-        check.check(city, split, "cityscapes", classes=0, tell=faults.append, names=[], read=[])
+        check.check(
+            city, split, "cityscapes", classes=0, tell=faults.append, names=[], read=[]
+        )
         return faults
 
     assert not faults_of("train") and not doubt(Cityscapes(city, "train"))
@@ -219,7 +252,9 @@ PAIR = readers.noise(0), readers.noise(1)[..., 0]
          "labels/b.png", 1),
     ],
 )  # fmt: skip
-def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: str, index: int):
+def test_broken_files_are_explained(
+    tmp_path: Path, layout: str, write, path: str, index: int
+):
     write(tmp_path)
     source = reader_of(layout)(tmp_path, "train", 256)
     file = tmp_path / path
@@ -229,7 +264,8 @@ def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: st
     for content, words in (
         (whole[: len(whole) // 2], "cannot be decoded"),
         (changed, ""),
-        (whole[:-12], "cannot be read"),  # Pillow reads it without its end, TensorFlow does not
+        # Pillow reads it without its end, TensorFlow does not.
+        (whole[:-12], "cannot be read"),
         (b"", "zero bytes"),
         (b"<html>No such page</html> and more of it", "no PNG, JPEG or WebP"),
         (None, ""),
@@ -245,11 +281,16 @@ def test_broken_files_are_explained(tmp_path: Path, layout: str, write, path: st
 
 
 # Bytes of a record before its pixels; the last of them is the label.
-KINDS = [("cifar10", "cifar-10-batches-bin", 10, 1), ("cifar100", "cifar-100-binary", 100, 2)]
+KINDS = [
+    ("cifar10", "cifar-10-batches-bin", 10, 1),
+    ("cifar100", "cifar-100-binary", 100, 2),
+]
 
 
 @pytest.mark.parametrize(("layout", "folder", "classes", "before"), KINDS)
-def test_reads_all_records_of_all_files(layout, folder, classes, before, tmp_path: Path):
+def test_reads_all_records_of_all_files(
+    layout, folder, classes, before, tmp_path: Path
+):
     write = readers.write_cifar10 if layout == "cifar10" else readers.write_cifar100
     written = write(tmp_path / folder).reshape(-1, before + 3072)
     for split, records in (("train", written[:15]), ("val", written[15:])):
@@ -257,7 +298,10 @@ def test_reads_all_records_of_all_files(layout, folder, classes, before, tmp_pat
         assert len(source) == len(records)
         assert len(source.class_names) == source.num_classes == classes
         for sample, record in zip(readers.read_all(source), records, strict=True):
-            assert sample["label"] == record[before - 1] and sample["label"].dtype == np.int32
+            assert (
+                sample["label"] == record[before - 1]
+                and sample["label"].dtype == np.int32
+            )
             # All red values come first, row by row; then green, then blue.
             planes = record[before:].reshape(3, 32, 32)
             np.testing.assert_array_equal(sample["image"], np.moveaxis(planes, 0, -1))
@@ -279,16 +323,33 @@ def test_fingerprint_tells_contents(tmp_path: Path):
 @pytest.mark.parametrize(
     ("classes", "name", "change", "words"),
     [
-        (10, "data_batch_4.bin", lambda b: b[:-1], "data_batch_4.bin or the val split was cut"),
+        (
+            10,
+            "data_batch_4.bin",
+            lambda b: b[:-1],
+            "data_batch_4.bin or the val split was cut",
+        ),
         (10, "test_batch.bin", lambda b: b[:-3073], "or the val split was cut"),
         (10, "*.bin", lambda b: b[:3072], "data_batch_1.bin or the val split was cut"),
         (10, "data_batch_4.bin", None, "is missing: unpack the archive again"),
         (10, "batches.meta.txt", None, "is missing: unpack the archive again"),
-        (10, "data_batch_4.bin", lambda b: b"\x0a" + b[1:], "record 0: its label is above 9"),
-        (100, "train.bin", lambda b: b[:1] + b"\x64" + b[2:], "record 0: its label is above 99"),
+        (
+            10,
+            "data_batch_4.bin",
+            lambda b: b"\x0a" + b[1:],
+            "record 0: its label is above 9",
+        ),
+        (
+            100,
+            "train.bin",
+            lambda b: b[:1] + b"\x64" + b[2:],
+            "record 0: its label is above 99",
+        ),
     ],
 )
-def test_files_that_are_not_right_are_named(classes, name, change, words, tmp_path: Path):
+def test_files_that_are_not_right_are_named(
+    classes, name, change, words, tmp_path: Path
+):
     write = readers.write_cifar10 if classes == 10 else readers.write_cifar100
     write(tmp_path)
     for path in tmp_path.glob(name):

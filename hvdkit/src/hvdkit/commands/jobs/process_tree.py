@@ -22,7 +22,8 @@ def tell(child: subprocess.Popen, number: int) -> None:
         for process in _handling(top, handled) or [top, *top.children(recursive=True)]:
             passed = number
             if process.pid != child.pid and number == signal.SIGTERM:
-                passed = signal.SIGUSR1  # after SIGTERM mpirun kills its ranks within a second
+                # After SIGTERM mpirun kills its ranks within a second.
+                passed = signal.SIGUSR1
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, passed)
 

@@ -17,11 +17,14 @@ class SearchSpace(NamedTuple):
 
     base: list[tuple[str, str]]  # names and lines of the flagfile
     flags: dict[str, str]  # texts by name, as given
-    values: dict[str, list]  # of swept flags: two ends of a range, numbers; or a choice, texts
+    # Of swept flags: two ends of a range, numbers; or a choice, texts.
+    values: dict[str, list]
 
     def words(self, values: Mapping[str, object]) -> list[str]:
         """Flags of a trial, in which swept ones have these values."""
-        return [f"--{name}={value}" for name, value in (self.flags | {**values}).items()]
+        return [
+            f"--{name}={value}" for name, value in (self.flags | {**values}).items()
+        ]
 
     def flagfile(self, values: Mapping[str, object]) -> list[str]:
         """Lines of a flagfile that trains as a trial with these values does."""
@@ -47,7 +50,9 @@ def search_space(base: Path, words: Sequence[str]) -> SearchSpace:
     for word in words:
         name, equals, text = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not equals or name in ("run_dir", "flagfile"):
-            raise ValueError(f"{word}: give settings as --NAME=VALUES; --folder is for all runs")
+            raise ValueError(
+                f"{word}: give settings as --NAME=VALUES; --folder is for all runs"
+            )
         field = fields.of(kind).get(name)
         values = _values(name, text, fields.kind(field) if field else "")
         flags[name] = text
@@ -58,9 +63,13 @@ def search_space(base: Path, words: Sequence[str]) -> SearchSpace:
 
     settings = _tried(space, flagfile, kind)
     if not swept:
-        raise ValueError("nothing to search: give a range, --base_lr=1e-4:1e-2:log, or a choice")
+        raise ValueError(
+            "nothing to search: give a range, --base_lr=1e-4:1e-2:log, or a choice"
+        )
     if not settings.eval_every:
-        raise ValueError("--eval_every=0 makes no evaluations, by which trials are compared")
+        raise ValueError(
+            "--eval_every=0 makes no evaluations, by which trials are compared"
+        )
     if settings.resume not in ("auto", "never"):
         raise ValueError(
             f"--resume={settings.resume}: a trial resumes its own run alone; --init_from= takes "

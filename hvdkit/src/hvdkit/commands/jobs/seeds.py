@@ -61,9 +61,13 @@ def score(folder: Path) -> tuple[MainMetric, Score]:
     if scores:
         return metric, scores[0]
     if f"eval_{metric.name}" in last:
-        raise NoScore(f"{folder}: {metric.name} of its last evaluation is NaN or infinite")
+        raise NoScore(
+            f"{folder}: {metric.name} of its last evaluation is NaN or infinite"
+        )
     others = logs.join(run.scores()) or "nothing"
-    raise NoScore(f"{folder}: {metric.name} is missing in its last evaluation, of {others}")
+    raise NoScore(
+        f"{folder}: {metric.name} is missing in its last evaluation, of {others}"
+    )
 
 
 class SeedRuns:
@@ -83,12 +87,16 @@ class SeedRuns:
         values: list[float] = []
         for seed in range(first, first + count):
             if self._signals:  # the run before had ended when the signal came
-                logs.complain(f"told to stop before seed {seed}: the same command goes on")
+                logs.complain(
+                    f"told to stop before seed {seed}: the same command goes on"
+                )
                 return PREEMPTED
             folder = self._arguments.run_dir / f"seed-{seed}"
             code = self._train(seed, folder)
             if code:
-                logs.complain(f"seed {seed} ended with exit code {code}; its run is in {folder}")
+                logs.complain(
+                    f"seed {seed} ended with exit code {code}; its run is in {folder}"
+                )
                 return code if code > 0 else 128 - code
             try:
                 metric, newest = score(folder)
@@ -106,7 +114,10 @@ class SeedRuns:
                     f"the score of seed {seed} is of {metric.describe()}, that of seed {first} of "
                     f"{metrics[0].describe()}: give another --run_dir"
                 )
-            print(logs.printable(f"seed {seed}: {metric.name} {newest.value:.6g}"), flush=True)
+            print(
+                logs.printable(f"seed {seed}: {metric.name} {newest.value:.6g}"),
+                flush=True,
+            )
 
         mean, deviation, half_width = interval(values)
         print(
@@ -121,7 +132,9 @@ class SeedRuns:
         run_dir = typed.written(folder, is_path=True)
         command = [*self._arguments.command, f"--seed={seed}", f"--run_dir={run_dir}"]
         # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
-        self._process = subprocess.Popen(command, process_group=0, preexec_fn=end_with_parent)
+        self._process = subprocess.Popen(
+            command, process_group=0, preexec_fn=end_with_parent
+        )
         if self._signals:  # it came while there was no process to tell
             tell(self._process, self._signals[0])
         return self._process.wait()
@@ -140,6 +153,8 @@ def main(argv: list[str]) -> int:
     counts = range(2, len(T) + 2)
     parser.add_argument("--count", type=int, default=5, choices=counts, metavar="2..31")
     parser.add_argument("--first", type=int, default=1, help="the first seed")
-    parser.add_argument("--run_dir", type=path_argument, required=True, help="folder for the runs")
+    parser.add_argument(
+        "--run_dir", type=path_argument, required=True, help="folder for the runs"
+    )
     parser.add_argument("command", nargs="+", help="after --: what trains")
     return SeedRuns(parser.parse_args(argv[1:])).run_all()

@@ -50,9 +50,13 @@ RULES = (
     Rule((DIVERGED,), "diverged", _ENDS),
     Rule((126, 127), "there is no such command", _ENDS),
     Rule((PREEMPTED, 138, 143), "stopped by a signal; with 75 it has saved", _STOPPED),
-    Rule((NOT_NOW,), "not now: disk, space, network, a host away, folder in use", _LATER),
     Rule(
-        (132, 134, 135, 136, 139), "native crash: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV", _CRASH
+        (NOT_NOW,), "not now: disk, space, network, a host away, folder in use", _LATER
+    ),
+    Rule(
+        (132, 134, 135, 136, 139),
+        "native crash: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV",
+        _CRASH,
     ),
     Rule((137,), "a rank was killed: out of memory, or its host was lost", _CRASH),
     Rule((), "any other: a crash", _CRASH),
@@ -61,12 +65,15 @@ RULES = (
 _SRUN_END = re.compile(
     r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)"
 )
-_SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}  # exit codes by srun's words
+# Exit codes by srun's words.
+_SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _AGAIN = 5.0  # seconds between two signals to a run that has not made a step
 _STARTING = 120.0  # seconds in which srun starts ranks
 _PR_SET_PDEATHSIG = 1
 # A Popen's preexec_fn: where this process is killed, its command is told to stop.
-end_with_parent = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
+end_with_parent = functools.partial(
+    ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM
+)
 _NO_STEP = (ValueError, KeyError, TypeError, OverflowError)
 _RUN_FILES = ("config.cfg", "metrics.jsonl", "checkpoints")
 
@@ -80,7 +87,10 @@ def hear(handler: Callable[[int, object], None]) -> None:
 
 def table() -> str:
     """RULES in Markdown."""
-    lines = ["| exit code | what it means | `hvdkit supervise` |", "| --- | --- | --- |"]
+    lines = [
+        "| exit code | what it means | `hvdkit supervise` |",
+        "| --- | --- | --- |",
+    ]
     for rule in RULES:
         codes = ", ".join(str(code) for code in rule.codes) or "other"
         lines.append(f"| {codes} | {rule.meaning} | {rule.sequel} |")
@@ -132,7 +142,10 @@ class Supervisor:
             _adapt(options, settings)
         folder = options.run_dir or (settings and Path(settings.run_dir))
         self._folder = folder.absolute() if folder else None
-        place = self._folder or "no folder: a minute without a crash counts as a step (--run-dir)"
+        place = (
+            self._folder
+            or "no folder: a minute without a crash counts as a step (--run-dir)"
+        )
         _say(f"looks for new steps in {place}")
 
         # State of the newest start.
@@ -152,8 +165,10 @@ class Supervisor:
         self._newest_step = self._first_step
         self._seen_step = self._first_step
         self._newest_step_at = time.monotonic()
-        self._reached_step = 0  # the step at which the last start without a new one ended
-        self._counts: Counter[str] = Counter()  # of starts, by what followed, since the newest step
+        # The step at which the last start without a new one ended.
+        self._reached_step = 0
+        # Of starts, by what followed, since the newest step.
+        self._counts: Counter[str] = Counter()
 
         self._hosts = Hosts(options.hosts_from, options.max_np, command)
         self._used: dict[str, int] = {}  # number of ranks by host, in the newest start
@@ -167,7 +182,9 @@ class Supervisor:
         slurm_job = os.environ.get("SLURM_JOB_ID")
         job = f"slurm {slurm_job}" if slurm_job else supervisor
         if not os.environ.setdefault("LAUNCH_JOB", job):
-            refuse("LAUNCH_JOB is empty: it names the job, so that no other one is taken for it")
+            refuse(
+                "LAUNCH_JOB is empty: it names the job, so that no other one is taken for it"
+            )
         os.environ["LAUNCH_BY"] = supervisor
         os.environ.pop("LAUNCH_HOSTFILE", None)
         if self._options.hosts_from:
@@ -194,7 +211,9 @@ class Supervisor:
                 return self._end(code)
             reason = self._enough(rule)
             if reason:
-                _say(f"error: exit code {code} ({rule.meaning}), {reason}: no further start")
+                _say(
+                    f"error: exit code {code} ({rule.meaning}), {reason}: no further start"
+                )
                 return self._end(BUG if rule.sequel == _STOPPED else code)
             pause = self._pause(rule)
             _say(f"exit code {code} ({rule.meaning}): starting again in {pause:g} s")
@@ -302,7 +321,9 @@ class Supervisor:
         stop_ends = self._options.stop_ends
         # srun loses a signal that comes before it has started the ranks, so it is sent again.
         is_young = self._passed_on_at - self._started_at < _STARTING
-        self._may_be_lost = stop_ends and is_young and self._seen_step <= self._newest_step
+        self._may_be_lost = (
+            stop_ends and is_young and self._seen_step <= self._newest_step
+        )
         usr1 = stop_ends or self._signal == signal.SIGUSR1
         tell(child, signal.SIGUSR1 if usr1 else signal.SIGTERM)
 
@@ -374,11 +395,17 @@ class Supervisor:
             _say(f"hosts are not asked: {error}")
             return
         there = self._hosts.capped(self._hosts.answering(listed))
-        if self._folder and self._folder.exists() and self._seen_step <= self._newest_step:
+        if (
+            self._folder
+            and self._folder.exists()
+            and self._seen_step <= self._newest_step
+        ):
             return  # a start that makes no step would be followed by others for ever
         is_more = sum(there.values()) > sum(self._used.values())
         if is_more and not (self._signal or self._rejoins):
-            more = [name for name, count in there.items() if count > self._used.get(name, 0)]
+            more = [
+                name for name, count in there.items() if count > self._used.get(name, 0)
+            ]
             _say(f"{', '.join(more)} answers: starting again on all hosts")
             self._rejoins = True
             tell(child, signal.SIGUSR1)
@@ -451,7 +478,9 @@ def _adapt(options: argparse.Namespace, settings: Settings) -> None:
             "or start it once"
         )
     if settings.virtual_ranks:
-        options.max_np = min(options.max_np or settings.virtual_ranks, settings.virtual_ranks)
+        options.max_np = min(
+            options.max_np or settings.virtual_ranks, settings.virtual_ranks
+        )
 
 
 def _why_empty(folder: Path) -> str:
@@ -487,8 +516,12 @@ def main(argv: Sequence[str]) -> int:
         try:
             code = int(options.ended.read_text())
         except (ValueError, OSError):
-            refuse(f"{options.ended} does not hold an exit code: remove it, or name a file")
-        _say(f"this run has ended for good, with exit code {code}, as {options.ended} says")
+            refuse(
+                f"{options.ended} does not hold an exit code: remove it, or name a file"
+            )
+        _say(
+            f"this run has ended for good, with exit code {code}, as {options.ended} says"
+        )
         return code
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:
         options.live = Path(work, "hosts")
@@ -496,12 +529,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = logs.parser("Starts COMMAND again until it is done. On a signal the ranks save.")
+    parser = logs.parser(
+        "Starts COMMAND again until it is done. On a signal the ranks save."
+    )
     parser.usage = "hvdkit supervise [OPTIONS] -- COMMAND"
     parser.epilog = table()
     add = parser.add_argument
     add("--hostfile", help="wait until these hosts answer ssh; hosts.sh starts on them")
-    add("--hosts-from", help="the same with the hosts, node1:8 a line, that this command prints")
+    add(
+        "--hosts-from",
+        help="the same with the hosts, node1:8 a line, that this command prints",
+    )
     add(
         "--min-hosts",
         type=int,
@@ -525,14 +563,27 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         help="ask so often (60 s) for hosts that the run lacks: it saves, and starts again on all",
     )
     add("--pause", type=float, default=5.0, help="seconds before a second start (5)")
-    add("--patience", type=float, default=86400.0, help="seconds to wait for what is away (a day)")
+    add(
+        "--patience",
+        type=float,
+        default=86400.0,
+        help="seconds to wait for what is away (a day)",
+    )
     add(
         "--ended",
         type=path_argument,
         help="keep the final exit code here; a later start returns it",
     )
-    add("--run-dir", type=path_argument, help="the run's folder, where COMMAND does not say it")
-    add("--stop-ends", action="store_true", help="for schedulers: a stopped run ends this too")
+    add(
+        "--run-dir",
+        type=path_argument,
+        help="the run's folder, where COMMAND does not say it",
+    )
+    add(
+        "--stop-ends",
+        action="store_true",
+        help="for schedulers: a stopped run ends this too",
+    )
     options = parser.parse_args(words)
     if min(options.pause, options.min_hosts, options.max_np, options.rejoin or 0) < 0:
         parser.error("--pause, --min-hosts, --max-np, --rejoin: 0 or more")
@@ -542,5 +593,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         options.hosts_from = f"cat {shlex.quote(options.hostfile)}"
     needs_hosts = options.min_hosts or options.max_np or options.rejoin
     if needs_hosts and not options.hosts_from:
-        parser.error("--min-hosts, --max-np and --rejoin need --hostfile or --hosts-from")
+        parser.error(
+            "--min-hosts, --max-np and --rejoin need --hostfile or --hosts-from"
+        )
     return options

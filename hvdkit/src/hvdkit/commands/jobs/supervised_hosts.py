@@ -15,7 +15,9 @@ _FAILED = re.compile(
     r"|error: cannot (?:reach|start on) ([^\s,:]+)"
     r"|error: .* \(rank \d+ on (\S+)\)$"
 )
-_HOST = re.compile(r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?")
+_HOST = re.compile(
+    r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?"
+)
 # It prints a line a host: its name, and ssh's last words where it does not answer.
 _ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'said=$(timeout 30 ssh -o ConnectTimeout=5 \
 -o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true 2>&1 >/dev/null) \

@@ -38,7 +38,8 @@ _FAILURES = 3  # a sweep without a score ends after so many trials that failed
 _RESTARTS = 3  # a trial that ends with 75 or 76 by itself is restarted so often
 _INTERVAL = 1.0  # seconds between two looks at the trials that run
 _PAUSE = 5.0  # seconds before a restart
-_BASE = "base.cfg"  # the copy, in the folder, of the flagfile as the sweep began with it
+# The copy, in the folder, of the flagfile as the sweep began with it.
+_BASE = "base.cfg"
 # Names in the folder, beside sweep.json.
 _WRITTEN = (_BASE, "best.cfg", "journal.log", "sweep.html")
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
@@ -69,14 +70,18 @@ class Sweep:
         self._launch = shlex.split(arguments.launch)
         programs = {Path(word).name for word in self._launch}
         # SIGTERM makes srun kill the ranks, and mpirun after a second; both pass SIGUSR1 on.
-        self._signal = signal.SIGUSR1 if programs & {"srun", "mpirun"} else signal.SIGTERM
+        self._signal = (
+            signal.SIGUSR1 if programs & {"srun", "mpirun"} else signal.SIGTERM
+        )
         self._gpus = _gpus() if arguments.jobs > 1 and "srun" not in programs else []
         folder = arguments.folder
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock = whole_files.lock(folder / ".lock")
         except BlockingIOError:
-            raise NotNow(f"{folder} is in use by another sweep: wait for its end") from None
+            raise NotNow(
+                f"{folder} is in use by another sweep: wait for its end"
+            ) from None
         self._study = _study(folder, space)
         self._running: list[TrialRun] = []
         self._code = DONE  # another code ends the sweep
@@ -95,10 +100,14 @@ class Sweep:
         if self._code:
             return self._code
         if best:
-            print(printable(f"best settings: {best}; all: {best.with_name('sweep.html')}"))
+            print(
+                printable(f"best settings: {best}; all: {best.with_name('sweep.html')}")
+            )
             return DONE
         reasons = ["none has failed"]
-        reasons += [t.user_attrs["why"] for t in self._trials() if "why" in t.user_attrs]
+        reasons += [
+            t.user_attrs["why"] for t in self._trials() if "why" in t.user_attrs
+        ]
         complain(
             f"no trial has a score: {reasons[-1]}; {self._arguments.folder}/trial-*.log say more"
         )
@@ -125,7 +134,9 @@ class Sweep:
         if not self._code:
             self._code = PREEMPTED
             with contextlib.suppress(OSError):  # its reader may have gone
-                os.write(2, b"stopping: trials save, then end; the same command resumes\n")
+                os.write(
+                    2, b"stopping: trials save, then end; the same command resumes\n"
+                )
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self._study.get_trials(states=states or None)
@@ -202,12 +213,15 @@ class Sweep:
     def _end(self, run: TrialRun, code: int) -> None:
         """What follows an exit code: the trial's result, another start, or the sweep's end."""
         trial = run.trial
-        seconds = trial.user_attrs.get("seconds", 0.0) + time.monotonic() - run.started_at
+        seconds = (
+            trial.user_attrs.get("seconds", 0.0) + time.monotonic() - run.started_at
+        )
         trial.set_user_attr("seconds", seconds)
         trial.set_user_attr("steps", newest_step(run.folder))
         if run.pruned and run.stopped:
             self._tell(run, TrialState.PRUNED)
-        elif self._code:  # it goes on when the sweep does; horovodrun may return 0 for 75
+        elif self._code:
+            # It goes on when the sweep does; horovodrun may return 0 for 75.
             self._running.remove(run)
         elif code == DONE:
             try:
@@ -230,14 +244,18 @@ class Sweep:
         metric, newest = seeds.score(run.folder)
         if metric != self._metric():
             others = self._metric().describe()
-            raise ValueError(f"its score is of {metric.describe()}, others' of {others}")
+            raise ValueError(
+                f"its score is of {metric.describe()}, others' of {others}"
+            )
         run.trial.set_user_attr("loss", newest.loss)
         return metric.height(newest.value)
 
     def _is_hopeless(self, code: int) -> bool:
         """Whether no trial has a score yet, and this is wrong use, or the last failure allowed."""
         failures = len(self._trials(TrialState.FAIL)) + 1
-        return (code == WRONG_USE or failures >= _FAILURES) and not self._trials(*_SCORED)
+        return (code == WRONG_USE or failures >= _FAILURES) and not self._trials(
+            *_SCORED
+        )
 
     def _give_up(self, run: TrialRun, code: int) -> None:
         self._code = code
@@ -328,11 +346,14 @@ def _study(folder: Path, space: SearchSpace) -> optuna.Study:
     study = optuna.create_study(
         study_name="sweep",
         storage=storage,
-        pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
+        pruner=optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=1, reduction_factor=3
+        ),
         direction="maximize",
         load_if_exists=True,
     )
-    for left in study.get_trials(states=[TrialState.RUNNING]):  # `ask` takes these first
+    # `ask` takes these first.
+    for left in study.get_trials(states=[TrialState.RUNNING]):
         storage.set_trial_state_values(left._trial_id, TrialState.WAITING)
     return study
 
@@ -342,9 +363,13 @@ def _keep_search(folder: Path, space: SearchSpace) -> None:
     file = folder / "sweep.json"
     lines = [line for _, line in space.base] + space.words({})
     if file.exists():
-        old = whole_files.from_json(whole_files.read(file, whole_files.JSON_BYTES), file)
+        old = whole_files.from_json(
+            whole_files.read(file, whole_files.JSON_BYTES), file
+        )
         if not isinstance(old, list) or not all(isinstance(line, str) for line in old):
-            raise ValueError(f"{file} holds no lines of a sweep: move it, or give another --folder")
+            raise ValueError(
+                f"{file} holds no lines of a sweep: move it, or give another --folder"
+            )
         for line in (*old, *lines):
             if line not in old or line not in lines:
                 sweep = "that one" if line in old else "this one"
@@ -410,11 +435,15 @@ def _rank(trial: FrozenTrial) -> tuple[bool, tuple[float, float, int]]:
     return trial.state == TrialState.COMPLETE, MainMetric("height").rank(score)
 
 
-def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace) -> list[str]:
+def _parts(
+    metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace
+) -> list[str]:
     """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
     trials = sorted(trials, key=_rank, reverse=True)
     plots = []
-    scored = [trial for trial in trials if trial.state in _SCORED and trial.value is not None]
+    scored = [
+        trial for trial in trials if trial.state in _SCORED and trial.value is not None
+    ]
     if scored:
         plots.append(_parallel(metric, scored, space))
     whole = [trial for trial in scored if trial.state == TrialState.COMPLETE]
@@ -423,8 +452,17 @@ def _parts(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace
     return [pages.cards(plots), pages.section("Trials", _table(metric, trials, space))]
 
 
-def _table(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace) -> str:
-    heads = ["trial", metric.name or "score", *space.values, "steps", "seconds", "state"]
+def _table(
+    metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace
+) -> str:
+    heads = [
+        "trial",
+        metric.name or "score",
+        *space.values,
+        "steps",
+        "seconds",
+        "state",
+    ]
     rows = []
     for trial in trials:
         score = "" if trial.value is None else f"{metric.height(trial.value):.4f}"
@@ -441,7 +479,9 @@ def _table(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace
     return pages.table(rows, heads)
 
 
-def _parallel(metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace) -> str:
+def _parallel(
+    metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace
+) -> str:
     axes = {name: [trial.params[name] for trial in trials] for name in space.values}
     axes[metric.name or "score"] = [metric.height(trial.value) for trial in trials]
     return pages.parallel(

@@ -61,7 +61,9 @@ def choices(name: str, data: Data, measured: Measured, *, mirror: bool) -> list[
     """Reason and flag of each choice."""
     sides = sorted(min(size) for size in data.train.sizes)
     side = sides[len(sides) // 2]
-    is_large = bool(_gpus()) and len(sides) >= _MANY and side > 64 and not data.has_masks
+    is_large = (
+        bool(_gpus()) and len(sides) >= _MANY and side > 64 and not data.has_masks
+    )
     return [
         *_data_choices(name, data),
         *_picture_choices(data, side, is_large=is_large, mirror=mirror),
@@ -80,12 +82,17 @@ def _data_choices(name: str, data: Data) -> Iterator[Choice]:
     yield f"{count:,} pictures to train on; {data.about}", f"--data_dir={data_dir}"
     yield "How they lie there", f"--data_format={data.layout}"
     if data.is_white:
-        yield "The masks hold 0 and 255, which would mean ignored", f"--label_map={IGNORE}:1"
+        yield (
+            "The masks hold 0 and 255, which would mean ignored",
+            f"--label_map={IGNORE}:1",
+        )
     yield "Results; given again, the run resumes", f"--run_dir=runs/{name}"
     yield "The highest label, from 0, and 1 more", f"--num_classes={data.classes}"
 
 
-def _picture_choices(data: Data, side: int, *, is_large: bool, mirror: bool) -> Iterator[Choice]:
+def _picture_choices(
+    data: Data, side: int, *, is_large: bool, mirror: bool
+) -> Iterator[Choice]:
     """The network, and what becomes of a picture; `side`: pixels that half of all have."""
     if is_large:
         yield "Many photographs and a GPU", "--model=resnet50"
@@ -96,11 +103,19 @@ def _picture_choices(data: Data, side: int, *, is_large: bool, mirror: bool) -> 
     if data.has_masks:
         largest_crop = 256 if _gpus() else 128
     size = min(side, largest_crop) // 8 * 8
-    yield "Whether a mirrored picture keeps its label", f"--mirror={'on' if mirror else 'off'}"
-    yield f"Pixels of a crop; half of all have {side} or more", f"--image_size={max(8, size)}"
+    yield (
+        "Whether a mirrored picture keeps its label",
+        f"--mirror={'on' if mirror else 'off'}",
+    )
+    yield (
+        f"Pixels of a crop; half of all have {side} or more",
+        f"--image_size={max(8, size)}",
+    )
 
 
-def _training_choices(data: Data, measured: Measured, *, is_large: bool) -> Iterator[Choice]:
+def _training_choices(
+    data: Data, measured: Measured, *, is_large: bool
+) -> Iterator[Choice]:
     if measured.batch:
         batch = devices() * measured.batch
         yield (

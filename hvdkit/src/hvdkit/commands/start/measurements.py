@@ -30,9 +30,13 @@ def batch(flag: str, most: int) -> tuple[int, str]:
     leaves a GPU's memory free at its end. ValueError where that fails.
     """
     command = [sys.executable, "-m", __spec__.name, flag, str(most)]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=project.folder())
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, cwd=project.folder()
+    )
     if ended.returncode:
-        raise ValueError("no batch could be measured (above: why); --quick does without")
+        raise ValueError(
+            "no batch could be measured (above: why); --quick does without"
+        )
     size, speeds = json.loads(ended.stdout.splitlines()[-1])
     return size, speeds
 
@@ -46,8 +50,12 @@ def _fastest(config: Settings, most: int) -> tuple[int, str]:
     @tf.function(autograph=False)
     def gradients(batch: Any) -> Any:
         with tf.GradientTape() as tape:
-            terms = objective.loss(task, model(batch["inputs"], training=True), batch["targets"])
-            loss = tf.add_n([tf.reduce_sum(x * weights) for x, weights in terms.values()])
+            terms = objective.loss(
+                task, model(batch["inputs"], training=True), batch["targets"]
+            )
+            loss = tf.add_n(
+                [tf.reduce_sum(x * weights) for x, weights in terms.values()]
+            )
         return tape.gradient(loss, [v.value for v in model.trainable_variables])
 
     size = min(_FIRST, most)
@@ -66,7 +74,9 @@ def _fastest(config: Settings, most: int) -> tuple[int, str]:
         speeds[size] = size * _STEPS / (time.perf_counter() - start)
         size *= 2
     if not speeds:
-        raise ValueError(f"{size} samples do not fit into memory: choose a smaller model or crop")
+        raise ValueError(
+            f"{size} samples do not fit into memory: choose a smaller model or crop"
+        )
     fastest = max(speeds.values())
     fast = [size for size, speed in speeds.items() if speed >= _ENOUGH * fastest]
     return fast[0], ", ".join(f"{size}: {speed:,.0f}" for size, speed in speeds.items())
@@ -75,12 +85,22 @@ def _fastest(config: Settings, most: int) -> tuple[int, str]:
 def train(flags: str) -> list[str]:
     """The command that trains with these flags on all GPUs of this host, or on two ranks."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return ["make", "-sC", str(project.folder()), "-o", "setup", "train", f"ARGS={flags}"]
+    return [
+        "make",
+        "-sC",
+        str(project.folder()),
+        "-o",
+        "setup",
+        "train",
+        f"ARGS={flags}",
+    ]
 
 
 def rate(flags: str) -> float | None:
     """What a range test of these flags suggests; None where it suggests none."""
-    ended = subprocess.run(train(f"{flags} --find_lr"), stdout=subprocess.PIPE, text=True)
+    ended = subprocess.run(
+        train(f"{flags} --find_lr"), stdout=subprocess.PIPE, text=True
+    )
     match = re.search(r"try --base_lr=([\d.e+-]+):", ended.stdout)
     return float(match[1]) if match else None
 

@@ -41,7 +41,9 @@ from hvdkit.stop import DONE
 from hvdkit.train.task import protocol as tasks
 
 _TASKS = {"map": "segmentation", "class": "classification"}
-_QUESTION = "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
+_QUESTION = (
+    "Does a mirrored picture keep its label (letters, signs, left or right: n)? [Y/n] "
+)
 _SAMPLES = 32  # so many samples are on the sheet
 _MANY_VALUES = 20  # masks with more may have values that resizing left at edges
 
@@ -72,11 +74,15 @@ def _read_data(root: Path, links: Path, arguments: Namespace) -> Data:
     for fault in faults:
         print(logs.printable(_by_own_name(fault, root, links)))
     if faults:
-        raise ValueError(f"{root}: {len(faults)} fault(s), listed above: mend them, start again")
+        raise ValueError(
+            f"{root}: {len(faults)} fault(s), listed above: mend them, start again"
+        )
     train, val = counts
     task = _TASKS[train.kind]
     if task not in tasks.available():
-        raise ValueError(f"{root} is for --task={task}: make a fork that starts from that task")
+        raise ValueError(
+            f"{root} is for --task={task}: make a fork that starts from that task"
+        )
     if layout == "folders":
         _check_masks(root, train.of + val.of)
     return Data(
@@ -124,7 +130,9 @@ def _is_white(counts: Sequence[check.Counts], faults: Sequence[str]) -> bool:
 
 def _by_own_name(fault: str, root: Path, links: Path) -> str:
     """A fault that names a link's file instead of the link, and of a stored picture its row."""
-    text = re.sub(rf"{re.escape(str(links))}/\S+", lambda match: os.path.realpath(match[0]), fault)
+    text = re.sub(
+        rf"{re.escape(str(links))}/\S+", lambda match: os.path.realpath(match[0]), fault
+    )
     stored = rf"{re.escape(os.path.realpath(links))}/\.pictures/row0*(\d+)\.\w+"
     return re.sub(stored, rf"row \1 of {root.name}", text)
 
@@ -151,7 +159,9 @@ def _refuse_label(label: str, root: Path) -> None:
         )
 
 
-def _recognized(root: Path, layout: str, arguments: Namespace, *, links: Path) -> list[Item]:
+def _recognized(
+    root: Path, layout: str, arguments: Namespace, *, links: Path
+) -> list[Item]:
     """The samples of a folder, or of a table of pictures."""
     if not root.is_dir():
         tables.refuse_other(root)
@@ -184,18 +194,24 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
     with contextlib.ExitStack() as undone:
         undone.callback(shutil.rmtree, links, ignore_errors=True)
         data = _read_data(root, links, arguments)
-        print(f"{data.task}: {len(data.train.sizes):,} pictures to train on; {data.about}")
+        print(
+            f"{data.task}: {len(data.train.sizes):,} pictures to train on; {data.about}"
+        )
         mirror = arguments.yes or _may_mirror()
         undone.callback(cfg.unlink, missing_ok=True)
 
         def write(measured: Measured) -> settings_lib.Settings:
-            lines = [f"# {root}, by hvdkit start: horovodrun -np 2 python train.py {flag}"]
+            lines = [
+                f"# {root}, by hvdkit start: horovodrun -np 2 python train.py {flag}"
+            ]
             for reason, choice in choices(name, data, measured, mirror=mirror):
                 lines += [f"# {reason}", choice]
             with whole_files.written(cfg) as partial:
                 text = "".join(f"{logs.printable(line)}\n" for line in lines)
                 partial.write_text(text, "utf-8")
-            return settings_lib.load(["start", flag], settings_lib.of_project()).for_ranks(1)
+            return settings_lib.load(
+                ["start", flag], settings_lib.of_project()
+            ).for_ranks(1)
 
         config = write(Measured())
         examples, names = browse.samples(config, _SAMPLES)
@@ -204,7 +220,8 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
         print(logs.printable(f"written: {sheet}, samples to look at"))
         if not arguments.quick:
             print(
-                "measuring batch and learning rate, a minute or two; --quick: neither", flush=True
+                "measuring batch and learning rate, a minute or two; --quick: neither",
+                flush=True,
             )
             batch, speeds = measurements.batch(flag, most(data))
             measured = Measured(batch, speeds)
@@ -212,7 +229,9 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
             write(measured._replace(rate=measurements.rate(flag)))
         undone.pop_all()
     print(logs.printable(f"written: {cfg}, with reasons"))
-    print(logs.printable(f"to train, in {fork}: horovodrun -np 2 python train.py {flag}"))
+    print(
+        logs.printable(f"to train, in {fork}: horovodrun -np 2 python train.py {flag}")
+    )
     return flag
 
 
@@ -223,7 +242,9 @@ def _check_paths(root: Path, cfg: Path, links: Path) -> None:
             f"{root} does not exist: give the folder with the pictures, or a table of them"
         )
     if links.is_relative_to(root):
-        raise ValueError(f"{root} holds {links.parent}, of all data sets: give the folder of one")
+        raise ValueError(
+            f"{root} holds {links.parent}, of all data sets: give the folder of one"
+        )
     for path in (cfg, links):
         if path.exists():
             raise ValueError(f"{path} exists: give another --name, or remove it")
@@ -250,7 +271,8 @@ def main(argv: list[str]) -> int:
     root = Path(os.path.abspath(arguments.data))
     name = arguments.name or (root.stem if root.is_file() else root.name)
     name = re.sub(r"[^\w.]+", "-", name, flags=re.ASCII).strip("-.") or "mine"
-    tf.config.set_visible_devices([], "GPU")  # it would hold the memory that the trials need
+    # It would hold the memory that the trials need.
+    tf.config.set_visible_devices([], "GPU")
     flag = start(root, name, arguments)
     if arguments.train:
         sys.stdout.flush()

@@ -61,7 +61,9 @@ def refuse_other(path: Path) -> None:
 
 def of(root: Path) -> Path | None:
     """The one table of a folder; ValueError for several, or for arrays."""
-    tables = sorted(path for path in root.glob("[!.]*") if path.suffix.lower() in TABLES)
+    tables = sorted(
+        path for path in root.glob("[!.]*") if path.suffix.lower() in TABLES
+    )
     if len(tables) > 1:
         raise ValueError(
             f"{root} holds several tables, {join(tables)}: join them into one, or give one, "
@@ -131,11 +133,15 @@ def _check_names(path: Path, names: list[str]) -> None:
     """Raises ValueError for columns of one name, and for a first row that names none."""
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise ValueError(f"{path} has more than one column {join(repeated)}: rename one")
+        raise ValueError(
+            f"{path} has more than one column {join(repeated)}: rename one"
+        )
     for name in names:
         is_value = _is_picture(name) or name.isdecimal()
         if is_value or (path.parent / name).is_file():
-            raise ValueError(f"{path}: its first line must name the columns; {name} is no name")
+            raise ValueError(
+                f"{path}: its first line must name the columns; {name} is no name"
+            )
 
 
 def _features(path: Path, metadata: bytes) -> dict[str, Any]:
@@ -167,7 +173,8 @@ def _parquet(path: Path) -> Table:
     table = {}
     for name in schema.names:
         feature = features.get(name)
-        classes = feature.get("names") if isinstance(feature, dict) else None  # of a ClassLabel
+        # Of a ClassLabel.
+        classes = feature.get("names") if isinstance(feature, dict) else None
         if not isinstance(classes, list):
             classes = None
         table[name] = [_value(value, classes) for value in columns[name]]
@@ -191,7 +198,9 @@ def _columns(file: Any, most: int) -> Table:
         if needed > most:
             break
     if needed > most:
-        raise OSError(f"its values need more than {most:,} bytes, so it is not read: split it")
+        raise OSError(
+            f"its values need more than {most:,} bytes, so it is not read: split it"
+        )
     return columns
 
 
@@ -224,7 +233,9 @@ def _value(value: Any, classes: list[str] | None) -> str | bytes:
 
 def _stored(path: Path, table: Table, links: Path) -> list[Path]:
     """Takes out the column of bytes, and writes each as a file; [] where there is none."""
-    columns = [name for name in table if any(isinstance(value, bytes) for value in table[name])]
+    columns = [
+        name for name in table if any(isinstance(value, bytes) for value in table[name])
+    ]
     if len(columns) > 1:
         raise ValueError(
             f"{path}: {join(columns)} all hold bytes, and one column may hold pictures"
@@ -257,7 +268,9 @@ def _named(path: Path, table: Table, label: str) -> list[Path]:
     for column, keys in keys_of.items():
         files_of[column] = [min(there[key]) for key in keys]
     # Columns that name each picture once; another may be an id that several rows share.
-    unique = [column for column, files in files_of.items() if len({*files}) == len(files)]
+    unique = [
+        column for column, files in files_of.items() if len({*files}) == len(files)
+    ]
     most_distinct = max(files_of, key=lambda name: len({*files_of[name]}))
     column = unique[0] if unique else most_distinct
     files = files_of[column]
@@ -335,13 +348,17 @@ def _pictures(path: Path, table: Table) -> dict[str, set[Path]]:
     """Pictures beside the table or below, by path, by name, and by name without ending."""
     # All below only where pictures are named: a table may lie in a home folder.
     files: Iterable[Path]
-    if any(_is_picture(value) for value in itertools.chain.from_iterable(table.values())):
+    if any(
+        _is_picture(value) for value in itertools.chain.from_iterable(table.values())
+    ):
         files = listing.files(path.parent)
     else:
         files = [*path.parent.glob("*"), *path.parent.glob("*/*")]
     there = defaultdict(set)
     for file in files:
-        if file.suffix.lower() in IMAGE_SUFFIXES and not listing.is_of_system(file.name):
+        if file.suffix.lower() in IMAGE_SUFFIXES and not listing.is_of_system(
+            file.name
+        ):
             for name in (str(file.relative_to(path.parent)), file.name, file.stem):
                 there[spelling.composed(name)].add(file)
     return there
@@ -353,7 +370,9 @@ def _is_picture(name: str) -> bool:
 
 def _splits(path: Path, table: Table) -> list[str]:
     """Takes out the column called split, of train, val or test in each row; "" if there is none."""
-    columns = [name for name in table if name.lower() in ("split", "subset", "set", "fold")]
+    columns = [
+        name for name in table if name.lower() in ("split", "subset", "set", "fold")
+    ]
     if not columns:
         return [""] * len(next(iter(table.values()), []))
     column = columns[0]
@@ -374,8 +393,12 @@ def _label(path: Path, table: Table, given: str) -> str:
         return next(iter(table))
     others = join(table) or "no other column"
     if given:
-        raise ValueError(f"{path}: there is no column {given}. Give --label=, of {others}")
-    raise ValueError(f"{path}: which column holds the classes? Give --label=, of {others}")
+        raise ValueError(
+            f"{path}: there is no column {given}. Give --label=, of {others}"
+        )
+    raise ValueError(
+        f"{path}: which column holds the classes? Give --label=, of {others}"
+    )
 
 
 def _check_labels(path: Path, labels: list[str], label: str) -> None:
@@ -398,12 +421,20 @@ def _check_labels(path: Path, labels: list[str], label: str) -> None:
             )
         is_name = "/" not in name and not name.startswith(".") and name.isprintable()
         if not is_name or len(os.fsencode(name)) >= 200:
-            raise ValueError(f"{path}: the label {name!r} cannot be a folder's name: rename it")
+            raise ValueError(
+                f"{path}: the label {name!r} cannot be a folder's name: rename it"
+            )
         if re.fullmatch(r"[-+]?\d*\.\d*[1-9]\d*", name):
-            raise ValueError(f"{path}: {label} is no class but a number: {name} in row {number}")
+            raise ValueError(
+                f"{path}: {label} is no class but a number: {name} in row {number}"
+            )
     classes = {*labels}
     spelling.check_classes(sorted(classes), f"{path}, {label}")
     if 2 * len(classes) > len(labels) > 20:
-        raise ValueError(f"{path}: {label} is no class: {len(labels)} rows hold {len(classes)}")
+        raise ValueError(
+            f"{path}: {label} is no class: {len(labels)} rows hold {len(classes)}"
+        )
     if len(classes) < 2:
-        raise ValueError(f"{path}: {label} is {labels[0]} in all rows: two classes are needed")
+        raise ValueError(
+            f"{path}: {label} is {labels[0]} in all rows: two classes are needed"
+        )

@@ -47,7 +47,9 @@ class Window(NamedTuple):
     mirrored: tf.Tensor  # bool scalar: flip it left-right
 
 
-def training_pair(sample: dict[str, tf.Tensor], key: tf.Tensor, options: Augmentation) -> Pair:
+def training_pair(
+    sample: dict[str, tf.Tensor], key: tf.Tensor, options: Augmentation
+) -> Pair:
     """Augments a sample; returns image, uint8 [*size, 3], and label, uint8 [*size, 1]."""
     window_draws, colour_draws = tf.split(image_ops.uniform(key, 7), [4, 3])
     window = _drawn_window(tf.shape(sample["label"])[:2], window_draws, options)
@@ -71,17 +73,23 @@ def evaluation_pair(sample: dict[str, tf.Tensor], options: Augmentation) -> Pair
     shape = tf.shape(sample["label"])[:2]
     size = tf.constant(options.size)
     corner = (shape - size) // 2
-    window = _window(corner, size, tf.constant(False), shape=shape, out_size=options.size)
+    window = _window(
+        corner, size, tf.constant(False), shape=shape, out_size=options.size
+    )
     image = image_ops.cut(sample, window.box)
     label = pictures.slice_part(sample["label"], window.box)
     return _padded(image, label, window, options)
 
 
-def _padded(image: tf.Tensor, label: tf.Tensor, window: Window, options: Augmentation) -> Pair:
+def _padded(
+    image: tf.Tensor, label: tf.Tensor, window: Window, options: Augmentation
+) -> Pair:
     """The parts of image and label in the window, with what lies outside the image."""
     image = tf.pad(image, window.padding, constant_values=options.fill)
     label = tf.pad(label, window.padding, constant_values=options.ignore_label)
-    return tf.ensure_shape(image, [*options.size, 3]), tf.ensure_shape(label, [*options.size, 1])
+    return tf.ensure_shape(image, [*options.size, 3]), tf.ensure_shape(
+        label, [*options.size, 1]
+    )
 
 
 def _drawn_window(shape: tf.Tensor, draws: tf.Tensor, options: Augmentation) -> Window:
@@ -91,15 +99,21 @@ def _drawn_window(shape: tf.Tensor, draws: tf.Tensor, options: Augmentation) -> 
     """
     low, high = options.scale
     scale = low * (high / low) ** draws[0]
-    size = tf.maximum(tf.cast(tf.round(tf.constant(options.size, tf.float32) / scale), tf.int32), 1)
+    size = tf.maximum(
+        tf.cast(tf.round(tf.constant(options.size, tf.float32) / scale), tf.int32), 1
+    )
 
     # The corner is from 0 to slack, or from slack to 0 where the image is smaller than the window.
     slack = shape - size
     most = tf.abs(slack)
     # Rounding may give draw * n == n for draws just below one.
-    steps = tf.minimum(tf.cast(draws[1:3] * tf.cast(most + 1, tf.float32), tf.int32), most)
+    steps = tf.minimum(
+        tf.cast(draws[1:3] * tf.cast(most + 1, tf.float32), tf.int32), most
+    )
     mirrored = draws[3] < 0.5 if options.mirror else tf.constant(False)
-    return _window(steps * tf.sign(slack), size, mirrored, shape=shape, out_size=options.size)
+    return _window(
+        steps * tf.sign(slack), size, mirrored, shape=shape, out_size=options.size
+    )
 
 
 def _window(
@@ -147,7 +161,8 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, limits: Limits) -> tf.Tensor:
     # A 1x1 convolution mixes the channels of each pixel, three times as fast as channel by channel.
     mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
     mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
-    return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)  # rounds
+    # Rounds.
+    return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)
 
 
 def coloured(image: tf.Tensor, key: tf.Tensor, limits: Limits) -> tf.Tensor:
@@ -159,7 +174,12 @@ def coloured(image: tf.Tensor, key: tf.Tensor, limits: Limits) -> tf.Tensor:
 
 
 def shifted(
-    sample: dict[str, tf.Tensor], key: tf.Tensor, *, size: int, mirror: bool, most: int = -1
+    sample: dict[str, tf.Tensor],
+    key: tf.Tensor,
+    *,
+    size: int,
+    mirror: bool,
+    most: int = -1,
 ) -> tf.Tensor:
     """The picture, resized, shifted by `most` pixels at most, mirrored half of the time.
 
@@ -176,7 +196,12 @@ def shifted(
 
 
 def random_resized(
-    sample: dict[str, tf.Tensor], key: tf.Tensor, *, size: int, mirror: bool, smallest: float = 0.08
+    sample: dict[str, tf.Tensor],
+    key: tf.Tensor,
+    *,
+    size: int,
+    mirror: bool,
+    smallest: float = 0.08,
 ) -> tf.Tensor:
     """A part of random area and aspect ratio (3/4 to 4/3), scaled to size; mirrored half the time.
 
@@ -227,7 +252,9 @@ def random_part(shape: tf.Tensor, draws: tf.Tensor, smallest: float) -> tf.Tenso
 def centred(sample: dict[str, tf.Tensor], size: int, share: float = 0.875) -> tf.Tensor:
     """The middle square, `share` of the shorter side, scaled to size: on ImageNet 224 of 256."""
     shape = image_ops.size(sample)
-    side = tf.cast(tf.round(tf.cast(tf.reduce_min(shape), tf.float32) * share), tf.int32)
+    side = tf.cast(
+        tf.round(tf.cast(tf.reduce_min(shape), tf.float32) * share), tf.int32
+    )
     side = tf.maximum(side, 1)
     box = tf.concat([(shape - side) // 2, [side, side]], 0)
     return image_ops.resize(image_ops.cut(sample, box), [size, size])

@@ -28,7 +28,11 @@ def keys(key: tf.Tensor, count: int) -> tf.Tensor:
 
 def size(sample: dict[str, tf.Tensor]) -> tf.Tensor:
     """Height and width of a sample's image, int32 [2]."""
-    return pictures.size(sample["file"]) if "file" in sample else tf.shape(sample["image"])[:2]
+    return (
+        pictures.size(sample["file"])
+        if "file" in sample
+        else tf.shape(sample["image"])[:2]
+    )
 
 
 def cut(sample: dict[str, tf.Tensor], box: tf.Tensor) -> tf.Tensor:
@@ -54,7 +58,12 @@ def resize_float(image: tf.Tensor, shape: list[int] | tf.Tensor) -> tf.Tensor:
     )
 
 
-@seldom(input_signature=[tf.TensorSpec([None, None, 3], tf.uint8), tf.TensorSpec([2], tf.int32)])
+@seldom(
+    input_signature=[
+        tf.TensorSpec([None, None, 3], tf.uint8),
+        tf.TensorSpec([2], tf.int32),
+    ]
+)
 def _resize_smoothly(image: tf.Tensor, shape: tf.Tensor) -> tf.Tensor:
     return tf.image.resize(tf.cast(image, tf.float32), shape, antialias=True)
 

@@ -16,14 +16,17 @@ from hvdkit.data.augment import image_ops
 
 STRONGEST = 30
 _FILL = 128.0  # grey beside the picture, as in the paper's code
-_LUMA = (19595, 38470, 7471)  # weights of red, green and blue over 2**16, as in Pillow's grey
-_SHIFT = 150 / 331  # largest shift as a share of the side: 150 of the paper's 331 pixels
+# Weights of red, green and blue over 2**16, as in Pillow's grey.
+_LUMA = (19595, 38470, 7471)
+# Largest shift as a share of the side: 150 of the paper's 331 pixels.
+_SHIFT = 150 / 331
 _SAME_X = (1.0, 0.0, 0.0)
 _SAME_Y = (0.0, 1.0, 0.0)
 
 Picture: TypeAlias = tf.Tensor
 Row = tuple[tf.Tensor | float, ...]  # a, b and c of a * x + b * y + c
-Operation = Callable[[Picture, tf.Tensor], Picture]  # takes a picture and a strength, -1 to 1
+# Takes a picture and a strength, -1 to 1.
+Operation = Callable[[Picture, tf.Tensor], Picture]
 
 
 def applied(image: Picture, key: tf.Tensor, *, count: int, magnitude: float) -> Picture:
@@ -34,7 +37,8 @@ def applied(image: Picture, key: tf.Tensor, *, count: int, magnitude: float) -> 
         sign = tf.where(draws[2 * number + 1] < 0.5, -1.0, 1.0)
         strength = sign * (magnitude / STRONGEST)
         branches = [
-            functools.partial(operation, image, strength) for operation in OPERATIONS.values()
+            functools.partial(operation, image, strength)
+            for operation in OPERATIONS.values()
         ]
         # Rounding may give choice * n == n for draws just below one: then it is the last branch.
         changed = tf.switch_case(tf.cast(choice * len(branches), tf.int32), branches)
@@ -144,7 +148,9 @@ def _autocontrast(image: Picture, strength: tf.Tensor) -> Picture:
 def _equalize(image: Picture, strength: tf.Tensor) -> Picture:
     """Makes all shades of each channel as frequent as they can be."""
     places = tf.cast(image, tf.int32) + 256 * tf.range(3)
-    counts = tf.reshape(tf.math.bincount(tf.reshape(places, [-1]), minlength=768), [3, 256])
+    counts = tf.reshape(
+        tf.math.bincount(tf.reshape(places, [-1]), minlength=768), [3, 256]
+    )
     below = tf.cumsum(counts, axis=1, exclusive=True)
     # A step is a 255th of all pixels but those of the brightest shade.
     step = tf.reduce_max(tf.where(counts > 0, below, 0), axis=1, keepdims=True) // 255
@@ -164,8 +170,12 @@ OPERATIONS: dict[str, Operation] = {
     "contrast": _contrast,
     "brightness": lambda image, strength: _away_from(tf.zeros([]), image, strength),
     "sharpness": _sharpness,
-    "shear_x": lambda image, slope: _transformed(image, (1.0, 0.3 * slope, 0.0), _SAME_Y),
-    "shear_y": lambda image, slope: _transformed(image, _SAME_X, (0.3 * slope, 1.0, 0.0)),
+    "shear_x": lambda image, slope: _transformed(
+        image, (1.0, 0.3 * slope, 0.0), _SAME_Y
+    ),
+    "shear_y": lambda image, slope: _transformed(
+        image, _SAME_X, (0.3 * slope, 1.0, 0.0)
+    ),
     "shift_x": _shift_x,
     "shift_y": _shift_y,
 }

@@ -16,7 +16,8 @@ from hvdkit.logs import join, printable
 
 _END_OF_MASK = re.compile(rf"[_\-. ]({'|'.join(layout.MASK_WORDS)})$", re.I)
 _LEAST_GROUPS = 5
-_Paths = dict[tuple[str, ...], Path]  # the key is split, names of folders, name of the file
+# The key is split, names of folders, name of the file.
+_Paths = dict[tuple[str, ...], Path]
 
 
 class Item(NamedTuple):
@@ -118,7 +119,11 @@ def _pairs(root: Path, places: list[Place]) -> list[Item]:
         for key in tests:
             del pictures[key]
         if tests:
-            print(printable(f"  not read: {len(tests):,} pictures of test, which have no mask"))
+            print(
+                printable(
+                    f"  not read: {len(tests):,} pictures of test, which have no mask"
+                )
+            )
 
     if pictures.keys() != masks.keys():
         cut_pictures, picture_digits = _without_affix(pictures)
@@ -143,7 +148,9 @@ def _paths(places: list[Place], kind: str) -> _Paths:
         for name in listing.unpacked(place.files):
             path = place.folder / name
             if not place.kind:
-                raise ValueError(f"{path} is in no folder of images or masks: move it away")
+                raise ValueError(
+                    f"{path} is in no folder of images or masks: move it away"
+                )
             if place.kind == kind:
                 key = (place.split, *place.names, spelling.composed(path.stem))
                 other = paths.setdefault(key, path)
@@ -195,14 +202,20 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
         left_out = len(items) - len(chosen)
         if left_out:
             about += f"; {left_out:,} of test are left out"
-        return _with_val(chosen, [item for item in chosen if item.split == scored]), about
+        return _with_val(
+            chosen, [item for item in chosen if item.split == scored]
+        ), about
     if len(splits) > 1:
-        raise ValueError(f"samples are for {sorted(splits)}, not for train and val: rename folders")
+        raise ValueError(
+            f"samples are for {sorted(splits)}, not for train and val: rename folders"
+        )
 
     units, group = _units(items)
     held = _held_back(units)
     if not held:
-        raise ValueError(f"{len(items)} samples are too few to hold any back to score: add more")
+        raise ValueError(
+            f"{len(items)} samples are too few to hold any back to score: add more"
+        )
     rule = f"whole groups as {group}" if group else "a hash of names"
     about = f"scored on {len(held):,} of {len(items):,} that are held back, by {rule}"
     return _with_val(items, held), about
@@ -256,7 +269,11 @@ def _held_back(units: list[list[Item]]) -> list[Item]:
     all_but_one = {label: count - 1 for label, count in counts.items()}
     for label in counts:
         if not held_counts[label]:
-            fitting = [unit for unit in units_of[label] if _fits(unit, held_counts, all_but_one)]
+            fitting = [
+                unit
+                for unit in units_of[label]
+                if _fits(unit, held_counts, all_but_one)
+            ]
             if fitting:
                 hold(min(fitting, key=len))
     return held

@@ -83,7 +83,9 @@ def check(
     if layout == "class_folders" and getattr(source, "num_classes", 0) == 1:
         tell(one_class(root / split))
 
-    counts = _counted(source, root / split, classes or getattr(source, "num_classes", 0), tell)
+    counts = _counted(
+        source, root / split, classes or getattr(source, "num_classes", 0), tell
+    )
     # A folder of label pictures does not say how many classes there are.
     if not classes and (values or isinstance(source, ImageLabelFolder)):
         counts.classes = counts.highest + 1
@@ -101,10 +103,14 @@ def check(
     return counts
 
 
-def _counted(source: Source, folder: Path, classes: int, tell: Callable[[str], None]) -> "Counts":
+def _counted(
+    source: Source, folder: Path, classes: int, tell: Callable[[str], None]
+) -> "Counts":
     """Counts the sound samples; `tell` gets what is wrong with the others."""
     if not classes:
-        raise ValueError("--num_classes: this reader does not say how many classes there are")
+        raise ValueError(
+            "--num_classes: this reader does not say how many classes there are"
+        )
     counts = Counts(classes, kind_of(source))
     where = getattr(source, "where", f"sample {{}} of {folder}".format)
     for index, sample in enumerate(_samples(source)):
@@ -117,7 +123,11 @@ def _counted(source: Source, folder: Path, classes: int, tell: Callable[[str], N
             tell(f"{where(index)}{fault}")
         else:
             counts.add(sample)
-    labels = f"labels 0 to {counts.highest}" if counts.highest >= 0 else "no label could be read"
+    labels = (
+        f"labels 0 to {counts.highest}"
+        if counts.highest >= 0
+        else "no label could be read"
+    )
     counts.words = f"{len(source):,} samples, {labels}"
     return counts
 
@@ -131,7 +141,8 @@ class _Sample(NamedTuple):
 
     low: int
     high: int
-    values: np.ndarray  # pixels of each value, int64 [256]; empty where the label is one class
+    # Pixels of each value, int64 [256]; empty where the label is one class.
+    values: np.ndarray
     size: tuple[int, int]
     label_size: tuple[int, int]  # the picture's size, where the label is no picture
 
@@ -158,7 +169,9 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
     def look(index: tf.Tensor) -> tuple[tf.Tensor, ...]:
         sample = source.read(index)
         if not {"image", "label"} <= sample.keys():
-            raise ValueError(f"samples need an image and a label to be checked: {[*sample]}")
+            raise ValueError(
+                f"samples need an image and a label to be checked: {[*sample]}"
+            )
         label = tf.cast(sample["label"], tf.int64)
         values = tf.zeros([0], tf.int64)
         # The picture's size is returned so that the picture is decoded: unused outputs are not.
@@ -167,7 +180,9 @@ def _samples(source: Source) -> Iterator[_Sample | str]:
         if label.shape.rank:  # the label is a picture
             label_size = tf.shape(label)[:2]
             flat = tf.cast(tf.reshape(label, [-1]), tf.int32)
-            values = tf.math.bincount(flat, minlength=_VALUES, maxlength=_VALUES, dtype=tf.int64)
+            values = tf.math.bincount(
+                flat, minlength=_VALUES, maxlength=_VALUES, dtype=tf.int64
+            )
             label = tf.where(label == IGNORE, tf.zeros_like(label), label)
         return tf.reduce_min(label), tf.reduce_max(label), values, size, label_size
 
@@ -249,12 +264,16 @@ class Counts:
             name = names[number]
             shown = name if name == str(number) else f"{number} {name}"
             share = counts[number] / max(counts.sum(), 1)
-            lines.append(f"  {shown:<24.24} {counts[number]:>16,} {self.unit}  {share:8.3%}")
+            lines.append(
+                f"  {shown:<24.24} {counts[number]:>16,} {self.unit}  {share:8.3%}"
+            )
         if self.unit == "pixels" and self.of[IGNORE]:
             lines.append(f"  {'ignored':<24} {self.of[IGNORE]:>16,} pixels")
         missing = [names[number] for number in np.flatnonzero(counts == 0).tolist()]
         if missing:
-            lines.append(f"warning: {len(missing)} class(es) never occur: {logs.join(missing)}")
+            lines.append(
+                f"warning: {len(missing)} class(es) never occur: {logs.join(missing)}"
+            )
         return lines
 
     def _sizes_in_words(self) -> str:
@@ -295,15 +314,27 @@ def _arguments(argv: list[str]) -> Namespace:
     parser.add_argument(
         "--data_dir", type=path_argument, required=True, help="folder of the data set"
     )
-    parser.add_argument("--data_format", choices=READERS, help="its layout, if it does not show")
-    parser.add_argument("--split", action="append", help="train and val, or all that is packed")
-    parser.add_argument("--num_classes", type=int, default=0, help="labels are below it")
-    parser.add_argument("--label_map", default="", help="as of train.py: 255:1,0:ignore")
-    parser.add_argument("--hash", action="store_true", help="keep the SHA-256 of each file")
+    parser.add_argument(
+        "--data_format", choices=READERS, help="its layout, if it does not show"
+    )
+    parser.add_argument(
+        "--split", action="append", help="train and val, or all that is packed"
+    )
+    parser.add_argument(
+        "--num_classes", type=int, default=0, help="labels are below it"
+    )
+    parser.add_argument(
+        "--label_map", default="", help="as of train.py: 255:1,0:ignore"
+    )
+    parser.add_argument(
+        "--hash", action="store_true", help="keep the SHA-256 of each file"
+    )
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
     if url := remote.url_of(args.data_dir):
-        parser.error(f"--data_dir={url} is a URL: check the folder before it is copied there")
+        parser.error(
+            f"--data_dir={url} is a URL: check the folder before it is copied there"
+        )
     if not args.data_dir.exists():
         parser.error(f"--data_dir={args.data_dir} does not exist")
     args.data_format = args.data_format or layout_of(args.data_dir)
@@ -332,7 +363,9 @@ def main(argv: list[str]) -> int:
 
     values = label_values(typed.path(args.label_map))
     packed = args.data_dir.glob(*_SIGNS["records"]) if layout == "records" else ()
-    splits = args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
+    splits = (
+        args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
+    )
     names: list[str] = []
     opened: list[Source] = []
     trained = "train" if "train" in splits else splits[0]

@@ -39,7 +39,9 @@ _AT_ONCE = 32  # records are read back at a time
 _LOCK = ".lock"  # a file in the folder of an unfinished pack
 
 
-def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from: str = "") -> Path:
+def pack(
+    source: Source, out: Path, split: str, *, shards: int = 0, packed_from: str = ""
+) -> Path:
     """Writes OUT/SPLIT, whole or not at all; all of it is read back before it gets its name.
 
     `shards`: their number, 0: as many as make about 256 MB each. `packed_from`: a description for
@@ -48,14 +50,17 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     """
     if shards < 0:
         raise ValueError(f"--shards={shards}: give at least 1")
-    if not split or split.startswith(".") or "/" in split:  # hidden ones are unfinished packs
+    # Hidden ones are unfinished packs.
+    if not split or split.startswith(".") or "/" in split:
         raise ValueError(
             f"{split!r} cannot be the name of a packed split: it must be a folder's name that does "
             "not begin with '.'; give another --as"
         )
     out.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(out / split):
-        raise ValueError(f"{out / split} is there already; remove it, or give another --out")
+        raise ValueError(
+            f"{out / split} is there already; remove it, or give another --out"
+        )
     encoder = _Encoder(source)
     if not shards:
         sizes = [len(data) for data, _ in encoder.examples(sampled(len(source), 32))]
@@ -68,7 +73,9 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
     rank = launch_rank()
     ranks, _ = launched_ranks()
     if rank >= ranks:
-        raise ValueError(f"the launcher gives rank {rank}, and not of how many: use mpirun or srun")
+        raise ValueError(
+            f"the launcher gives rank {rank}, and not of how many: use mpirun or srun"
+        )
     key = digest([(f"{source.fingerprint()} {packed_from} {records.VERSION}", shards)])
     with _unfinished(out, split, key, rank=rank) as work:
         for number in range(rank, shards, ranks):
@@ -76,7 +83,8 @@ def pack(source: Source, out: Path, split: str, *, shards: int = 0, packed_from:
             _pack_shard(encoder, work / f"{number:05d}", indices)
         if not rank:
             _join(source, work, shards, split=split, packed_from=packed_from)
-            (work / "whole").rename(out / split)  # this fails where something has that name
+            # This fails where something has that name.
+            (work / "whole").rename(out / split)
             # Without the key, the next pack uses nothing of the rest if this one is killed here.
             (work / key).unlink()
     if not rank:
@@ -124,7 +132,9 @@ def _verify(packed: records.Records, indices: range, count: int) -> None:
         _, faults = packed.fetch(np.arange(len(indices))[first : first + _AT_ONCE])
         for index, fault in zip(indices[first:], faults):
             if fault:
-                raise ValueError(f"what was read back differs from what was packed: {fault}")
+                raise ValueError(
+                    f"what was read back differs from what was packed: {fault}"
+                )
             logs.progress("verified", index + 1, count)
 
 
@@ -134,7 +144,9 @@ def _flush(folder: Path) -> None:
         whole_files.flush(path)
 
 
-def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: str) -> None:
+def _join(
+    source: Source, work: Path, shards: int, *, split: str, packed_from: str
+) -> None:
     """Makes WORK/whole of all shards; if it is cut off, the next try goes on."""
     parts = [work / f"{number:05d}" for number in range(shards)]
     _wait_for(parts)
@@ -155,7 +167,11 @@ def _join(source: Source, work: Path, shards: int, *, split: str, packed_from: s
             (part / shard["name"]).rename(folder / name)
         listed.append(shard | {"name": name})
 
-    meta = {"packed_from": packed_from, "kind": part_meta["kind"], "num_classes": num_classes}
+    meta = {
+        "packed_from": packed_from,
+        "kind": part_meta["kind"],
+        "num_classes": num_classes,
+    }
     class_names = getattr(source, "class_names", ())
     if class_names:
         meta["class_names"] = list(class_names)
@@ -176,7 +192,9 @@ def _wait_for(parts: list[Path]) -> None:
     reported = 0
     while missing := [part.name for part in parts if not part.exists()]:
         if len(missing) != reported:
-            print(f"waits for other ranks' shards {logs.join(missing)}", file=sys.stderr)
+            print(
+                f"waits for other ranks' shards {logs.join(missing)}", file=sys.stderr
+            )
         reported = len(missing)
         time.sleep(0.2)
 
@@ -195,7 +213,9 @@ class _Encoder:
     def _encoded(self, index: tf.Tensor) -> Parts:
         sample = self._source.read(index)
         if not {"image", "label"} <= sample.keys():
-            raise ValueError(f"samples need an image and a label to be packed: {[*sample]}")
+            raise ValueError(
+                f"samples need an image and a label to be packed: {[*sample]}"
+            )
         image = sample["image"]
         label = sample["label"]
         _check_kept(image, label)
@@ -210,7 +230,9 @@ class _Encoder:
     def examples(self, indices: range) -> Iterator[tuple[bytes, int]]:
         """A tf.train.Example of each, and its highest class; ValueError: one cannot be read."""
         ids = tf.data.Dataset.range(indices.start, indices.stop, indices.step)
-        samples = ids.map(pipeline.as_written(self._encode), tf.data.AUTOTUNE, deterministic=True)
+        samples = ids.map(
+            pipeline.as_written(self._encode), tf.data.AUTOTUNE, deterministic=True
+        )
         samples = samples.as_numpy_iterator()
         for index in indices:
             try:
@@ -244,10 +266,18 @@ def _file_of(sample: Parts) -> tf.Tensor:
 def _check_kept(image: tf.Tensor, label: tf.Tensor) -> None:
     """Raises ValueError for what a record cannot hold as it is."""
     is_picture = (
-        image.dtype == tf.uint8 and image.shape.rank in (3, None) and image.shape[-1] in (3, None)
+        image.dtype == tf.uint8
+        and image.shape.rank in (3, None)
+        and image.shape[-1] in (3, None)
     )
-    is_number = label.shape.rank in (0, None) and (label.dtype.is_integer or label.dtype.is_bool)
-    is_map = label.shape.rank == 3 and label.dtype == tf.uint8 and label.shape[-1] in (1, None)
+    is_number = label.shape.rank in (0, None) and (
+        label.dtype.is_integer or label.dtype.is_bool
+    )
+    is_map = (
+        label.shape.rank == 3
+        and label.dtype == tf.uint8
+        and label.shape[-1] in (1, None)
+    )
     if not is_picture or not (is_number or is_map):
         raise ValueError(
             "a pack holds pictures, uint8 [height, width, 3], with a whole number or a map of "
@@ -285,11 +315,15 @@ class Smaller(Wrapper):
 
         def encoded() -> tf.Tensor:
             small = tf.image.resize(image, scaled, antialias=True)
-            return tf.io.encode_jpeg(tf.cast(small + 0.5, tf.uint8), quality=self._quality)
+            return tf.io.encode_jpeg(
+                tf.cast(small + 0.5, tf.uint8), quality=self._quality
+            )
 
         file = tf.cond(shorter > self._side, encoded, lambda: _file_of(sample))
         if label.shape.rank == 3:
-            label = image_ops.nearest(label, tf.where(shorter > self._side, scaled, shape))
+            label = image_ops.nearest(
+                label, tf.where(shorter > self._side, scaled, shape)
+            )
         return {"image": pictures.decode_image(file), "label": label, "file": file}
 
     def fingerprint(self) -> str:
@@ -330,7 +364,9 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
         end = time.monotonic() + 60
         while not (work / key).exists():
             if time.monotonic() > end:
-                raise ValueError(f"rank 0 has not begun {work} within 60 s: did it fail?")
+                raise ValueError(
+                    f"rank 0 has not begun {work} within 60 s: did it fail?"
+                )
             time.sleep(0.2)
         yield work
         return
@@ -360,31 +396,49 @@ def _unfinished(out: Path, name: str, key: str, *, rank: int) -> Iterator[Path]:
 def main(argv: list[str]) -> int:
     of_project()  # the project may add readers
     formats = [name for name in PACK_ONLY | READERS if name != "records"]
-    parser = argparse.ArgumentParser(description="Packs one split of a data set into shards.")
+    parser = argparse.ArgumentParser(
+        description="Packs one split of a data set into shards."
+    )
     parser.add_argument("--from", dest="layout", choices=formats, required=True)
-    parser.add_argument("--root", type=path_argument, required=True, help="folder of the data set")
+    parser.add_argument(
+        "--root", type=path_argument, required=True, help="folder of the data set"
+    )
     parser.add_argument("--split", required=True, help="which split to pack")
     parser.add_argument(
         "--out", type=path_argument, required=True, help="writes the folder OUT/SPLIT"
     )
     parser.add_argument("--as", dest="name", help="another name for the folder: OUT/AS")
-    parser.add_argument("--shards", type=int, default=0, help="files (default: 256 MB each)")
-    parser.add_argument("--short_side", type=int, help="scale larger pictures down, pixels")
-    parser.add_argument("--quality", type=int, help="JPEG quality of scaled pictures (default: 90)")
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="mix samples over all shards")
+    parser.add_argument(
+        "--shards", type=int, default=0, help="files (default: 256 MB each)"
+    )
+    parser.add_argument(
+        "--short_side", type=int, help="scale larger pictures down, pixels"
+    )
+    parser.add_argument(
+        "--quality", type=int, help="JPEG quality of scaled pictures (default: 90)"
+    )
+    parser.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="mix samples over all shards"
+    )
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
     pictures.limit(args.max_pixels)
     if args.quality is not None and args.short_side is None:
-        parser.error("--quality is that of pictures which --short_side scales: give both, or none")
+        parser.error(
+            "--quality is that of pictures which --short_side scales: give both, or none"
+        )
     if url := remote.url_of(args.out):
-        parser.error(f"--out={url} is a URL: pack into a folder, then copy that to the server")
+        parser.error(
+            f"--out={url} is a URL: pack into a folder, then copy that to the server"
+        )
     if not args.root.exists():
         parser.error(f"--root={args.root} does not exist")
     name = args.split if args.name is None else args.name
     try:
         source, packed_from = _opened(args)
-        folder = pack(source, args.out, name, shards=args.shards, packed_from=packed_from)
+        folder = pack(
+            source, args.out, name, shards=args.shards, packed_from=packed_from
+        )
     except (ValueError, OSError, tf.errors.OpError) as error:
         parser.exit(2, f"\n{logs.printable(error)}\n")
     if not launch_rank():

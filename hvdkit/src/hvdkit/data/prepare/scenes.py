@@ -25,7 +25,8 @@ COLUMNS = {"train": range(480), "val": range(480, 640)}
 Place = tuple[slice, slice]  # rows, columns
 _INK = 0.45  # share of full ink above which a pixel belongs to the digit
 _TRIES = 30  # a digit for which so many tries find no place is left out
-_CONTRAST = (0.3, 0.7)  # range of the contrast of digit and background; 1 is black on white
+# Range of the contrast of digit and background; 1 is black on white.
+_CONTRAST = (0.3, 0.7)
 _OVERLAP = 0.1  # a later digit may cover this share of a digit
 
 
@@ -36,8 +37,10 @@ class Settings:
     train: int = 6000  # scenes
     val: int = 400  # scenes
     size: int = 64  # pixels, height and width
-    digits: tuple[int, int] = (2, 5)  # fewest and most in a scene (fewer where no room is found)
-    box: tuple[int, int] = (18, 32)  # pixels, side of the square that a scan is scaled to
+    # Fewest and most in a scene (fewer where no room is found).
+    digits: tuple[int, int] = (2, 5)
+    # Pixels, side of the square that a scan is scaled to.
+    box: tuple[int, int] = (18, 32)
     seed: int = 0
 
 
@@ -47,7 +50,8 @@ class Scene(NamedTuple):
     image: np.ndarray  # uint8 [size, size, 3]
     label: np.ndarray  # uint8 [size, size], class ids and IGNORE
     scans: tuple[int, ...]  # rows of shipped.digits
-    photo: tuple[int, int, int, int]  # which photograph, left column, top row, side of the crop
+    # Which photograph, left column, top row, side of the crop.
+    photo: tuple[int, int, int, int]
 
 
 def scene(settings: Settings, split: str, index: int) -> Scene:
@@ -81,13 +85,17 @@ def ensure_demo(root: Path, settings: Settings = Settings()) -> None:
         return
     root.parent.mkdir(parents=True, exist_ok=True)
     # It is made beside `root`: only a rename inside one file system is atomic.
-    with tempfile.TemporaryDirectory(dir=root.parent, prefix=f".{root.name}.making-") as scratch:
+    with tempfile.TemporaryDirectory(
+        dir=root.parent, prefix=f".{root.name}.making-"
+    ) as scratch:
         work = Path(scratch, "set")
         for folder in ("images", "labels", "splits"):
             (work / folder).mkdir(parents=True)
         for split in COLUMNS:
             _write_split(work, split, settings)
-        (work / MARKER).write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
+        (work / MARKER).write_text(
+            json.dumps(dataclasses.asdict(settings), indent=2) + "\n"
+        )
         try:
             work.rename(root)  # this fails where `root` holds anything
         except OSError as error:
@@ -110,7 +118,9 @@ def _background(
     top = int(rng.integers(photo.height - side, endpoint=True))
     # The crop comes before resizing, whose filter must not read columns of the other split.
     crop = photo.crop((left, top, left + side, top + side))
-    pixels = np.array(crop.resize((size, size), Image.Resampling.BILINEAR), np.float32) / 255
+    pixels = (
+        np.array(crop.resize((size, size), Image.Resampling.BILINEAR), np.float32) / 255
+    )
     if rng.random() < 0.5:
         pixels = pixels[:, ::-1].copy()
     return pixels, (which, left, top, side)
@@ -126,7 +136,9 @@ def _shape(scan: int, side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ink, digit, np.asarray(near) > digit
 
 
-def _free_place(rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray) -> Place | None:
+def _free_place(
+    rng: np.random.Generator, owner: np.ndarray, covers: np.ndarray
+) -> Place | None:
     """Rows and columns where a digit hides little of earlier ones; None if none is found."""
     areas = np.bincount(owner.ravel())[1:]
     side = len(covers)
@@ -158,6 +170,10 @@ def _write_split(work: Path, split: str, settings: Settings) -> None:
         drawn = scene(settings, split, index)
         for folder, pixels in (("images", drawn.image), ("labels", drawn.label)):
             # Level 1 is four times as fast as the default, with files little larger.
-            Image.fromarray(pixels).save(work / folder / f"{name}.png", compress_level=1)
+            Image.fromarray(pixels).save(
+                work / folder / f"{name}.png", compress_level=1
+            )
         logs.progress(f"demo scenes, {split}", index + 1, len(names))
-    (work / "splits" / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
+    (work / "splits" / f"{split}.txt").write_text(
+        "".join(f"{name}\n" for name in names)
+    )

@@ -54,7 +54,9 @@ class _Archives(source.ReadAhead):
             places = list(threads.map(self._listed, self._files))
         self._ends = np.cumsum([len(part) for part in places])
         if not len(self):
-            raise ValueError(f"{self._files[0].parent}: the files of split {split} hold no sample")
+            raise ValueError(
+                f"{self._files[0].parent}: the files of split {split} hold no sample"
+            )
         self._places = np.concatenate(places)
         self.bytes_each = float(self._places[:, 1].mean())
 
@@ -63,7 +65,11 @@ class _Archives(source.ReadAhead):
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         files, faults, labels = zip(*(self._one(index) for index in indices.tolist()))
-        return [np.array(files, object), np.array(faults, object), np.array(labels, np.int64)]
+        return [
+            np.array(files, object),
+            np.array(faults, object),
+            np.array(labels, np.int64),
+        ]
 
     def decode(self, parts: source.Parts) -> source.Parts:
         file = source.sound(parts, "file")
@@ -129,12 +135,16 @@ class Tars(_Archives):
                 if member.isdir() or os.path.basename(member.name).startswith("."):
                     continue
                 if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                    raise ValueError(f"{path}: {member.name} is a link: tar -h --hard-dereference")
+                    raise ValueError(
+                        f"{path}: {member.name} is a link: tar -h --hard-dereference"
+                    )
                 folder, name = os.path.split(member.name)
                 stem, _, ending = name.partition(".")
                 ending = f".{ending.lower()}"
                 if f"{folder}/{stem}" != current:
-                    yield from _of_parts(file, parts, where=f"{path}, sample {current[1:]}")
+                    yield from _of_parts(
+                        file, parts, where=f"{path}, sample {current[1:]}"
+                    )
                     current = f"{folder}/{stem}"
                     parts = {}
                 if ending in parts:
@@ -169,9 +179,13 @@ def _of_parts(
     """Place, length and class of the sample of these files, by ending; [] where there are none."""
     if not parts:
         return []
-    images = [part for ending, part in parts.items() if ending in pictures.IMAGE_SUFFIXES]
+    images = [
+        part for ending, part in parts.items() if ending in pictures.IMAGE_SUFFIXES
+    ]
     if len(images) != 1 or ".cls" not in parts:
-        raise ValueError(f"{where} has {', '.join(parts)}: one picture and a .cls were expected")
+        raise ValueError(
+            f"{where} has {', '.join(parts)}: one picture and a .cls were expected"
+        )
     number = parts[".cls"]
     text = os.pread(file.fileno(), min(number.size, 33), number.offset_data)
     if len(text) > 32 or not re.fullmatch(rb"\s*\d{1,9}\s*", text):
@@ -186,7 +200,8 @@ class Examples(_Archives):
 
     def __init__(self, root: Path, split: str, _: int = 0) -> None:
         super().__init__(root, split)
-        self._damage = functools.cache(_damage)  # it reads each file once, when it is needed
+        # It reads each file once, when it is needed.
+        self._damage = functools.cache(_damage)
 
     def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:
         place = 0
@@ -211,7 +226,11 @@ class Examples(_Archives):
             if image in parts and name in parts:
                 files = parts[image].bytes_list.value
                 labels = parts[name].int64_list.value
-                if len(files) != 1 or len(labels) != 1 or not first <= labels[0] < 10**9:
+                if (
+                    len(files) != 1
+                    or len(labels) != 1
+                    or not first <= labels[0] < 10**9
+                ):
                     raise ValueError(
                         f"has {len(files)} {image}, and {[*labels]} as {name}: one number from "
                         f"{first} up was expected"
@@ -225,7 +244,9 @@ class Examples(_Archives):
 def _damage(path: Path) -> str:
     """What is wrong with a TFRecord file's checksums, or ""."""
     try:
-        tf.data.TFRecordDataset(os.fsencode(path)).reduce(np.int64(0), lambda n, _: n + 1)
+        tf.data.TFRecordDataset(os.fsencode(path)).reduce(
+            np.int64(0), lambda n, _: n + 1
+        )
     except tf.errors.OpError as error:
         return reason_of(error)
     return ""
@@ -239,9 +260,13 @@ def _files_of(root: Path, split: str, names: str) -> list[Path]:
         names = rf"(?=(.*[-_.])?{re.escape(split)}[-_.]){names}"
     paths = sorted(path for path in folder.iterdir() if re.fullmatch(names, path.name))
     if not paths:
-        raise ValueError(f"{folder} has no file of split {split} whose name fits {names}")
+        raise ValueError(
+            f"{folder} has no file of split {split} whose name fits {names}"
+        )
     if len({_without_numbers(path.name) for path in paths}) > 1:
-        raise ValueError(f"{folder} has files of several names for split {split}: {join(paths)}")
+        raise ValueError(
+            f"{folder} has files of several names for split {split}: {join(paths)}"
+        )
     for path in paths:
         if not path.stat().st_size:
             raise ValueError(f"{path} has zero bytes: copy it again")
@@ -262,7 +287,9 @@ def _check_complete(paths: list[Path], folder: Path, split: str) -> None:
             numbers.add(int(match[1]))
             totals.add(match[2])
     if len(totals) > 1:
-        raise ValueError(f"{folder} has split {split} in {' and in '.join(sorted(totals))} files")
+        raise ValueError(
+            f"{folder} has split {split} in {' and in '.join(sorted(totals))} files"
+        )
     if totals:
         first = 0
         end = int(min(totals))

@@ -34,7 +34,9 @@ class Cifar:
     def __init__(self, root: Path, split: str, _: int = 0):
         splits = {"train": self.train, "val": (self.val,)}
         if split not in splits:
-            raise ValueError(f"{self.folder} has no split {split!r}, only train and val")
+            raise ValueError(
+                f"{self.folder} has no split {split!r}, only train and val"
+            )
         root = Path(root)
         if (root / self.folder).is_dir():
             root = root / self.folder
@@ -51,8 +53,11 @@ class Cifar:
                 )
         self.class_names = (root / self.names).read_text().split()
         parts = {name: self._load(root / name) for name in splits[split]}
-        self._listing = [(name, zlib.crc32(part.tobytes())) for name, part in parts.items()]
-        with tf.device("CPU:0"):  # the pipeline reads it there; it must not take GPU memory
+        self._listing = [
+            (name, zlib.crc32(part.tobytes())) for name, part in parts.items()
+        ]
+        # The pipeline reads it there; it must not take GPU memory.
+        with tf.device("CPU:0"):
             self._records = tf.constant(np.concatenate([*parts.values()]))
 
     def _load(self, path: Path) -> np.ndarray:
@@ -71,7 +76,10 @@ class Cifar:
         record = self._records[index]
         planes = tf.reshape(record[-_PIXELS:], [3, 32, 32])
         label = record[-_PIXELS - 1]
-        return {"image": tf.transpose(planes, [1, 2, 0]), "label": tf.cast(label, tf.int32)}
+        return {
+            "image": tf.transpose(planes, [1, 2, 0]),
+            "label": tf.cast(label, tf.int32),
+        }
 
     def explain(self, index: int) -> str | None:
         """None: all faults are found when the files are opened."""

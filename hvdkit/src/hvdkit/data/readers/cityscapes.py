@@ -48,7 +48,9 @@ class Cityscapes(PicturePairs):
     def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:
         # The label files of test hold nothing to learn.
         if split not in ("train", "val"):
-            raise ValueError(f"Cityscapes has no labels of split {split!r}: choose train or val")
+            raise ValueError(
+                f"Cityscapes has no labels of split {split!r}: choose train or val"
+            )
         images = _names(root / "leftImg8bit" / split, _IMAGE)
         labels = _names(root / "gtFine" / split, _LABEL)
         for ending, unpaired in ((_LABEL, images - labels), (_IMAGE, labels - images)):

@@ -109,7 +109,10 @@ class ClassFolders:
 
     def _sampled_files(self) -> list[Path]:
         indices = source.sampled(len(self))
-        return [self._folder(i) / name for i, name in zip(indices, self._files.pick(indices))]
+        return [
+            self._folder(i) / name
+            for i, name in zip(indices, self._files.pick(indices))
+        ]
 
 
 def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Packed]:

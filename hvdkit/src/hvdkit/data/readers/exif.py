@@ -12,7 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"  # decoders pass over other chunks before it
+# Decoders pass over other chunks before it.
+PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 _NAMES = r"Exif\x00\x00|eXIf|EXIF|Raw profile type exif\x00|tiff:Orientation"
 _XMP = r"(?:http://ns\.adobe\.com/xap/1\.0/\x00|XML:com\.adobe\.xmp\x00|XMP \C{4})"
 _XMP = rf'\C*?{_XMP}\C*?tiff:Orientation(?:="|>)([0-9])\C*'
@@ -21,7 +22,8 @@ _TAG = 0x0112
 # Bytes of a value by its type (TIFF 6.0, section 2), 0 where there is no such type.
 _UNITS = (0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8, 4)
 _WHOLE = (3, 4, 6, 8, 9, 13)  # types of whole numbers, without the type of bytes
-_TAIL = 16  # zeros appended to a file, so that reading its last bytes needs no special case
+# Zeros appended to a file, so that reading its last bytes needs no special case.
+_TAIL = 16
 
 # A function for what few pictures need, traced once a process. Inlined in each reader's graph, its
 # ops would cost time for every picture, even in a branch that is not taken.
@@ -37,7 +39,9 @@ def orientation(data: tf.Tensor) -> tf.Tensor:
 
 def is_webp(data: tf.Tensor) -> tf.Tensor:
     """Whether a file's bytes begin as a WebP does, bool scalar."""
-    return tf.strings.regex_full_match(tf.strings.substr(data, 0, 15), r"RIFF\C{4}WEBPVP8")
+    return tf.strings.regex_full_match(
+        tf.strings.substr(data, 0, 15), r"RIFF\C{4}WEBPVP8"
+    )
 
 
 def _is_bare(data: tf.Tensor) -> tf.Tensor:
@@ -55,8 +59,12 @@ def _is_bare(data: tf.Tensor) -> tf.Tensor:
     jpeg &= ~tf.strings.regex_full_match(head, rf"\C*(?:{_NAMES})\C*")
     # After the 33 bytes of signature and header: length of the chunk, its name, the pixels, a
     # checksum, and 12 bytes of IEND.
-    length = tf.io.decode_raw(tf.strings.substr(head, 33, 4), tf.int32, little_endian=False)[0]
-    png = (tf.strings.substr(head, 0, 16) == PNG_START) & (length == tf.strings.length(data) - 57)
+    length = tf.io.decode_raw(
+        tf.strings.substr(head, 33, 4), tf.int32, little_endian=False
+    )[0]
+    png = (tf.strings.substr(head, 0, 16) == PNG_START) & (
+        length == tf.strings.length(data) - 57
+    )
     return jpeg | (png & (tf.strings.substr(head, 37, 4) == b"IDAT"))
 
 
@@ -75,7 +83,9 @@ def _of_named(data: tf.Tensor) -> tf.Tensor:
     block, end = tf.case(cases, default=lambda: _directory(data, 8, _png_step))
     value = _of_directory(block)
     head = _part(data, 0, end)
-    has_xmp = (value == 0) & tf.strings.regex_full_match(head, r"\C*tiff:Orientation\C*")
+    has_xmp = (value == 0) & tf.strings.regex_full_match(
+        head, r"\C*tiff:Orientation\C*"
+    )
     value = tf.cond(has_xmp, lambda: _of_xmp(head), lambda: value)
     return tf.where((value >= 1) & (value <= 8), value, 1)
 
@@ -150,7 +160,9 @@ def _of_text(name: tf.Tensor, content: tf.Tensor) -> tf.Tensor:
     start = len("Raw profile type exif\0")
     text = tf.cond(
         name == b"zTXt",  # its compressed text follows a byte that names the method
-        lambda: tf.io.decode_compressed(tf.strings.substr(content, start + 1, 2**30), "ZLIB"),
+        lambda: tf.io.decode_compressed(
+            tf.strings.substr(content, start + 1, 2**30), "ZLIB"
+        ),
         lambda: tf.strings.substr(content, start, 2**30),
     )
     text = tf.strings.regex_replace(text, r"^[^\n]*\n[^\n]*\n[^\n]*\n", "")
@@ -182,7 +194,9 @@ def _webp_step(
 
 def _part(data: tf.Tensor, place: tf.Tensor | int, size: tf.Tensor | int) -> tf.Tensor:
     """Bytes of a padded file; where it ends before them, those that it has."""
-    place = tf.minimum(tf.cast(place, tf.int64), tf.cast(tf.strings.length(data), tf.int64))
+    place = tf.minimum(
+        tf.cast(place, tf.int64), tf.cast(tf.strings.length(data), tf.int64)
+    )
     size = tf.minimum(tf.cast(size, tf.int64), tf.int32.max)
     return tf.strings.substr(data, place, tf.maximum(size, 0))
 
@@ -226,7 +240,11 @@ def _of_directory(block: tf.Tensor) -> tf.Tensor:
     sizes = units * joined(entries[:, 4:8], big=big)
     inside = start + 10 + 12 * tf.range(count)
     places = tf.where(sizes > 4, joined(entries[:, 8:12], big=big), inside)
-    valid = (joined(entries[:, :2], big=big) == _TAG) & (sizes > 0) & (places + sizes <= length)
+    valid = (
+        (joined(entries[:, :2], big=big) == _TAG)
+        & (sizes > 0)
+        & (places + sizes <= length)
+    )
 
     def value() -> tf.Tensor:
         entry = tf.argmax(tf.cast(valid, tf.int32))
@@ -234,7 +252,9 @@ def _of_directory(block: tf.Tensor) -> tf.Tensor:
         values = [joined(wide[:size], big=big) for size in (1, 2, 4)]
         number = tf.gather(tf.stack(values), tf.minimum(units[entry] // 2, 2))
         whole = tf.reduce_any(kinds[entry] == tf.constant(_WHOLE, tf.int64))
-        return tf.cast(tf.where(whole & (number >= 1) & (number <= 8), number, 1), tf.int32)
+        return tf.cast(
+            tf.where(whole & (number >= 1) & (number <= 8), number, 1), tf.int32
+        )
 
     broken = tf.cast(~is_known & (length > 0), tf.int32)
     return tf.cond(tf.reduce_any(valid), value, lambda: broken)

@@ -29,7 +29,9 @@ class Idx(Arrays):
 
     def __init__(self, root: Path, split: str, _: int = 0) -> None:
         if split not in _PREFIXES:
-            raise ValueError(f"MNIST's files have no split {split!r}, only train and val")
+            raise ValueError(
+                f"MNIST's files have no split {split!r}, only train and val"
+            )
         images = _values(root, f"{_PREFIXES[split]}-images-idx3-ubyte", dimensions=3)
         labels = _values(root, f"{_PREFIXES[split]}-labels-idx1-ubyte", dimensions=1)
         if len(images) != len(labels):
@@ -55,7 +57,9 @@ def _values(root: Path, name: str, *, dimensions: int) -> np.ndarray:
         raise ValueError(f"{file} is missing, and so is {name}")
     try:
         with gzip.open(file) if file.suffix else file.open("rb") as stream:
-            magic, *sizes = struct.unpack(f">{1 + dimensions}I", stream.read(4 + 4 * dimensions))
+            magic, *sizes = struct.unpack(
+                f">{1 + dimensions}I", stream.read(4 + 4 * dimensions)
+            )
             count = math.prod(sizes)
             is_sound = magic == 0x800 + dimensions and 0 < count < _MOST_VALUES
             # One byte more shows whether the file ends there.

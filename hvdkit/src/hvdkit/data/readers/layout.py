@@ -162,7 +162,9 @@ def arranged(
         # What looked like classes above images and masks is part of the pictures' names.
         for number, place in enumerate(places):
             if place.label:
-                places[number] = place._replace(label="", names=(place.label, *place.names))
+                places[number] = place._replace(
+                    label="", names=(place.label, *place.names)
+                )
     return places, left_out
 
 
@@ -246,7 +248,9 @@ def _check_leads_elsewhere(link: str, folder: Path) -> None:
     target = Path(link).resolve()
     for above in (folder, *folder.parents):
         if above.resolve().is_relative_to(target):
-            raise ValueError(f"{link} leads to a folder that holds it: remove this link")
+            raise ValueError(
+                f"{link} leads to a folder that holds it: remove this link"
+            )
 
 
 def _without_pictures(folders: list[Subfolder]) -> list[Path]:
@@ -274,7 +278,11 @@ def _meanings(below: list[Subfolder]) -> dict[str, Meaning]:
 
 
 def _role(
-    below: list[Subfolder], roles: list[str], given_roles: Sequence[str], *, are_classes: bool
+    below: list[Subfolder],
+    roles: list[str],
+    given_roles: Sequence[str],
+    *,
+    are_classes: bool,
 ) -> str:
     """The role of a level, by the names of its folders and the roles above it.
 
@@ -317,7 +325,11 @@ def _role(
 
 
 def _are_images_and_masks(
-    paths: dict[str, Path], meanings: dict[str, Meaning], roles: list[str], *, are_classes: bool
+    paths: dict[str, Path],
+    meanings: dict[str, Meaning],
+    roles: list[str],
+    *,
+    are_classes: bool,
 ) -> bool:
     """Whether the folders of a level are those of images and of masks.
 
@@ -329,7 +341,11 @@ def _are_images_and_masks(
     others = [name for name, meaning in meanings.items() if not any(meaning)]
     if not others:
         return "image" in kinds or ("train", "") in meanings.values()
-    if not are_classes and "class" not in roles and ("image" in kinds or len(paths) == 2):
+    if (
+        not are_classes
+        and "class" not in roles
+        and ("image" in kinds or len(paths) == 2)
+    ):
         beside = [name for name, meaning in meanings.items() if meaning.kind]
         raise ValueError(
             f"{paths[others[0]]} lies beside {join(beside)}, which may be masks: move it away, or "
@@ -338,7 +354,9 @@ def _are_images_and_masks(
     return False
 
 
-def _check_no_split(paths: dict[str, Path], meanings: dict[str, Meaning], roles: list[str]) -> None:
+def _check_no_split(
+    paths: dict[str, Path], meanings: dict[str, Meaning], roles: list[str]
+) -> None:
     """Raises ValueError where a folder among classes may be a split."""
     others = [name for name, meaning in meanings.items() if not any(meaning)]
     for name, meaning in meanings.items():
@@ -408,7 +426,9 @@ def _with_role(below: list[Subfolder], role: str) -> list[Place]:
         else:
             split, kind = meanings[folder.name]
             if not split and (role == "split" or not kind):
-                raise ValueError(f"{place.folder} says no {role}, as --layout= has it: rename it")
+                raise ValueError(
+                    f"{place.folder} says no {role}, as --layout= has it: rename it"
+                )
             if role == "kind" and not kind:  # train beside trainannot holds pictures
                 kind = "image"
             place = place._replace(split=split or place.split, kind=kind or place.kind)

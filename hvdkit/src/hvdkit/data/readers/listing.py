@@ -60,9 +60,13 @@ def read_names(path: Path) -> dict[str, int]:
         if name := line.strip():
             first = line_of.setdefault(composed(os.path.normpath(name)), number)
             if first != number:
-                raise ValueError(f"{path}, line {number}: {name} is on line {first} already")
+                raise ValueError(
+                    f"{path}, line {number}: {name} is on line {first} already"
+                )
             if ".." in name.split("/"):
-                raise ValueError(f"{path}, line {number}: {name!r} leads out of the data set")
+                raise ValueError(
+                    f"{path}, line {number}: {name!r} leads out of the data set"
+                )
             names[name] = number
     if not names:
         raise ValueError(f"{path} lists no name; write one a line")
@@ -100,7 +104,9 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     return [f"{folder.name}/{paths[name]}" for name in names]
 
 
-def contents(folder: Path, endings: tuple[str, ...]) -> tuple[list[str], list[os.DirEntry]]:
+def contents(
+    folder: Path, endings: tuple[str, ...]
+) -> tuple[list[str], list[os.DirEntry]]:
     """Names of the folder's files with these endings, in any case, and its other entries.
 
     Both are sorted, without hidden and system files. Links with such an ending count as files and
@@ -229,7 +235,11 @@ def unreadable(paths: Sequence[Path], most: int) -> dict[int, str]:
             size = _size(path)
         except ValueError as error:
             return str(error)
-        return f"{path} has {size:,} bytes, more than {most:,}; remove it" if size > most else ""
+        return (
+            f"{path} has {size:,} bytes, more than {most:,}; remove it"
+            if size > most
+            else ""
+        )
 
     with ThreadPoolExecutor(THREADS) as pool:
         faults = pool.map(fault_of, paths)
@@ -246,7 +256,9 @@ def _size(path: Path) -> int:
     try:
         status = path.stat()
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}, though its folder lists it") from None
+        raise ValueError(
+            f"{path}: {error.strerror}, though its folder lists it"
+        ) from None
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} leads to what is no regular file; remove it")
     return status.st_size
@@ -261,11 +273,14 @@ def _check_file(entry: os.DirEntry) -> None:
     """Uses the file type from the listing: no further request, no link followed."""
     if entry.is_file(follow_symlinks=False) or entry.is_symlink():
         return
-    raise ValueError(f"{entry.path} is a folder or no regular file; rename or remove it")
+    raise ValueError(
+        f"{entry.path} is a folder or no regular file; rename or remove it"
+    )
 
 
 _NARROW = 2**32  # 32-bit places reach so many bytes of text
-Packed = tuple[np.ndarray, np.ndarray]  # names' bytes, uint8, and the length of each, uint16
+# Names' bytes, uint8, and the length of each, uint16.
+Packed = tuple[np.ndarray, np.ndarray]
 
 
 class Names:
@@ -277,7 +292,9 @@ class Names:
 
     def __init__(self, text: np.ndarray, lengths: np.ndarray):
         """Of names that are `packed`: ranks send each other those."""
-        starts = np.zeros(len(lengths) + 1, np.uint32 if len(text) < _NARROW else np.int64)
+        starts = np.zeros(
+            len(lengths) + 1, np.uint32 if len(text) < _NARROW else np.int64
+        )
         np.cumsum(lengths, dtype=starts.dtype, out=starts[1:])
         with tf.device("CPU:0"):  # files are read there
             self._text = tf.constant(text.tobytes())
@@ -324,4 +341,7 @@ def unpacked(names: Packed) -> list[str]:
     """The names that are `packed`."""
     text, lengths = names
     ends = np.cumsum(lengths, dtype=np.int64)
-    return [os.fsdecode(text[end - size : end].tobytes()) for end, size in zip(ends, lengths)]
+    return [
+        os.fsdecode(text[end - size : end].tobytes())
+        for end, size in zip(ends, lengths)
+    ]

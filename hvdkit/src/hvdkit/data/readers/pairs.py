@@ -33,7 +33,9 @@ class PicturePairs:
 
     def __init__(self, root: Path, split: str, _: int = 0):
         key = (type(self).__name__, str(root), split)
-        folder, images, labels = shared_listing.found(key, lambda: self.listed(Path(root), split))
+        folder, images, labels = shared_listing.found(
+            key, lambda: self.listed(Path(root), split)
+        )
         self.root = Path(folder)
         self._images = Names(*images)
         self._labels = Names(*labels)
@@ -77,7 +79,9 @@ class PicturePairs:
 
     def explain(self, index: int) -> str | None:
         label_file = self.root / self._labels[index]
-        return pictures.explained(self.read, index, self.picture_file(index), label_file)
+        return pictures.explained(
+            self.read, index, self.picture_file(index), label_file
+        )
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]
@@ -100,7 +104,11 @@ class PicturePairs:
 
     def fingerprint(self) -> str:
         """SHA-256 over the files' names, and the sizes of at most 1,000 pairs spread over them."""
-        parts = (self._images.digest(), self._labels.digest(), str(self._sizes.tolist()))
+        parts = (
+            self._images.digest(),
+            self._labels.digest(),
+            str(self._sizes.tolist()),
+        )
         return source.digest((part, 0) for part in parts)
 
     def _sampled_files(self) -> list[Path]:
@@ -125,7 +133,9 @@ class ImageLabelFolder(PicturePairs):
     def __init__(self, root: Path, split: str, num_classes: int = 0):
         self.num_classes = num_classes or 256
         super().__init__(root, split)
-        self.is_demo: bool = shared_listing.found(("demo", str(root)), (self.root / MARKER).is_file)
+        self.is_demo: bool = shared_listing.found(
+            ("demo", str(root)), (self.root / MARKER).is_file
+        )
 
     @staticmethod
     def listed(root: Path, split: str) -> tuple[str, Packed, Packed]:

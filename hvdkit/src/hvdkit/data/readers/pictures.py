@@ -62,7 +62,12 @@ def _upright(image: tf.Tensor, data: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(turned, [None, None, image.shape[-1]])
 
 
-@seldom(input_signature=[tf.TensorSpec([None, None, None], tf.uint8), tf.TensorSpec([], tf.int32)])
+@seldom(
+    input_signature=[
+        tf.TensorSpec([None, None, None], tf.uint8),
+        tf.TensorSpec([], tf.int32),
+    ]
+)
 def _turned(image: tf.Tensor, orientation: tf.Tensor) -> tf.Tensor:
     height, width, channels = tf.unstack(tf.shape(image))
     swapped = swaps(orientation)
@@ -88,7 +93,9 @@ def _stored_size(data: tf.Tensor) -> tf.Tensor:
     def size_of_png() -> tf.Tensor:
         # Width and height follow signature, length and name of the first chunk, big-endian.
         numbers = tf.strings.substr(data, 16, 8)
-        return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[::-1]
+        return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[
+            ::-1
+        ]
 
     is_png = tf.strings.substr(data, 0, 16) == PNG_START
     cases = [
@@ -133,14 +140,18 @@ def fit(data: tf.Tensor) -> tf.Tensor:
     size = tf.cast(_stored_size(data), tf.int64)
     fits = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
     is_deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    has_known_colours = tf.cond(_has_four_colours(data), lambda: _of_adobe(data), lambda: True)
+    has_known_colours = tf.cond(
+        _has_four_colours(data), lambda: _of_adobe(data), lambda: True
+    )
     return tf.where(fits & ~is_deep & has_known_colours, data, b"")
 
 
 def _has_four_colours(data: tf.Tensor) -> tf.Tensor:
     """Whether this is a JPEG of four colours, as for printing, bool scalar."""
     shape = tf.cond(
-        tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data), lambda: tf.zeros([3], tf.int32)
+        tf.io.is_jpeg(data),
+        lambda: tf.io.extract_jpeg_shape(data),
+        lambda: tf.zeros([3], tf.int32),
     )
     return shape[2] == 4
 
@@ -213,16 +224,21 @@ def decode_label(data: tf.Tensor) -> tf.Tensor:
     Of other kinds of PNG, a decoder makes values that only look like ids (averaged colours, the
     high byte of 16 bits), so the header is checked first.
     """
-    depth, colour = tf.unstack(tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2)
+    depth, colour = tf.unstack(
+        tf.io.decode_raw(tf.strings.substr(data, 24, 2), tf.uint8), 2
+    )
     is_palette = colour == _PALETTE
     holds_ids = is_palette | ((colour == _GREY) & (depth == 8))
     holds_ids &= tf.strings.substr(data, 0, 16) == PNG_START
     require(
-        holds_ids, "a label must be an 8-bit grey or a palette PNG of class ids: map its values"
+        holds_ids,
+        "a label must be an 8-bit grey or a palette PNG of class ids: map its values",
     )
     data = fit(data)
     label = tf.cond(
-        is_palette, lambda: _decode_palette(data, depth), lambda: tf.io.decode_png(data, channels=1)
+        is_palette,
+        lambda: _decode_palette(data, depth),
+        lambda: tf.io.decode_png(data, channels=1),
     )
     return _upright(tf.ensure_shape(label, [None, None, 1]), data)
 
@@ -248,7 +264,9 @@ def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     return as_grey // tf.cast(255 // largest, tf.uint8)
 
 
-def explained(read: Callable[[tf.Tensor], object], index: int, *paths: Path) -> str | None:
+def explained(
+    read: Callable[[tf.Tensor], object], index: int, *paths: Path
+) -> str | None:
     """What is wrong with a sample that `read` makes of these files; None if it is fine."""
     try:
         for path in paths:
@@ -274,8 +292,16 @@ def check_decodes(path: Path) -> None:
         raise ValueError(
             f"{path} is no PNG, JPEG or WebP (it {start}); convert it, or copy it again"
         ) from None
-    except (OSError, SyntaxError, ValueError, zlib.error, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} cannot be decoded ({error}); copy or make it again") from None
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        zlib.error,
+        Image.DecompressionBombError,
+    ) as error:
+        raise ValueError(
+            f"{path} cannot be decoded ({error}); copy or make it again"
+        ) from None
     if fault:
         raise ValueError(f"{path} {fault}")
 
@@ -290,7 +316,9 @@ def refused(data: bytes) -> str:
         )
     if is_png and data[:16] != PNG_START:
         return "does not begin with its header: make it again"
-    is_extended_webp = data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and len(data) > 20
+    is_extended_webp = (
+        data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and len(data) > 20
+    )
     if is_extended_webp and data[20] & _ANIMATION:
         return "is an animation: save one picture of it"
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
@@ -302,7 +330,8 @@ def refused(data: bytes) -> str:
                 "save it as RGB"
             )
         height, width = _stored_size(tf.constant(data)).numpy().tolist()
-    except (tf.errors.OpError, UnicodeDecodeError):  # an OpError's text may hold bytes of the file
+    except (tf.errors.OpError, UnicodeDecodeError):
+        # An OpError's text may hold bytes of the file.
         return ""
     return too_large(width, height)
 

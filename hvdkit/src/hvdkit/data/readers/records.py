@@ -68,18 +68,25 @@ class Records(source.ReadAhead):
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
-        self.is_demo: bool = meta.get("is_demo", False)  # hvdkit itself made what was packed
+        # Hvdkit itself made what was packed.
+        self.is_demo: bool = meta.get("is_demo", False)
         self.is_shuffled: bool = meta.get("is_shuffled", False)
         self._index_sha256: str = meta["index_sha256"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
         self.shard_sizes = [shard["records"] for shard in meta["shards"]]
         self._ends = np.cumsum(self.shard_sizes)
-        self.form = {"data": tf.TensorSpec([], tf.string), "fault": tf.TensorSpec([], tf.string)}
+        self.form = {
+            "data": tf.TensorSpec([], tf.string),
+            "fault": tf.TensorSpec([], tf.string),
+        }
         self.shard_bytes = [size for _, size in self._shards]
         self.index_bytes = PLACE.itemsize * len(self)
         self.bytes_each = sum(self.shard_bytes) / len(self)
-        self._cache = remote.Cache(self._server, meta["checksum"]) if self._server else None
-        self._index_is_sound = False  # whether its checksum was right when it was opened first
+        self._cache = (
+            remote.Cache(self._server, meta["checksum"]) if self._server else None
+        )
+        # Whether its checksum was right when it was opened first.
+        self._index_is_sound = False
         self._opens_index = threading.Lock()  # many threads may open it at once
         self.keep_open(_OPEN)
 
@@ -155,7 +162,9 @@ class Records(source.ReadAhead):
             cache.server.allowed = True
             return file
         if not cache.fetch_again(INDEX, file):
-            raise ValueError(f"{self._path(INDEX)} {fault}; the disk of this host spoils it")
+            raise ValueError(
+                f"{self._path(INDEX)} {fault}; the disk of this host spoils it"
+            )
         return self._opened_index(cache)
 
     def _path(self, name: str) -> str:
@@ -172,7 +181,9 @@ class Records(source.ReadAhead):
         for index in range(end - self.shard_sizes[shard], end):
             offset, length, crc = self._place(index)
             if zlib.crc32(os.pread(file.fileno(), length, offset)) != crc:
-                return f"has a record (of sample {index}) that does not match its checksum"
+                return (
+                    f"has a record (of sample {index}) that does not match its checksum"
+                )
         return ""
 
     def decode(self, parts: source.Parts) -> source.Parts:
@@ -268,7 +279,9 @@ def _checksum(meta: dict[str, Any]) -> str:
 def _read_meta(folder: Path) -> dict[str, Any]:
     path = folder / META
     if not path.is_file():
-        splits = sorted(meta.parent.name for meta in folder.parent.glob(f"[!.]*/{META}"))
+        splits = sorted(
+            meta.parent.name for meta in folder.parent.glob(f"[!.]*/{META}")
+        )
         raise ValueError(
             f"{path} is missing; pack the split with hvdkit pack, or choose another (packed in "
             f"{folder.parent}: {join(splits) or 'none'})"
@@ -336,7 +349,8 @@ def _check_index(path: Path, meta: dict[str, Any]) -> None:
     has_outside = False
     sha = hashlib.sha256()
     with path.open("rb") as file:
-        for count, shard in zip(counts, meta["shards"]):  # one shard's places are in memory
+        # One shard's places are in memory.
+        for count, shard in zip(counts, meta["shards"]):
             places = np.fromfile(file, PLACE, count)
             sha.update(places.tobytes())
             # An end that overflows is less than its offset.

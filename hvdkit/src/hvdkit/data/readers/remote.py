@@ -32,7 +32,8 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
 _PREFIX = "packed-"
-_OF_SETS = re.compile(_PREFIX + "[0-9a-f]{32}")  # other folders beside these are never touched
+# Other folders beside these are never touched.
+_OF_SETS = re.compile(_PREFIX + "[0-9a-f]{32}")
 _CHUNK = 2**23  # bytes of a request
 _AHEAD = 2  # threads fetch ahead: while one tries again, the other goes on
 _PAUSE = 0.2  # seconds between polls for shards to fetch
@@ -47,7 +48,15 @@ _PACKAGES = {
     "file": "",
     "memory": "",
 }
-_CLIENTS = ("aiohttp", "aiobotocore", "botocore", "urllib3", "requests", "gcsfs", "google")
+_CLIENTS = (
+    "aiohttp",
+    "aiobotocore",
+    "botocore",
+    "urllib3",
+    "requests",
+    "gcsfs",
+    "google",
+)
 File: TypeAlias = BufferedReader | BufferedRandom
 _folder = ""
 _bound = 100e9
@@ -94,21 +103,32 @@ class Server:
         # Whether access was allowed once: credentials that end in mid-run spoil no sample.
         self.allowed = False
         if protocol not in _PACKAGES:
-            raise ValueError(f"--data_dir={url}: a URL begins with s3://, gs:// or https://")
-        if "@" in url.split("/")[2] or (protocol.startswith("http") and set("?@") & set(url)):
-            raise ValueError("--data_dir: a URL is kept in files of the run: leave out ? and @")
+            raise ValueError(
+                f"--data_dir={url}: a URL begins with s3://, gs:// or https://"
+            )
+        if "@" in url.split("/")[2] or (
+            protocol.startswith("http") and set("?@") & set(url)
+        ):
+            raise ValueError(
+                "--data_dir: a URL is kept in files of the run: leave out ? and @"
+            )
         try:
             import fsspec
 
             files = partial(
-                fsspec.filesystem, protocol, skip_instance_cache=True, use_listings_cache=False
+                fsspec.filesystem,
+                protocol,
+                skip_instance_cache=True,
+                use_listings_cache=False,
             )
             if protocol.startswith("http"):
                 import aiohttp
 
                 client = {
                     # By default a file has 5 minutes in all.
-                    "timeout": aiohttp.ClientTimeout(total=None, sock_connect=20, sock_read=15),
+                    "timeout": aiohttp.ClientTimeout(
+                        total=None, sock_connect=20, sock_read=15
+                    ),
                     # A compressed file has no ranges.
                     "headers": {"Accept-Encoding": "identity"},
                     "trust_env": True,
@@ -119,7 +139,9 @@ class Server:
                 self._files = files()
         except ImportError as error:
             packages = " ".join(["fsspec", _PACKAGES[protocol]]).strip()
-            raise ValueError(f"{url} is read by fsspec: pip install {packages} ({error})") from None
+            raise ValueError(
+                f"{url} is read by fsspec: pip install {packages} ({error})"
+            ) from None
 
     def read(self, name: str, first: int, last: int) -> bytes:
         """Bytes from `first` to before `last`, or to the file's end.
@@ -146,11 +168,17 @@ class Server:
             ) from None
         except Exception as error:  # each client has its own errors
             text = one_line(f"{type(error).__name__}: {error}")
-            text = re.sub(r"\?[^\s'\"]+", "?...", text)  # a redirect's query may be a signature
-            refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+            # A redirect's query may be a signature.
+            text = re.sub(r"\?[^\s'\"]+", "?...", text)
+            refused = (
+                isinstance(error, PermissionError)
+                or "Credential" in type(error).__name__
+            )
             refused |= _status(error) in (401, 403)
             if passes(error) or _of_network(error) or (self.allowed and refused):
-                raise OSError(f"{os.strerror(errno.EREMOTEIO)}: {url}: {text}") from None
+                raise OSError(
+                    f"{os.strerror(errno.EREMOTEIO)}: {url}: {text}"
+                ) from None
             raise ValueError(f"{url} cannot be read: {text}") from None
 
     async def _part(self, url: str, first: int, last: int) -> bytes:
@@ -160,7 +188,9 @@ class Server:
         session = await self._files.set_session()
         headers = {"Range": f"bytes={first}-{last - 1}"}
         data = bytearray()
-        async with session.get(self._files.encode_url(url), headers=headers) as response:
+        async with session.get(
+            self._files.encode_url(url), headers=headers
+        ) as response:
             if response.status == 404:
                 raise FileNotFoundError(url)
             response.raise_for_status()
@@ -185,7 +215,9 @@ def _of_network(error: Exception) -> bool:
         return False
     if re.search("Credential|InvalidU|Validation|ProfileNot", type(error).__name__):
         return False
-    return type(error).__module__.startswith(_CLIENTS) or isinstance(error, OSError | EOFError)
+    return type(error).__module__.startswith(_CLIENTS) or isinstance(
+        error, OSError | EOFError
+    )
 
 
 class Cache:
@@ -249,7 +281,10 @@ class Cache:
         """Deletes a file that the disk spoiled, unless another took its place since it was opened;
         False where one was deleted before."""
         path = self._folder / name
-        with _locked(self._folder / f".{name}.lock"), contextlib.suppress(FileNotFoundError):
+        with (
+            _locked(self._folder / f".{name}.lock"),
+            contextlib.suppress(FileNotFoundError),
+        ):
             if os.path.samestat(os.fstat(spoiled.fileno()), path.stat()):
                 if name in self._again:
                     return False
@@ -310,7 +345,9 @@ class Cache:
     def _reserved(self, name: str, size: int) -> tuple[File, Path]:
         """An empty file of this size, within the bound."""
         if size > self._bound:
-            raise ValueError(f"--cache_gb={self._bound / 1e9:g} is less than {name}, {size} bytes")
+            raise ValueError(
+                f"--cache_gb={self._bound / 1e9:g} is less than {name}, {size} bytes"
+            )
         partial = self._folder / f".{name}.partial"
         until = time.monotonic() + _WAIT
         while True:
@@ -341,7 +378,8 @@ class Cache:
         """
         files = []
         for path in self._files_of_sets():
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile: it is in use
+            # Renamed meanwhile: it is in use.
+            with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):
                     files.append((status.st_mtime, status.st_size, path))
@@ -355,7 +393,8 @@ class Cache:
     def _files_of_sets(self) -> Iterator[Path]:
         for folder in self._all.iterdir():
             if _OF_SETS.fullmatch(folder.name):
-                with contextlib.suppress(FileNotFoundError):  # somebody removed the folder
+                # Somebody removed the folder.
+                with contextlib.suppress(FileNotFoundError):
                     if whole_files.is_of_this_user(folder):
                         yield from folder.iterdir()
 
@@ -412,7 +451,10 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
     open from then on.
     """
     sources = [source for source in (train, val) if is_remote(source)]
-    if sum(sum(source.shard_bytes) + source.index_bytes for source in sources) <= _bound:
+    if (
+        sum(sum(source.shard_bytes) + source.index_bytes for source in sources)
+        <= _bound
+    ):
         return
     if not shuffled:
         raise ValueError(
@@ -435,7 +477,9 @@ def check_fits(shuffled: int, train: Source, val: Source) -> None:
 
 
 @contextlib.contextmanager
-def fetched_ahead(source: RemoteSource, coming: Callable[[], Sequence[int]]) -> Iterator[None]:
+def fetched_ahead(
+    source: RemoteSource, coming: Callable[[], Sequence[int]]
+) -> Iterator[None]:
     """Inside, threads fetch the shards that `coming()` lists, the first ones first; []: all.
 
     Listed shards are marked as used each time, so that others are deleted before them.
@@ -459,7 +503,9 @@ def fetched_ahead(source: RemoteSource, coming: Callable[[], Sequence[int]]) -> 
             elif not listed:
                 return  # all are there
 
-    threads = [threading.Thread(target=fetch, args=(n,), daemon=True) for n in range(_AHEAD)]
+    threads = [
+        threading.Thread(target=fetch, args=(n,), daemon=True) for n in range(_AHEAD)
+    ]
     for thread in threads:
         thread.start()
     try:

@@ -43,9 +43,13 @@ class Voc(PicturePairs):
         elif not (root / "ImageSets").is_dir():
             years = sorted(root.glob("VOC20??"))
             if years:
-                raise ValueError(f"{root} holds {join(years)}: give the folder of one year")
+                raise ValueError(
+                    f"{root} holds {join(years)}: give the folder of one year"
+                )
         names = listing.read_names(root / "ImageSets" / "Segmentation" / f"{split}.txt")
-        folder = "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
+        folder = (
+            "SegmentationClassAug" if split.endswith("aug") else "SegmentationClass"
+        )
         images = listing.find(root / "JPEGImages", names, IMAGE_SUFFIXES)
         labels = listing.find(root / folder, names, (".png",))
         return str(root), packed(images), packed(labels)

@@ -32,7 +32,10 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def photographs() -> tuple[Image.Image, ...]:
     """Two in RGB, each 640 wide and 427 high."""
-    return tuple(Image.open(_FOLDER / name).convert("RGB") for name in ("china.png", "flower.png"))
+    return tuple(
+        Image.open(_FOLDER / name).convert("RGB")
+        for name in ("china.png", "flower.png")
+    )
 
 
 NUM_CLASSES = 10

@@ -25,10 +25,14 @@ from hvdkit.train.step import across
 _FUSED = (tf.float16, tf.bfloat16, tf.float32)  # types that cuDNN's kernel takes
 
 
-def moving_statistics(model: keras.Model) -> tuple[list[tf.Variable], list[tf.Variable]]:
+def moving_statistics(
+    model: keras.Model,
+) -> tuple[list[tf.Variable], list[tf.Variable]]:
     """The moving means and the moving variances of every batch norm, in one order."""
     layers = [layer for layer in _batch_norms(model) if layer.moving_mean is not None]
-    return [raw(n.moving_mean) for n in layers], [raw(n.moving_variance) for n in layers]
+    return [raw(n.moving_mean) for n in layers], [
+        raw(n.moving_variance) for n in layers
+    ]
 
 
 def moving_ids(model: keras.Model) -> set[int]:
@@ -42,7 +46,9 @@ def normalizing(model: keras.Model) -> list[str]:
     return [_name(x) for x in layers if not isinstance(x, SyncBatchNormalization)]
 
 
-def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0) -> Callable:
+def make_sync(
+    model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0
+) -> Callable:
     """Returns the function that makes moving statistics alike; all ranks must call it.
 
     One allreduce carries the statistics of all layers.
@@ -79,8 +85,11 @@ def make_sync(model: keras.Model, mode: str, *, weight: float, virtual_ranks: in
         second = joined(variances)
         if mode == "moments":
             second += tf.square(mean)
-        both = tf.math.multiply_no_nan(tf.stack([mean, second]), share)  # 0 times NaN is 0
-        mean, second = tf.unstack(hvd.allreduce(both, op=hvd.Sum, name="batch_norm.moving"))
+        # 0 times NaN is 0.
+        both = tf.math.multiply_no_nan(tf.stack([mean, second]), share)
+        mean, second = tf.unstack(
+            hvd.allreduce(both, op=hvd.Sum, name="batch_norm.moving")
+        )
         if mode == "moments":
             second = tf.maximum(second - tf.square(mean), 0.0)
         for variables, values in ((means, mean), (variances, second)):
@@ -134,7 +143,9 @@ def fuse(model: keras.Model) -> None:
 @contextlib.contextmanager
 def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Inside, batch norms among them normalize with their moving statistics, also in training."""
-    norms = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+    norms = [
+        layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)
+    ]
     calls = [vars(layer).get("call") for layer in norms]
     for layer in norms:
         object.__setattr__(layer, "call", partial(_resting, layer))
@@ -148,11 +159,15 @@ def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
-def _resting(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
+def _resting(
+    layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None
+) -> tf.Tensor:
     return type(layer).call(layer, inputs, training=False, mask=mask)
 
 
-def _fused(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
+def _fused(
+    layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None
+) -> tf.Tensor:
     """A batch norm's `call`; Keras's where cuDNN has no kernel or none is needed."""
     rank = len(inputs.shape)
     dtype = inputs.dtype
@@ -195,7 +210,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     call. Every rank must make the same calls in training, with at least one sample.
     """
 
-    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+    def _moments(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Mean and biased variance over all ranks, each [channels], in float32 or float64.
 
         The ranks' own moments are taken in two passes, then joined in float64: E[x^2] - E[x]^2
@@ -206,7 +223,9 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return mean, variance
         dtype = mean.dtype
         shape = self.moving_mean.shape
-        mean, variance = (tf.reshape(tf.cast(t, tf.float64), shape) for t in (mean, variance))
+        mean, variance = (
+            tf.reshape(tf.cast(t, tf.float64), shape) for t in (mean, variance)
+        )
         # Keras's masked moments divide by count + epsilon, so that one without positions is 0.
         extra = 0.0 if mask is None else keras.config.epsilon()
         count = self._count(inputs, mask)
@@ -224,8 +243,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         """Positions of each channel that count on this rank, float64 [channels]."""
         if mask is None:
             channels = self.moving_mean.shape[0]
-            return tf.fill([channels], tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64))
-        weights = tf.broadcast_to(tf.cast(mask, tf.float64)[..., None], tf.shape(inputs))
+            return tf.fill(
+                [channels], tf.cast(tf.size(inputs, tf.int64) // channels, tf.float64)
+            )
+        weights = tf.broadcast_to(
+            tf.cast(mask, tf.float64)[..., None], tf.shape(inputs)
+        )
         return tf.reduce_sum(weights, self._reduction_axes)
 
     def _collective(self) -> str:
@@ -245,7 +268,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 class _BranchError(ValueError):
-    _keras_call_info_injected = True  # or Keras adds ten lines of call arguments to the message
+    # Or Keras adds ten lines of call arguments to the message.
+    _keras_call_info_injected = True
 
 
 def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
@@ -267,7 +291,9 @@ def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
 def _batch_norms(model: keras.Model) -> list[keras.layers.BatchNormalization]:
     # Keras has no public list of layers at any depth: model.layers is the first level only.
     layers = model._flatten_layers()
-    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+    return [
+        layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)
+    ]
 
 
 def _name(layer: keras.layers.Layer) -> str:

@@ -30,7 +30,9 @@ def check_types(model: keras.Model, precision: str) -> list[str]:
     way_out = policy_changed or _WAY_OUT
     layers = [layer for layer in model._flatten_layers() if _computes_floats(layer)]
     wider = _WIDER[precision]
-    narrower = [layer for layer in layers if layer.compute_dtype not in (precision, *wider)]
+    narrower = [
+        layer for layer in layers if layer.compute_dtype not in (precision, *wider)
+    ]
     if narrower:
         message = _computing(narrower, precision)
         if narrower[0].compute_dtype == "float16":
@@ -48,7 +50,9 @@ def check_types(model: keras.Model, precision: str) -> list[str]:
         raise ValueError(f"{_computing(wide, precision)}, most of the model: {way_out}")
     if policy_changed:
         raise ValueError(f"--precision={precision}: {policy_changed}")
-    half = [v.path for v in model.trainable_variables if v.dtype in ("float16", "bfloat16")]
+    half = [
+        v.path for v in model.trainable_variables if v.dtype in ("float16", "bfloat16")
+    ]
     if half:
         raise ValueError(
             f"the weights {join(half, 3)} have 16 bits, in which small updates are lost: leave out "

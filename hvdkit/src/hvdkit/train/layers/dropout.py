@@ -90,7 +90,9 @@ def drawing_layers(model: keras.Model) -> list[str]:
         if not layer._seed_generators:
             continue
         # Recurrent cells have a generator whether they drop anything or not.
-        rates = [getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")]
+        rates = [
+            getattr(layer, name, None) for name in ("dropout", "recurrent_dropout")
+        ]
         if None in rates or any(rates):
             names.append(layer.path or layer.name)
     return names
@@ -134,7 +136,8 @@ class SampleDropout(keras.layers.Layer):
     def __init__(self, rate: float, **kwargs) -> None:
         super().__init__(**kwargs)
         self.rate = rate
-        self.salt = zlib.crc32(self.name.encode()) & 0x7FFFFFFF  # layers draw differently
+        # Layers draw differently.
+        self.salt = zlib.crc32(self.name.encode()) & 0x7FFFFFFF
 
     def call(self, inputs: list[tf.Tensor], training: bool = False) -> tf.Tensor:
         features, keys = inputs
@@ -145,10 +148,14 @@ class SampleDropout(keras.layers.Layer):
             key = tf.random.experimental.stateless_fold_in(key, self.salt, alg="philox")
             # Computed as stateless_uniform does: XLA would make other floats of the same bits.
             shape = tf.shape(features)[1:]
-            bits = tf.random.stateless_uniform(shape, key, None, None, tf.int32, alg="philox")
+            bits = tf.random.stateless_uniform(
+                shape, key, None, None, tf.int32, alg="philox"
+            )
             return tf.cast(bits & 0x7FFFFF, tf.float32) * 2.0**-23 >= self.rate
 
-        mask = tf.map_fn(keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool))
+        mask = tf.map_fn(
+            keep, keys, fn_output_signature=tf.TensorSpec(features.shape[1:], tf.bool)
+        )
         scaled = features / tf.cast(1.0 - self.rate, features.dtype)
         return tf.where(mask, scaled, tf.zeros_like(features))
 

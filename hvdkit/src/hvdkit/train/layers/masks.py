@@ -22,7 +22,8 @@ def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
         return []
     outputs: list[tf.Tensor] = []
     masked: list[str] = []  # layers that get a mask
-    bare: dict[str, tf.Tensor] = {}  # by layers that take a mask and get none, their inputs
+    # By layers that take a mask and get none, their inputs.
+    bare: dict[str, tf.Tensor] = {}
 
     def seen(layer: keras.Layer, x: Any, masks: list[Any]) -> None:
         if any(mask is not None for mask in masks):
@@ -51,7 +52,9 @@ def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
 
 
 def _makes_mask(layer: keras.Layer) -> bool:
-    return isinstance(layer, keras.layers.Masking) or bool(getattr(layer, "mask_zero", False))
+    return isinstance(layer, keras.layers.Masking) or bool(
+        getattr(layer, "mask_zero", False)
+    )
 
 
 @contextlib.contextmanager
@@ -61,7 +64,11 @@ def _watched(model: keras.Model, seen: Callable) -> Iterator[None]:
     for layer in model._flatten_layers():
         parameters = layer.call_signature_parameters if hasattr(layer, "call") else ()
         takes_mask = any(name.endswith("mask") for name in parameters)
-        if takes_mask and not isinstance(layer, keras.Model) and "call" not in vars(layer):
+        if (
+            takes_mask
+            and not isinstance(layer, keras.Model)
+            and "call" not in vars(layer)
+        ):
             layers.append(layer)
 
     def watch(layer: keras.Layer) -> None:
@@ -73,7 +80,8 @@ def _watched(model: keras.Model, seen: Callable) -> Iterator[None]:
             seen(layer, first, tf.nest.flatten(masks))
             return call(*args, **named)
 
-        object.__setattr__(layer, "call", watched)  # Keras's own __setattr__ would track it
+        # Keras's own __setattr__ would track it.
+        object.__setattr__(layer, "call", watched)
 
     try:
         for layer in layers:
@@ -95,6 +103,10 @@ def _lost(tensor: tf.Tensor) -> bool:
     for operation in above(tensor):
         for output in operation.outputs:
             mask = _mask(output)
-            if mask is not None and mask.shape.rank == 2 and mask.shape[1] == tensor.shape[1]:
+            if (
+                mask is not None
+                and mask.shape.rank == 2
+                and mask.shape[1] == tensor.shape[1]
+            ):
                 return True
     return False

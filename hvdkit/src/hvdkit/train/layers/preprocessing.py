@@ -47,7 +47,9 @@ class Preprocess(keras.layers.Layer):
 
     def call(self, image):
         def of_mode(table: np.ndarray, dtype: str):
-            return keras.ops.take(keras.ops.convert_to_tensor(table, dtype), self.mode, axis=0)
+            return keras.ops.take(
+                keras.ops.convert_to_tensor(table, dtype), self.mode, axis=0
+            )
 
         dtype = self.compute_dtype
         image = keras.ops.cast(image, dtype)  # Keras casts no whole numbers

@@ -69,7 +69,9 @@ class Average:
                 raw(weight).assign(tf.where(is_due, average, raw(weight)))
 
 
-def requested(optimizer: keras.optimizers.Optimizer, ema_decay: float) -> Request | None:
+def requested(
+    optimizer: keras.optimizers.Optimizer, ema_decay: float
+) -> Request | None:
     """What --ema_decay or the optimizer's `use_ema`, which is switched off, asks for, if anything.
 
     Raises ValueError: the two differ.
@@ -82,5 +84,6 @@ def requested(optimizer: keras.optimizers.Optimizer, ema_decay: float) -> Reques
             f"--ema_decay={ema_decay} and the task's optimizer, with ema_momentum={decay}, both "
             "average the weights: leave out one of the two"
         )
-    optimizer.use_ema = False  # or Keras would make averages of its own when it is built
+    # Or Keras would make averages of its own when it is built.
+    optimizer.use_ema = False
     return Request(decay, optimizer.ema_overwrite_frequency or 0)

@@ -35,11 +35,19 @@ class Groups(keras.optimizers.Optimizer):
         super().__init__(learning_rate=1.0, name="groups")  # the run sets the rate
         for group in groups:
             if not isinstance(group, Group):
-                raise ValueError(f"optimizer returns a list of {group!r:.80}: make it of Groups")
-            if not (isinstance(group.rate, (int, float)) and 0 <= group.rate < math.inf):
-                raise ValueError(f"optimizer: a Group's rate of {group.rate!r:.80} is no factor")
+                raise ValueError(
+                    f"optimizer returns a list of {group!r:.80}: make it of Groups"
+                )
+            if not (
+                isinstance(group.rate, (int, float)) and 0 <= group.rate < math.inf
+            ):
+                raise ValueError(
+                    f"optimizer: a Group's rate of {group.rate!r:.80} is no factor"
+                )
         if not groups or len({id(group.optimizer) for group in groups}) < len(groups):
-            raise ValueError("optimizer: return at least one Group, each with its own optimizer")
+            raise ValueError(
+                "optimizer: return at least one Group, each with its own optimizer"
+            )
         self.groups = tuple(groups)
         self._owners: dict[int, int] = {}  # by a weight's id, the number of its group
 
@@ -65,7 +73,9 @@ class Groups(keras.optimizers.Optimizer):
                 belongs = _membership(belongs)
             weights = [v for v in variables if id(v) not in self._owners and belongs(v)]
             if not weights:
-                raise ValueError(f"optimizer: Group {number} takes no weight that is left to it")
+                raise ValueError(
+                    f"optimizer: Group {number} takes no weight that is left to it"
+                )
             for weight in weights:
                 self._owners[id(weight)] = number
             group.optimizer.build(weights)
@@ -75,7 +85,9 @@ class Groups(keras.optimizers.Optimizer):
                 f"optimizer: {join(left)} is in no Group: end with Group(lambda v: True, ...)"
             )
 
-    def apply(self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[Any]) -> None:
+    def apply(
+        self, grads: Sequence[tf.Tensor], trainable_variables: Sequence[Any]
+    ) -> None:
         for number, group in enumerate(self.groups):
             group_gradients = []
             group_weights = []
@@ -87,7 +99,9 @@ class Groups(keras.optimizers.Optimizer):
                 optimizer = group.optimizer
                 rate = raw(self.learning_rate)
                 rate = rate * tf.constant(group.rate, rate.dtype)
-                optimizer.learning_rate.assign(tf.cast(rate, optimizer.learning_rate.dtype))
+                optimizer.learning_rate.assign(
+                    tf.cast(rate, optimizer.learning_rate.dtype)
+                )
                 optimizer.apply(group_gradients, group_weights)
         self._iterations.assign_add(1)
 
@@ -97,7 +111,9 @@ def _membership(weights: Sequence[keras.Variable]) -> Callable[[keras.Variable],
     return lambda variable: id(variable) in listed
 
 
-def optimizers_of(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+def optimizers_of(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[keras.optimizers.Optimizer]:
     """The optimizers of the groups, or the one that there is."""
     if isinstance(optimizer, Groups):
         return [group.optimizer for group in optimizer.groups]

@@ -14,7 +14,8 @@ from hvdkit.train.optim import averages, groups
 from hvdkit.train.step.gradients import is_kernel
 
 _TRUST = 0.001  # eta, the trust coefficient of LARS
-_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")  # only adam, adamw and lamb read them
+# Only adam, adamw and lamb read them.
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _PLAIN = (str, Number, type(None))  # types of hyperparameters
 
 
@@ -108,7 +109,9 @@ class Lamb(keras.optimizers.Lamb):
         """An average that started at 0, over the weights it has seen so far."""
         # float64, because in float32 1 - 0.999 ** 1 is off by 5e-5.
         steps = tf.cast(raw(self.iterations) + 1, tf.float64)
-        return average / tf.cast(1 - tf.pow(tf.constant(beta, tf.float64), steps), average.dtype)
+        return average / tf.cast(
+            1 - tf.pow(tf.constant(beta, tf.float64), steps), average.dtype
+        )
 
 
 class UpdateRule(NamedTuple):
@@ -124,7 +127,9 @@ class UpdateRule(NamedTuple):
     described: dict[str, str]
 
 
-def build(config: Settings, model: keras.Model, own: Callable | None = None) -> UpdateRule:
+def build(
+    config: Settings, model: keras.Model, own: Callable | None = None
+) -> UpdateRule:
     """The rule of the flags, or of `own`, a task's `optimizer`.
 
     Raises ValueError where settings, weights and the task's optimizer do not fit.
@@ -143,7 +148,8 @@ def build(config: Settings, model: keras.Model, own: Callable | None = None) -> 
     else:
         optimizer = _of_flags(config, variables)
     requests = [
-        averages.requested(part, config.ema_decay) for part in groups.optimizers_of(optimizer)
+        averages.requested(part, config.ema_decay)
+        for part in groups.optimizers_of(optimizer)
     ]
     optimizer.build(variables)
     averages_of_parts = []
@@ -153,7 +159,9 @@ def build(config: Settings, model: keras.Model, own: Callable | None = None) -> 
     return UpdateRule(optimizer, averages_of_parts, described)
 
 
-def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+def _of_flags(
+    config: Settings, variables: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
     by_momentum = config.optimizer in ("sgd", "lars")
     unread = _OF_ADAM if by_momentum else ("nesterov",)
     for name in unread:
@@ -176,14 +184,20 @@ def _of_flags(config: Settings, variables: Sequence[keras.Variable]) -> keras.op
     if config.optimizer == "sgd":
         return SGD(base_lr, momentum=momentum, nesterov=nesterov)
     if config.optimizer == "adam":
-        return keras.optimizers.Adam(base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+        return keras.optimizers.Adam(
+            base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon
+        )
 
     # These decay weights by themselves, apart from the gradient.
     if config.optimizer == "lars":
-        optimizer = Lars(base_lr, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+        optimizer = Lars(
+            base_lr, momentum=momentum, nesterov=nesterov, weight_decay=decay
+        )
     else:
         rule = keras.optimizers.AdamW if config.optimizer == "adamw" else Lamb
-        optimizer = rule(base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, weight_decay=decay)
+        optimizer = rule(
+            base_lr, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, weight_decay=decay
+        )
     # Even if the decay is 0: LAMB and LARS give excluded weights no trust ratio.
     optimizer.exclude_from_weight_decay([v for v in variables if not is_kernel(v)])
     return optimizer
@@ -245,7 +259,9 @@ def hyperparameters(optimizer: keras.optimizers.Optimizer) -> dict[str, str]:
             continue
         if isinstance(value, _PLAIN):
             described[name] = str(value)
-        elif isinstance(value, (list, tuple)) and all(isinstance(x, _PLAIN) for x in value):
+        elif isinstance(value, (list, tuple)) and all(
+            isinstance(x, _PLAIN) for x in value
+        ):
             described[name] = str(list(value))
     return described
 
@@ -283,14 +299,18 @@ def l2_weight(config: Settings, optimizer: keras.optimizers.Optimizer) -> float:
 def not_decayed(variables: Sequence[keras.Variable]) -> list[str]:
     """Paths of weights that surprisingly do not decay: no kernels, biases, gamma or beta."""
     usual = ("bias", "gamma", "beta")
-    return [v.path for v in variables if not is_kernel(v) and not v.name.endswith(usual)]
+    return [
+        v.path for v in variables if not is_kernel(v) and not v.name.endswith(usual)
+    ]
 
 
 def check_trainable(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
     """Raises ValueError when other weights are trainable than those the optimizer was built for."""
     built = {id(v): v for v in optimizer._trainable_variables}
     now = {id(v): v for v in model.trainable_variables}
-    changed = [v.path for key, v in (built | now).items() if (key in built) != (key in now)]
+    changed = [
+        v.path for key, v in (built | now).items() if (key in built) != (key in now)
+    ]
     if changed:
         raise ValueError(
             f"`trainable` changed after the optimizer was built, first of {changed[0]}, which has "

@@ -22,8 +22,10 @@ class Plateau:
 
     def __init__(self) -> None:
         self.factor = _variable(1.0, tf.float64)
-        self._best = _variable(math.nan, tf.float64)  # the best score's height (scores.py)
-        self._waited = _variable(0, tf.int64)  # evaluations in a row that were no better
+        # The best score's height (scores.py).
+        self._best = _variable(math.nan, tf.float64)
+        # Evaluations in a row that were no better.
+        self._waited = _variable(0, tf.int64)
         self._resting = _variable(0, tf.int64)  # evaluations left in the cooldown
         self._judged = _variable(0, tf.int64)  # step of the newest evaluation
         self._measure = _variable(0, tf.int64)  # 63 bits of what scores measure
@@ -49,7 +51,9 @@ class Plateau:
             self._best.assign(math.nan)
             self._waited.assign(0)
 
-    def judge(self, config: Settings, metric: MainMetric, *, value: float, step: int) -> str:
+    def judge(
+        self, config: Settings, metric: MainMetric, *, value: float, step: int
+    ) -> str:
         """After the evaluation of `step`, whose score is `value`; a second call changes nothing.
 
         Returns a sentence where it lowers the rate, else "".

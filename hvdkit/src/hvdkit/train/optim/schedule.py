@@ -83,7 +83,9 @@ def points(task: Task, config: Settings) -> dict[str, str]:
         return {"rate": "that of --lr_policy"}
     policy = _of_task(task, config)
     rates = {"rate": "its own"}
-    for step in np.linspace(0, config.num_steps - 1, _POINTS).round().astype(int).tolist():
+    for step in (
+        np.linspace(0, config.num_steps - 1, _POINTS).round().astype(int).tolist()
+    ):
         rates[f"rate after {step} steps"] = f"{_value(policy, step, task):.9g}"
     return rates
 
@@ -98,7 +100,9 @@ def describe_policy(task: Task, config: Settings, world_size: int) -> str:
     first_rate = config.base_lr * config.lr_factor(world_size)
     description = f"{config.lr_policy} from {first_rate:g}{scaling}"
     if by_plateau(task, config):
-        description += f", times {config.plateau_factor:g} where {task.main_metric} stands still"
+        description += (
+            f", times {config.plateau_factor:g} where {task.main_metric} stands still"
+        )
     return description
 
 
@@ -108,7 +112,9 @@ def by_plateau(task: Task, config: Settings) -> bool:
     return config.lr_policy == "plateau" and not is_own
 
 
-def make(config: Settings, world_size: int, *, plateau: Plateau | None = None) -> Schedule:
+def make(
+    config: Settings, world_size: int, *, plateau: Plateau | None = None
+) -> Schedule:
     """The schedule of --lr_policy.
 
     With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:

@@ -31,7 +31,9 @@ class Turn:
       own: its rows, of each call of `gather`; the rows of all are given once they are known.
     """
 
-    def __init__(self, first: tf.Tensor, size: int, everyone: Sequence[tf.Tensor] = ()) -> None:
+    def __init__(
+        self, first: tf.Tensor, size: int, everyone: Sequence[tf.Tensor] = ()
+    ) -> None:
         self.first = first
         self.size = size
         self._everyone = everyone
@@ -141,7 +143,11 @@ def places(x: tf.Tensor) -> tf.Tensor:
     batch = _batch.get()
     first = 0
     if batch and _rows(x, batch):
-        first = batch.turn.first if batch.turn else share(batch.rows, batch.rank, batch.size)[0]
+        first = (
+            batch.turn.first
+            if batch.turn
+            else share(batch.rows, batch.rank, batch.size)[0]
+        )
     return tf.range(tf.shape(x, tf.int64)[0]) + first
 
 

@@ -41,10 +41,12 @@ _KNOWN = {
 
 class Rule(NamedTuple):
     kind: str
-    number: float = 1.0  # sum: what one update keeps of the old value; concatenate: rows a sample
+    # Sum: what one update keeps of the old value; concatenate: rows a sample.
+    number: float = 1.0
 
 
-SAME = Rule("same")  # default for variables without a rule: a trial looks at them (trial.py)
+# Default for variables without a rule: a trial looks at them (trial.py).
+SAME = Rule("same")
 
 
 class StateChange(NamedTuple):
@@ -58,7 +60,9 @@ def rules(state: State, task: Any) -> dict[int, Rule]:
     declared = getattr(task, "combines", {})
     rule_of = {}
     for layer in state.task_state.layers:
-        default = next((rule for kind, rule in _KNOWN.items() if isinstance(layer, kind)), None)
+        default = next(
+            (rule for kind, rule in _KNOWN.items() if isinstance(layer, kind)), None
+        )
         of_layer = declared.get(type(layer), getattr(layer, "combines", default))
         for variable in [*layer._trainable_variables, *layer._non_trainable_variables]:
             rule = of_layer
@@ -74,7 +78,9 @@ def rules(state: State, task: Any) -> dict[int, Rule]:
     for name, variable in state.variables.items():
         matching = [key for key in patterns if fnmatch.fnmatchcase(name, key)]
         unused.difference_update(matching)
-        rule = patterns[matching[0]] if matching else getattr(variable, "combines", None)
+        rule = (
+            patterns[matching[0]] if matching else getattr(variable, "combines", None)
+        )
         if rule:
             rule_of[id(raw(variable))] = _rule(rule, name)
     for key in patterns:
@@ -105,7 +111,9 @@ class Combiner:
         self._samples = tf.nest.flatten(spec)[0].shape[1]
         self._share = self._samples * self._steps / settings.global_batch_size
 
-    def of_part(self, world: World, settings: Settings, batch: Any, *, uses: bool) -> "Combiner":
+    def of_part(
+        self, world: World, settings: Settings, batch: Any, *, uses: bool
+    ) -> "Combiner":
         """The same for a rank of a trial; `uses`: whether it combines anything."""
         twin = copy.copy(self)
         twin._set_share(world, settings, batch)
@@ -139,7 +147,9 @@ class Combiner:
         return {n: v for n, v in self._state.variables.items() if id(raw(v)) in shared}
 
     def over_ranks(
-        self, before: Mapping[int, tf.Tensor], variables: Sequence[tf.Variable] | None = None
+        self,
+        before: Mapping[int, tf.Tensor],
+        variables: Sequence[tf.Variable] | None = None,
     ) -> None:
         """Combines state by its rules over ranks; every rank calls it, inside the step.
 
@@ -194,7 +204,9 @@ class Combiner:
                 changed.append(StateChange(variable, self.rules[place], before[place]))
         return changed
 
-    def _reduced(self, values: Sequence[tf.Tensor], op: int, name: str) -> list[tf.Tensor]:
+    def _reduced(
+        self, values: Sequence[tf.Tensor], op: int, name: str
+    ) -> list[tf.Tensor]:
         """One collective for all; none where there is nothing."""
         if not values:
             return []
@@ -244,13 +256,18 @@ class Combiner:
 
 
 def _seeds(state: State) -> list[tf.Variable]:
-    return [raw(generator.state) for generator in dropout.generators(state.task_state.layers)]
+    return [
+        raw(generator.state)
+        for generator in dropout.generators(state.task_state.layers)
+    ]
 
 
 def _rule(declared: Any, name: str) -> Rule:
     rule = Rule(declared) if isinstance(declared, str) else Rule(*declared)
     if rule.kind not in KINDS:
-        raise ValueError(f"{name} combines by {declared!r}: the rules are {', '.join(KINDS)}")
+        raise ValueError(
+            f"{name} combines by {declared!r}: the rules are {', '.join(KINDS)}"
+        )
     return rule
 
 
@@ -268,7 +285,9 @@ def joined(start: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     return tf.concat([start, rows], 0)[-start.shape[0] :]
 
 
-def settled(rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int) -> tf.Tensor:
+def settled(
+    rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int
+) -> tf.Tensor:
     """From a float64 total, in a row, to the new value."""
     value = tf.reshape(value, before.shape)
     if rule.kind == "sum":

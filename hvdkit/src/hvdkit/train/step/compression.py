@@ -12,7 +12,8 @@ import tensorflow as tf
 
 from hvdkit.train.step.losses import at_least_float32
 
-NAME = "compression."  # prefix of the names of exchanged exponents; graph_checks.py knows it
+# Prefix of the names of exchanged exponents; graph_checks.py knows it.
+NAME = "compression."
 _HIGHEST = 15  # float16 holds values below 2**16
 _LARGEST_EXPONENT = 100  # 2**100 and 2**-100 are in range of float32
 
@@ -30,7 +31,9 @@ class ScaledFloat16:
         self._device = device
         self._used = 0  # number of names in use
 
-    def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, tuple[tf.DType, tf.Tensor] | None]:
+    def compress(
+        self, tensor: tf.Tensor
+    ) -> tuple[tf.Tensor, tuple[tf.DType, tf.Tensor] | None]:
         """The tensor as float16, and what `decompress` needs; others than floats as they are."""
         if not tensor.dtype.is_floating:
             return tensor, None
@@ -40,7 +43,8 @@ class ScaledFloat16:
             op=hvd.Max,
             name=f"{NAME}{self._used}",
             device_dense=self._device,
-            ignore_name_scope=True,  # the same on all ranks, whatever each traced before
+            # The same on all ranks, whatever each traced before.
+            ignore_name_scope=True,
         )
         self._used += 1
         room = _HIGHEST - math.ceil(math.log2(hvd.size()))

@@ -20,16 +20,20 @@ _OF_TERM = 5
 class StepTotals(NamedTuple):
     """Of a global batch; the same on every rank but for `losses` and `ready`."""
 
-    received: tf.Tensor  # the sums of `Forward` and the votes; reduction.join gives the numbers
+    # The sums of `Forward` and the votes; reduction.join gives the numbers.
+    received: tf.Tensor
     losses: tf.Tensor  # the mean loss of this rank, [1], or of every virtual one
-    ready: tf.Tensor  # float64 scalar: when this rank had its sums (hvdkit/ranks/stragglers.py)
+    # float64 scalar: when this rank had its sums (hvdkit/ranks/stragglers.py).
+    ready: tf.Tensor
     grads: Sequence[tf.Tensor | None] = ()  # over the global batch
     faults: tf.Tensor | None = None  # fixed_point.overflow says what each number is
 
 
 def of_terms(sums: tf.Tensor) -> tf.Tensor:
     """The sums of `Forward` by term, [..., terms, _OF_TERM], without what the model added."""
-    return tf.reshape(sums[..., :-1], [*sums.shape[:-1], sums.shape[-1] // _OF_TERM, _OF_TERM])
+    return tf.reshape(
+        sums[..., :-1], [*sums.shape[:-1], sums.shape[-1] // _OF_TERM, _OF_TERM]
+    )
 
 
 def means_of(sums: tf.Tensor) -> tf.Tensor:
@@ -55,7 +59,9 @@ class MicroBatches:
     def __init__(self, steps: int, weights: Sequence[keras.Variable]) -> None:
         self._steps = steps
         self._weights = [raw(weight) for weight in weights]
-        self._overwritten = {i for i, weight in enumerate(weights) if overwritten(weight)}
+        self._overwritten = {
+            i for i, weight in enumerate(weights) if overwritten(weight)
+        }
 
     def loss(self, forward: Forward, batch: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """`forward` summed over a batch [steps, micro-batch, ...], differentiable as one pass.
@@ -69,7 +75,10 @@ class MicroBatches:
         return self.attached(targets, gradients, Programs(jit=False)), sums
 
     def attached(
-        self, targets: list[tf.Tensor], gradients: list[dict[int, tf.Tensor]], programs: Programs
+        self,
+        targets: list[tf.Tensor],
+        gradients: list[dict[int, tf.Tensor]],
+        programs: Programs,
     ) -> list[tf.Tensor]:
         """The targets as functions of the weights, whose gradients are known."""
 
@@ -109,7 +118,8 @@ class MicroBatches:
 
         These by the weights' places; all summed over a batch of tensors [steps, micro-batch, ...].
         """
-        connected: list[list[int]] = []  # by target: places of the weights with a gradient
+        # By target: places of the weights with a gradient.
+        connected: list[list[int]] = []
 
         @tf.function(autograph=False)
         def passes(micro: Any):
@@ -119,7 +129,9 @@ class MicroBatches:
             dense = []
             for target in targets:
                 gradients = recorded.gradient(target, self._weights)
-                places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+                places = [
+                    i for i, gradient in enumerate(gradients) if gradient is not None
+                ]
                 connected.append(places)
                 dense.append([tf.convert_to_tensor(gradients[i]) for i in places])
             return targets, sums, dense
@@ -133,7 +145,9 @@ class MicroBatches:
             targets = [one + other for one, other in zip(targets, more_targets)]
             joined = []
             for places, ones, others in zip(connected, gradients, more_gradients):
-                joined.append([self._joined(*each) for each in zip(places, ones, others)])
+                joined.append(
+                    [self._joined(*each) for each in zip(places, ones, others)]
+                )
             return index + 1, (targets, sums + more_sums, joined)
 
         total = passes(micro_batch(tf.constant(0)))
@@ -142,10 +156,13 @@ class MicroBatches:
                 lambda index, _: index < self._steps,
                 body,
                 (tf.constant(1), total),
-                parallel_iterations=1,  # bounds memory, and keeps a layer's collectives in order
+                # Bounds memory, and keeps a layer's collectives in order.
+                parallel_iterations=1,
             )
         targets, sums, gradients = total
-        by_place = [dict(zip(places, each)) for places, each in zip(connected, gradients)]
+        by_place = [
+            dict(zip(places, each)) for places, each in zip(connected, gradients)
+        ]
         return targets, sums, by_place
 
     def _joined(self, place: int, one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
@@ -158,7 +175,9 @@ def unscale(
     variables: Sequence[keras.Variable] = (),
 ) -> list[tf.Tensor | None]:
     """Global means: summed gradients, made dense (which adds rows named twice), times `factor`."""
-    unscaled = {place for place, variable in enumerate(variables) if overwritten(variable)}
+    unscaled = {
+        place for place, variable in enumerate(variables) if overwritten(variable)
+    }
     means = []
     for place, gradient in enumerate(gradients):
         if gradient is not None:
@@ -170,7 +189,11 @@ def unscale(
 
 
 def finish(
-    gradients: list[tf.Tensor], variables: list[keras.Variable], *, l2: float, clip_norm: float
+    gradients: list[tf.Tensor],
+    variables: list[keras.Variable],
+    *,
+    l2: float,
+    clip_norm: float,
 ) -> tuple[list[tf.Tensor], tf.Tensor]:
     """What the optimizer applies, from means over the global batch; and their norm unclipped.
 
@@ -204,7 +227,11 @@ def layer_figures(gradients: Sequence[tf.Tensor | None]) -> tf.Tensor:
     """Sum, norm and share of non-finite values of each gradient, float64 [n, 3]; 0 for None."""
     rows = []
     for gradient in gradients:
-        wide = tf.zeros([1], tf.float64) if gradient is None else tf.cast(gradient, tf.float64)
+        wide = (
+            tf.zeros([1], tf.float64)
+            if gradient is None
+            else tf.cast(gradient, tf.float64)
+        )
         share = 1.0 - tf.reduce_mean(tf.cast(tf.math.is_finite(wide), tf.float64))
         rows.append(tf.stack([tf.reduce_sum(wide), tf.norm(wide), share]))
     return tf.stack(rows)
@@ -232,7 +259,9 @@ class LossScale(tf.Module):
         # It exists at every precision: a run in float16 may resume from this one's checkpoint.
         self.value = tf.Variable(2.0**15, trainable=False, name="value")
         self.sound_steps = tf.Variable(0, False, dtype=tf.int64, name="sound_steps")
-        self.skipped_in_a_row = tf.Variable(0, False, dtype=tf.int64, name="skipped_in_a_row")
+        self.skipped_in_a_row = tf.Variable(
+            0, False, dtype=tf.int64, name="skipped_in_a_row"
+        )
 
     def read(self, dtype: tf.DType = tf.float32) -> tf.Tensor:
         """The scale of this step, scalar; a constant where it never changes."""

@@ -8,7 +8,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
+from tensorflow.python.framework.auto_control_deps_utils import (
+    get_read_write_resource_inputs,
+)
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
@@ -23,14 +25,20 @@ _DRAWS = re.compile(
     "StatefulStandardNormalV2|StatefulUniform(Int)?|StatefulTruncatedNormal|RngReadAndSkip"
 )
 _DRAWS_WITH_KEY = re.compile("Stateless.*(Random|Normal|Multinomial).*")
-_DRAWS_BY_PLACE = re.compile("Stateless.*(Multinomial|Gamma|Binomial|Poisson|Shuffle|Param).*")
-_ASSIGNS = re.compile(r"Assign(Add|Sub)?VariableOp|Resource(Scatter|Strided).*|Assign(Add|Sub)?")
+_DRAWS_BY_PLACE = re.compile(
+    "Stateless.*(Multinomial|Gamma|Binomial|Poisson|Shuffle|Param).*"
+)
+_ASSIGNS = re.compile(
+    r"Assign(Add|Sub)?VariableOp|Resource(Scatter|Strided).*|Assign(Add|Sub)?"
+)
 _CHANGES_TABLE = re.compile(r"LookupTable(Insert|Remove|Import)(V2)?")
 # What XLA compiles to nothing; a TensorArray that grows loses what is written beyond its end.
 _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 _GROWS = "resize_if_index_out_of_bounds"
 # In XLA's messages.
-_NO_KERNEL = re.compile(r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}")
+_NO_KERNEL = re.compile(
+    r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}"
+)
 # Names of the collectives of a step's figures and state; of synchronized batch norm and `gather`.
 _OF_STEP = re.compile(r"(^|/)(step\.totals|state\.)")
 _OF_ENGINE = re.compile(r"(\.batch|hvdkit\.gather)(\.gradient)?(_\d+)?$")
@@ -100,7 +108,9 @@ def check_collectives(graph: tf.Graph, what: str, before: Container[str] = ()) -
         )
 
 
-def check_state(graph: tf.Graph, state: State, what: str, *, trains: bool = False) -> None:
+def check_state(
+    graph: tf.Graph, state: State, what: str, *, trains: bool = False
+) -> None:
     """Raises ValueError where a traced function uses state that nobody trains or saves.
 
     Keras does not find a tf.Variable in a layer, nor layers that are no attributes of layers.
@@ -148,7 +158,9 @@ def check_weights(
         )
 
 
-def check_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable]) -> None:
+def check_gradients(
+    gradients: Sequence[Any], variables: Sequence[keras.Variable]
+) -> None:
     """Raises ValueError where `update` would apply a gradient to another variable, or a mean."""
     shapes = [None if gradient is None else gradient.shape for gradient in gradients]
     fit = len(shapes) == len(variables)
@@ -163,7 +175,10 @@ def check_gradients(gradients: Sequence[Any], variables: Sequence[keras.Variable
     for gradient in gradients:
         if tf.is_symbolic_tensor(gradient):
             operation = losses.origin(gradient).op
-            if operation.type.startswith("Horovod") and "reduce_op" in operation.node_def.attr:
+            if (
+                operation.type.startswith("Horovod")
+                and "reduce_op" in operation.node_def.attr
+            ):
                 _check_sum(operation.node_def)
 
 
@@ -186,9 +201,13 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
     for node in sums:
         if "Tape_Allreduce" in node.name and "reduce_op" in node.attr:
             _check_sum(node)
-        if "reduce_op" in node.attr and node.attr["T"].type == tf.float16.as_datatype_enum:
+        if (
+            "reduce_op" in node.attr
+            and node.attr["T"].type == tf.float16.as_datatype_enum
+        ):
             in_float16 += node.attr["num_tensors"].i or 1  # a group has several tensors
-    if in_float16 > len(exchanges) - len(sums):  # compression exchanges an exponent before each
+    # Compression exchanges an exponent before each.
+    if in_float16 > len(exchanges) - len(sums):
         raise ValueError(
             "the step sums float16 over ranks as it is, where small gradients become zeros and "
             "large ones infinite: give the tape **run.reduction alone, and --compression=fp16 "
@@ -206,7 +225,9 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
                 "more than one gradient"
             )
         used.add(name)
-    if ranks > 1 and all(_OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in sums):
+    if ranks > 1 and all(
+        _OF_STEP.search(n.name) or _OF_ENGINE.search(n.name) for n in sums
+    ):
         raise ValueError(
             "the step sums no gradients over ranks, whose weights would drift apart: wrap its "
             "tape, tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)"
@@ -297,7 +318,9 @@ def _is_used(resource: tf.Tensor) -> bool:
         values = list(op.outputs)
         if "values_at_the_start" in op.node_def.attr["f"].func.name:
             # It gives the values in the order of its arguments.
-            places = [place for place, tensor in enumerate(op.inputs) if tensor is resource]
+            places = [
+                place for place, tensor in enumerate(op.inputs) if tensor is resource
+            ]
             values = [values[place] for place in places]
         elif op.type != "ReadVariableOp":
             return resource.dtype == tf.resource

@@ -17,8 +17,11 @@ import tensorflow as tf
 
 def _integers(labels: tf.Tensor) -> tf.Tensor:
     labels = tf.convert_to_tensor(labels)
-    if not (labels.dtype.is_integer or labels.dtype.is_bool):  # a cast would turn 1.9 into 1
-        raise ValueError(f"labels are {labels.dtype.name}: make the numbers of classes integers")
+    # A cast would turn 1.9 into 1.
+    if not (labels.dtype.is_integer or labels.dtype.is_bool):
+        raise ValueError(
+            f"labels are {labels.dtype.name}: make the numbers of classes integers"
+        )
     return tf.cast(labels, tf.int64)
 
 
@@ -34,7 +37,9 @@ def require_classes(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
     return required(labels, text, values=wide, sound=known)
 
 
-def required(tensor: tf.Tensor, text: str, *, values: tf.Tensor, sound: tf.Tensor) -> tf.Tensor:
+def required(
+    tensor: tf.Tensor, text: str, *, values: tf.Tensor, sound: tf.Tensor
+) -> tf.Tensor:
     """The tensor unchanged.
 
     When it runs, InvalidArgumentError says `text`, with the first of `values` that is not `sound`
@@ -42,11 +47,15 @@ def required(tensor: tf.Tensor, text: str, *, values: tf.Tensor, sound: tf.Tenso
     """
     before, after = text.split(" {} ")
     # One more value, which counts as wrong, is the first where all are sound.
-    all_values = tf.concat([tf.reshape(values, [-1]), tf.zeros([1], values.dtype)], axis=0)
+    all_values = tf.concat(
+        [tf.reshape(values, [-1]), tf.zeros([1], values.dtype)], axis=0
+    )
     is_wrong = tf.concat([tf.reshape(~sound, [-1]), [True]], axis=0)
     first = tf.gather(all_values, tf.argmax(tf.cast(is_wrong, tf.float32)))
     # Not tf.debugging.Assert, whose branch keeps a batch from being read at once.
-    is_sound = tf.raw_ops.Assert(condition=tf.reduce_all(sound), data=[before, first, after])
+    is_sound = tf.raw_ops.Assert(
+        condition=tf.reduce_all(sound), data=[before, first, after]
+    )
     with tf.control_dependencies([is_sound]):
         return tf.identity(tensor)
 
@@ -78,7 +87,9 @@ def cross_entropy(
     _require_logits(logits)
     for weight in class_weights:
         if not 0 <= weight < math.inf:
-            raise ValueError(f"class_weights has {weight}: weights are finite numbers from 0 up")
+            raise ValueError(
+                f"class_weights has {weight}: weights are finite numbers from 0 up"
+            )
     logits = at_least_float32(tf.convert_to_tensor(logits))
     labels = _integers(labels)
     if valid is not None:
@@ -86,7 +97,9 @@ def cross_entropy(
     # TensorFlow would give NaN on a GPU, and end one rank in mid-step on a CPU.
     known = (labels >= 0) & (labels < logits.shape[-1])
     labels = tf.where(known, labels, 0)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=labels, logits=logits)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=labels, logits=logits
+    )
     if smoothing:
         # The cross-entropy to the uniform target; log-softmax is logits - log(sum(exp(logits))).
         uniform = tf.reduce_logsumexp(logits, axis=-1) - tf.reduce_mean(logits, axis=-1)
@@ -182,7 +195,10 @@ def adds_of_samples(model: keras.Model) -> bool:
 
 def added_loss(model: keras.Model) -> tf.Tensor | None:
     """The sum of the losses of the model's newest call, a scalar; None where it adds none."""
-    terms = [tf.reduce_mean(at_least_float32(tf.convert_to_tensor(term))) for term in model.losses]
+    terms = [
+        tf.reduce_mean(at_least_float32(tf.convert_to_tensor(term)))
+        for term in model.losses
+    ]
     if not terms:
         return None
     dtype = widest(terms)

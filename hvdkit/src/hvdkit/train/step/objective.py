@@ -20,7 +20,9 @@ _WEIGHTS = "weights are finite numbers from 0 up; multiply a sign into the loss"
 Terms = dict[str, tuple[tf.Tensor, tf.Tensor]]
 
 
-def loss(task: Task, outputs: Any, targets: Any, *, samples: int | None = None) -> Terms:
+def loss(
+    task: Task, outputs: Any, targets: Any, *, samples: int | None = None
+) -> Terms:
     """The terms of the task's loss for `samples` examples (None: any number)."""
     with user_code_errors("the task's loss"):
         returned = task.loss(outputs, targets)
@@ -67,12 +69,20 @@ def terms(returned: Any, samples: int | None) -> Terms:
             f"the task's loss returns terms named {wrong}: give at least one, and names of "
             "letters, digits and _"
         )
-    made = {name: _term(by_name[name], samples, f"the task's loss {name!r}") for name in names}
+    made = {
+        name: _term(by_name[name], samples, f"the task's loss {name!r}")
+        for name in names
+    }
     dtype = widest(losses for losses, _ in made.values())
-    return {name: tuple(tf.cast(part, dtype) for part in term) for name, term in made.items()}
+    return {
+        name: tuple(tf.cast(part, dtype) for part in term)
+        for name, term in made.items()
+    }
 
 
-def _term(returned: Any, samples: int | None, subject: str) -> tuple[tf.Tensor, tf.Tensor]:
+def _term(
+    returned: Any, samples: int | None, subject: str
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Losses, times their factor if there is one, and weights."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         return _losses_and_weights(returned, samples, subject)
@@ -97,7 +107,9 @@ def _losses_and_weights(
         )
     with user_code_errors(subject):
         losses, weights = (tf.convert_to_tensor(part) for part in pair)
-    is_counted = losses.shape.rank and (not samples or losses.shape[0] in (samples, None))
+    is_counted = losses.shape.rank and (
+        not samples or losses.shape[0] in (samples, None)
+    )
     are_alike = is_counted and losses.shape.as_list() == weights.shape.as_list()
     if not are_alike or not losses.dtype.is_floating:
         raise ValueError(
@@ -150,7 +162,11 @@ def _sound(weights: tf.Tensor) -> tf.Tensor:
 
 
 def _weight_of(name: str) -> str:
-    return f"a weight of the task's loss {name!r}" if name else "a weight of the task's loss"
+    return (
+        f"a weight of the task's loss {name!r}"
+        if name
+        else "a weight of the task's loss"
+    )
 
 
 def check_independent(loss: Callable, *parts: Any, expected: Terms) -> None:
@@ -170,7 +186,8 @@ def check_independent(loss: Callable, *parts: Any, expected: Terms) -> None:
     try:
         specs = [tf.nest.map_structure(one_more, part) for part in parts]
         others = again.get_concrete_function(*specs).structured_outputs
-    except Exception:  # it takes no other number of examples, so there is nothing to compare
+    except Exception:
+        # It takes no other number of examples, so there is nothing to compare.
         return
     for name, (losses, _) in expected.items():
         shape = losses.shape
@@ -185,7 +202,10 @@ def check_independent(loss: Callable, *parts: Any, expected: Terms) -> None:
 
 def nearness(settings: Settings) -> float:
     """Relative difference that sums in another order may have."""
-    exact = settings.precision in ("float32", "float64", "tf32") and settings.compression == "none"
+    exact = (
+        settings.precision in ("float32", "float64", "tf32")
+        and settings.compression == "none"
+    )
     return 1e-3 if exact else 0.05
 
 
@@ -212,7 +232,9 @@ def check_sum(
         # depends on its own sample alone.
         one, other = samples[:2]
         crossed = sums(one, other)[name] + sums(other, one)[name]
-        is_by_place = abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
+        is_by_place = (
+            abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
+        )
         if not (is_by_place and draws()):
             raise ValueError(
                 f"the task's {name} of {len(alone)} samples together is {total:.6g}, and "
@@ -229,10 +251,13 @@ def gradient(task: Task, outputs: Any, targets: Any) -> float:
     with tf.GradientTape() as tape:
         tape.watch(floats)
         terms_of_loss = loss(task, outputs, targets).values()
-        total = tf.add_n([tf.reduce_sum(tf.math.multiply_no_nan(*term)) for term in terms_of_loss])
+        total = tf.add_n(
+            [tf.reduce_sum(tf.math.multiply_no_nan(*term)) for term in terms_of_loss]
+        )
     try:
         by_output = tape.gradient(total, floats, unconnected_gradients="zero")
-    except LookupError:  # what `predict` returns may be scored by operations without a gradient
+    except LookupError:
+        # What `predict` returns may be scored by operations without a gradient.
         return 0.0
     dense = [tf.cast(tf.convert_to_tensor(g), tf.float64) for g in by_output]
     return sum(float(tf.reduce_sum(tf.abs(g))) for g in dense)

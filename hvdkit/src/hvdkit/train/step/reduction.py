@@ -39,9 +39,13 @@ def check_backend(config: Settings) -> None:
     wanted = config.reduce_backend
     if wanted == "nccl":
         if not hvd.nccl_built() or not tf.config.get_visible_devices("GPU"):
-            raise ValueError("--reduce_backend=nccl: this Horovod has no NCCL, or there is no GPU")
+            raise ValueError(
+                "--reduce_backend=nccl: this Horovod has no NCCL, or there is no GPU"
+            )
     elif wanted != "auto" and wanted != ("mpi" if hvd.mpi_enabled() else "gloo"):
-        raise ValueError(f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}")
+        raise ValueError(
+            f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}"
+        )
 
 
 def arguments(config: Settings, variables: Sequence[keras.Variable]) -> dict[str, Any]:
@@ -59,7 +63,8 @@ def arguments(config: Settings, variables: Sequence[keras.Variable]) -> dict[str
         "device_sparse": where,
         "compression": _compression(config),
         "groups": 1 if is_one_group else None,
-        "sparse_as_dense": is_one_group,  # Horovod refuses a group of sparse and dense ones
+        # Horovod refuses a group of sparse and dense ones.
+        "sparse_as_dense": is_one_group,
     }
 
 
@@ -138,7 +143,9 @@ def _digest(source: str) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
-def split(numbers: tf.Tensor, config: Settings, variables: Sequence[keras.Variable]) -> tf.Tensor:
+def split(
+    numbers: tf.Tensor, config: Settings, variables: Sequence[keras.Variable]
+) -> tf.Tensor:
     """A step's numbers, float64 [n], as they travel.
 
     Horovod sends what is ready at one time and has one type in one message. So where gradients are
@@ -148,7 +155,8 @@ def split(numbers: tf.Tensor, config: Settings, variables: Sequence[keras.Variab
     """
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
         return numbers
-    high = tf.cast(tf.round(numbers / _PART), tf.float32)  # of -0.1, tf.floor makes -4096 + 4095.9
+    # Of -0.1, tf.floor makes -4096 + 4095.9.
+    high = tf.cast(tf.round(numbers / _PART), tf.float32)
     rest = tf.cast(numbers - _PART * tf.cast(high, tf.float64), tf.float32)
     rest = tf.where(tf.math.is_finite(high), rest, high)  # or inf - inf would be NaN
     return tf.stack([high, rest])
@@ -255,7 +263,9 @@ def _groups(
                 else:
                     large.append(place)
             most = config.pack_count
-            groups += [small[first : first + most] for first in range(0, len(small), most)]
+            groups += [
+                small[first : first + most] for first in range(0, len(small), most)
+            ]
         else:
             groups += split_list(places, min(config.gradient_groups, len(places)))
     return groups + [[place] for place in sorted(large)]
@@ -268,14 +278,18 @@ def _sums_as_bfloat16(gradients: Gradients) -> list[tf.Tensor | None]:
     vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
     a ring allreduce, and rounds once.
     """
-    dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
+    dense = [
+        tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None
+    ]
     ranks = hvd.size()
     if ranks > 1 and dense:
         sizes = [gradient.shape.num_elements() for gradient in dense]
         flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
         share = -(-sum(sizes) // ranks)
         bits = tf.bitcast(tf.pad(flat, [[0, share * ranks - sum(sizes)]]), tf.int16)
-        received, _ = hvd.alltoall(bits, splits=[share for _ in range(ranks)], name="grads.parts")
+        received, _ = hvd.alltoall(
+            bits, splits=[share for _ in range(ranks)], name="grads.parts"
+        )
         parts = tf.bitcast(tf.reshape(received, [ranks, share]), tf.bfloat16)
         total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), axis=0), tf.bfloat16)
         total = hvd.allgather(tf.bitcast(total, tf.int16), name="grads.sums")

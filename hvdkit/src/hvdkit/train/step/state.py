@@ -38,7 +38,9 @@ class TaskState:
       layers: all of the model and of the task, at any depth.
     """
 
-    def __init__(self, task: Any, model: keras.Model, others: Iterable[Variable] = ()) -> None:
+    def __init__(
+        self, task: Any, model: keras.Model, others: Iterable[Variable] = ()
+    ) -> None:
         """`others`: variables that have names of their own, besides the model's."""
         self.of_task: dict[str, Variable] = {}
         self.of_new_run: list[str] = []
@@ -60,7 +62,9 @@ class TaskState:
                 self.variables[f"table/{len(self._tables):04d}"] = variable
                 self._tables.append((layer, variable))
         names = {id(raw(v)): name for name, v in self.of_task.items()}
-        for number, (variable, name) in enumerate(zip(model.variables, names_of_model(model))):
+        for number, (variable, name) in enumerate(
+            zip(model.variables, names_of_model(model))
+        ):
             names[id(raw(variable))] = f"{number:04d}/{name}"
         self._scales: dict[int, tf.Variable] = {}  # by the id of the first factor
         for _, first, scale in lora_factors(self.layers):
@@ -114,7 +118,9 @@ class TaskState:
                 )
 
 
-def lora_factors(layers: Iterable[keras.Layer]) -> list[tuple[keras.Layer, Variable, float]]:
+def lora_factors(
+    layers: Iterable[keras.Layer],
+) -> list[tuple[keras.Layer, Variable, float]]:
     """LoRA layers, the first of the factors that each adds to its kernel, what multiplies them."""
     factors = []
     for layer in layers:
@@ -130,7 +136,9 @@ def lora_factors(layers: Iterable[keras.Layer]) -> list[tuple[keras.Layer, Varia
 def _variables_of(value: Any) -> list[tuple[Variable, str]]:
     """The variables of an object that a task holds, and the endings of their names."""
     if isinstance(value, keras.Layer):
-        return [(v, f"/{name}") for v, name in zip(value.variables, names_of_model(value))]
+        return [
+            (v, f"/{name}") for v, name in zip(value.variables, names_of_model(value))
+        ]
     if isinstance(value, (keras.Variable, tf.Variable)):
         return [(value, "")]
     if isinstance(value, keras.random.SeedGenerator):
@@ -213,7 +221,11 @@ class State:
     def untrained(self) -> list[tf.Variable]:
         """What the optimizer does not train, of the model and of the task."""
         return [
-            raw(v) for v in [*self.model.non_trainable_variables, *self.task_state.of_task.values()]
+            raw(v)
+            for v in [
+                *self.model.non_trainable_variables,
+                *self.task_state.of_task.values(),
+            ]
         ]
 
     @property
@@ -230,7 +242,9 @@ class State:
             variables += [average.updates, *[value for _, value in average.pairs]]
         return variables
 
-    def apply(self, grads: Sequence[tf.Tensor], variables: Sequence[keras.Variable]) -> None:
+    def apply(
+        self, grads: Sequence[tf.Tensor], variables: Sequence[keras.Variable]
+    ) -> None:
         """One update of weights, by these gradients, and of their averages."""
         self.optimizer.apply(grads, variables)
         for average in self.averages:
@@ -329,7 +343,9 @@ def is_frame(layer: keras.Layer) -> bool:
     return is_functional or isinstance(layer, keras.Sequential)
 
 
-def _names_of_optimizer(optimizer: keras.optimizers.Optimizer, names: dict[int, str]) -> list[str]:
+def _names_of_optimizer(
+    optimizer: keras.optimizers.Optimizer, names: dict[int, str]
+) -> list[str]:
     """A name for each of `optimizer.variables`: adam/iteration, adam/dense/kernel/momentum."""
     prefix = _renumbered(optimizer, Counter())
     owners: dict[str, list[str]] = {}
@@ -345,7 +361,9 @@ def _renumbered(named: keras.Layer | keras.Variable, counts: Counter) -> str:
     for kind in type(named).__mro__:
         base = to_snake_case(kind.__name__)
         # keras.layers.Bidirectional names its two copies after the layer that it is given.
-        match = re.fullmatch(rf"((?:forward_|backward_)?{re.escape(base)})(_\d+)?", named.name)
+        match = re.fullmatch(
+            rf"((?:forward_|backward_)?{re.escape(base)})(_\d+)?", named.name
+        )
         if match:
             number = counts[match[1]]
             counts[match[1]] += 1

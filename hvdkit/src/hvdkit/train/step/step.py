@@ -37,7 +37,14 @@ from hvdkit.ranks.world import World, raw
 from hvdkit.settings import Settings
 from hvdkit.train.optim import optimizer as optimizers
 from hvdkit.train.optim import schedule
-from hvdkit.train.step import across, combine, graph_checks, objective, reduction, updating
+from hvdkit.train.step import (
+    across,
+    combine,
+    graph_checks,
+    objective,
+    reduction,
+    updating,
+)
 from hvdkit.train.step import gradients as gradients_lib
 from hvdkit.train.step import losses as losses_lib
 from hvdkit.train.step.gradients import StepTotals
@@ -106,7 +113,9 @@ class Step:
         self.functions: list[tuple[StepFunction, list[tf.Variable]]] = []
         self.combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
         with world.fail_together("making the schedule"):
-            self._schedule = schedule.of_run(task, settings, world.size, plateau=state.plateau)
+            self._schedule = schedule.of_run(
+                task, settings, world.size, plateau=state.plateau
+            )
         steps = settings.accumulation_steps
         self._micro_batches = gradients_lib.MicroBatches(steps, self._variables)
         self._programs = Programs(jit=settings.jit)
@@ -117,12 +126,15 @@ class Step:
                 f"--accumulation_steps={steps} computes a batch in parts, one after the other: "
                 "leave it out"
             )
-        self._rows = across.Batch(settings.global_batch_size, world.rank, world.size, refused)
+        self._rows = across.Batch(
+            settings.global_batch_size, world.rank, world.size, refused
+        )
         # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
         self._untrained = state.of_forward
         # What a step's function may change by itself, outside of forward passes.
         self._guarded = [*self.weights, *state.untrained]
-        self._connected: list[bool] = []  # by variable: whether it has a gradient; once traced
+        # By variable: whether it has a gradient; once traced.
+        self._connected: list[bool] = []
         self._changed: list[tf.Variable] = []  # what the newest function itself changes
         self._terms: tuple[str, ...] = ()  # names of the newest loss's terms
         self._tracing: Tracing | None = None
@@ -155,7 +167,9 @@ class Step:
         tracing.factor = self._to_unscaled
         return tf.add_n(self._as_means(targets, received))
 
-    def losses(self, batch: Example, losses: Losses | None = None) -> dict[str, tf.Tensor]:
+    def losses(
+        self, batch: Example, losses: Losses | None = None
+    ) -> dict[str, tf.Tensor]:
         """This rank's part of each term of the loss, a mean over the global batch; scalars.
 
         By the term's name: "loss" where it has none, "keras_loss" for what the model adds. As often
@@ -166,13 +180,17 @@ class Step:
         """
         tracing = self._tracing_for("run.losses")
         if tracing.has_loss:
-            raise ValueError("run.losses and run.loss do not go together: call run.losses only")
+            raise ValueError(
+                "run.losses and run.loss do not go together: call run.losses only"
+            )
         targets, received = self._targets(batch, losses)
         tracing.factor = self._to_unscaled
         names = [name or "loss" for name in self._terms]
         return dict(zip([*names, "keras_loss"], self._as_means(targets, received)))
 
-    def _targets(self, batch: Example, losses: Losses | None) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _targets(
+        self, batch: Example, losses: Losses | None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Of each term what to differentiate; the step's numbers, summed over ranks."""
         tracing = self._tracing_for("run.loss")
         self._check_batch(batch)
@@ -194,11 +212,15 @@ class Step:
                 received = hvd.allreduce(
                     received,
                     op=hvd.Sum,
-                    name=".".join(["step.totals", *[term for term in self._terms if term]]),
+                    name=".".join(
+                        ["step.totals", *[term for term in self._terms if term]]
+                    ),
                     device_dense=reduction.device(self.settings),
                 )
             if tracing.totals is None:
-                tracing.totals = StepTotals(received=received, losses=own.mean, ready=ready)
+                tracing.totals = StepTotals(
+                    received=received, losses=own.mean, ready=ready
+                )
                 tracing.terms = self._terms
         return own.targets, received
 
@@ -211,7 +233,9 @@ class Step:
 
         # On a GPU, XLA reads no variable that is on the host.
         device = self.weights[0].device
-        readable = [variable for variable in self._untrained if variable.device == device]
+        readable = [
+            variable for variable in self._untrained if variable.device == device
+        ]
 
         def passes(batch: Example, votes: tf.Tensor):
             old_values = [graph_checks.read(variable) for variable in readable]
@@ -228,14 +252,18 @@ class Step:
         targets = self._micro_batches.attached(own.targets, gradients, self._programs)
         return own._replace(targets=targets)
 
-    def _with_numbers(self, targets: list[tf.Tensor], sums: tf.Tensor, votes: tf.Tensor) -> OwnPart:
+    def _with_numbers(
+        self, targets: list[tf.Tensor], sums: tf.Tensor, votes: tf.Tensor
+    ) -> OwnPart:
         numbers = tf.stop_gradient(tf.concat([sums, votes], 0))
         if self.world.size > 1:
             numbers = reduction.split(numbers, self.settings, self._variables)
         mean = tf.reduce_sum(gradients_lib.means_of(sums), keepdims=True)
         return OwnPart(targets, sums, mean, numbers)
 
-    def _as_means(self, targets: list[tf.Tensor], received: tf.Tensor) -> list[tf.Tensor]:
+    def _as_means(
+        self, targets: list[tf.Tensor], received: tf.Tensor
+    ) -> list[tf.Tensor]:
         """Of each term, and of what the model adds, which is one already."""
         dtype = targets[0].dtype
 
@@ -298,7 +326,8 @@ class Step:
             result["ready"] = totals.ready
         if totals.faults is not None:
             result["faults"] = totals.faults
-        tracing.results.append(dict(result))  # a copy, as the step's function may change the dict
+        # A copy, as the step's function may change the dict.
+        tracing.results.append(dict(result))
         return result
 
     def _update_or_undo(self, inputs: updating.UpdateInputs) -> Result:
@@ -307,7 +336,9 @@ class Step:
         for variable in self._untrained:
             if self.combiner.assigns(variable):
                 place = id(variable)
-                undo.append((variable, tracing.kept.get(place, tracing.old_values[place])))
+                undo.append(
+                    (variable, tracing.kept.get(place, tracing.old_values[place]))
+                )
         self.why_branch = ""
         if self._is_tried or not (self.settings.jit or world_lib.gpu()):
             return updating.by_branch(self._judged, undo, inputs)
@@ -326,7 +357,9 @@ class Step:
         sums, votes = _sums_and_votes(inputs.received)
         # Read before `advance` changes it.
         figures = {"loss_scale": state.loss_scale.read(tf.float64), "votes": votes}
-        variables = [v for v, connected in zip(self._variables, self._connected) if connected]
+        variables = [
+            v for v, connected in zip(self._variables, self._connected) if connected
+        ]
         means = self._means(inputs.grads, sums, variables, figures)
         gradients, norm = gradients_lib.finish(
             means,
@@ -335,7 +368,9 @@ class Step:
             clip_norm=self.settings.clip_norm,
         )
         rate = self._schedule(state.step)
-        state.optimizer.learning_rate.assign(tf.cast(rate, state.optimizer.learning_rate.dtype))
+        state.optimizer.learning_rate.assign(
+            tf.cast(rate, state.optimizer.learning_rate.dtype)
+        )
         terms = gradients_lib.of_terms(sums)
         loss_sum = tf.reduce_sum(terms[:, 0])
         weight_sum = tf.reduce_sum(terms[:, 1])
@@ -371,7 +406,9 @@ class Step:
         if tracing.factor is not None:
             means = gradients_lib.unscale(means, tracing.factor(sums), variables)
         of_connected = iter(means)
-        every = [next(of_connected) if connected else None for connected in self._connected]
+        every = [
+            next(of_connected) if connected else None for connected in self._connected
+        ]
         if self._is_tried:
             tracing.means = every
         if self.settings.log_gradients or self.settings.dry_run:
@@ -394,7 +431,10 @@ class Step:
     # ---- the forward pass -------------------------------------------------------------------
 
     def _forward(
-        self, micro: Example, losses: Losses | None = None, turn: across.Turn | None = None
+        self,
+        micro: Example,
+        losses: Losses | None = None,
+        turn: across.Turn | None = None,
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
         tracing = self._tracing_for("run.loss")
@@ -407,9 +447,13 @@ class Step:
         self._terms = tuple(terms)
         self.adds_of_samples |= losses_lib.adds_of_samples(model)
         tracing.adds_losses = added is not None
-        graph_checks.check_collectives(graph, "the model or the task's loss", names_before)
+        graph_checks.check_collectives(
+            graph, "the model or the task's loss", names_before
+        )
         self.combiner.look(graph, names_before)
-        graph_checks.check_weights(tape, [weights for _, weights in terms.values()], self.weights)
+        graph_checks.check_weights(
+            tape, [weights for _, weights in terms.values()], self.weights
+        )
 
         global_batch = self.settings.global_batch_size
         targets = []
@@ -441,11 +485,16 @@ class Step:
                 returned = losses(micro)
             else:
                 build_model = getattr(self.task, "build_model", None)
-                with task_checks.user_code_errors("the model, called in training,", build_model):
+                with task_checks.user_code_errors(
+                    "the model, called in training,", build_model
+                ):
                     outputs = model(micro["inputs"], training=True)
-        added = losses_lib.added_loss(model)  # here, as the task's loss may call the model again
+        # Here, as the task's loss may call the model again.
+        added = losses_lib.added_loss(model)
         if not losses:
-            terms = objective.loss(self.task, outputs, micro["targets"], samples=samples)
+            terms = objective.loss(
+                self.task, outputs, micro["targets"], samples=samples
+            )
             return terms, added
         terms = objective.terms(returned, samples)
         if not self._is_tried:
@@ -462,14 +511,21 @@ class Step:
         def train_step(batch: Example, votes: tf.Tensor) -> Result:
             return self.call(function, batch, votes)[0]
 
-        with self.world.fail_together("making the step"), task_checks.user_code_errors("the step"):
+        with (
+            self.world.fail_together("making the step"),
+            task_checks.user_code_errors("the step"),
+        ):
             traced = train_step.get_concrete_function()
             self._check(traced.graph)
         if self.why_branch:
-            world_lib.say(self.world, f"note: the update is not compiled: {self.why_branch}")
+            world_lib.say(
+                self.world, f"note: the update is not compiled: {self.why_branch}"
+            )
         agreement.check_gradients(self.world, self._variables, self._connected)
         agreement.check_collectives(self.world, traced)
-        self.functions.append((self._simple_step if self.special else function, self._changed))
+        self.functions.append(
+            (self._simple_step if self.special else function, self._changed)
+        )
         self.draws_by_place |= graph_checks.draws_by_place(traced.graph)
         return traced  # train_step would take half a millisecond to find it
 
@@ -492,7 +548,9 @@ class Step:
         old_values = dict(zip(ids, graph_checks.read_all(self._guarded)))
         self._tracing = tracing = Tracing(votes, old_values)
         try:
-            outside = self._rows._replace(refused="it belongs into the losses of run.loss")
+            outside = self._rows._replace(
+                refused="it belongs into the losses of run.loss"
+            )
             with reduction.refuse_empty_group(), across.training(outside):
                 result = function(batch)
             tracing.check_result(result)
@@ -506,7 +564,9 @@ class Step:
 
     def _tracing_for(self, caller: str) -> Tracing:
         if self._tracing is None:
-            raise ValueError(f"{caller} belongs in the function that run.function wraps")
+            raise ValueError(
+                f"{caller} belongs in the function that run.function wraps"
+            )
         return self._tracing
 
     # ---- the engine's own step --------------------------------------------------------------
@@ -540,7 +600,9 @@ class Step:
         with tf.GradientTape() as tape:
             loss = self.loss(batch)
         gradients = tape.gradient(loss, self.weights)
-        return self.update(reduction.rank_sums(gradients, self.settings, self._variables))
+        return self.update(
+            reduction.rank_sums(gradients, self.settings, self._variables)
+        )
 
     # ---- for trials -------------------------------------------------------------------------
 
@@ -559,12 +621,17 @@ class Step:
             self._is_tried = True
             self._changed = changed
             self.settings = dataclasses.replace(
-                self.settings, global_batch_size=samples, accumulation_steps=share.steps, jit=False
+                self.settings,
+                global_batch_size=samples,
+                accumulation_steps=share.steps,
+                jit=False,
             )
             self.world = dataclasses.replace(self.world, rank=share.rank, size=size)
             self.spec = batch
             self._rows = across.Batch(samples, share.rank, size)
-            self._micro_batches = gradients_lib.MicroBatches(share.steps, self._variables)
+            self._micro_batches = gradients_lib.MicroBatches(
+                share.steps, self._variables
+            )
             self._programs = Programs(jit=False)
             self.combiner = self.combiner.of_part(
                 self.world, self.settings, batch, uses=share.combines
@@ -576,4 +643,6 @@ class Step:
 
 def _sums_and_votes(received: tf.Tensor) -> list[tf.Tensor]:
     numbers = reduction.join(received)
-    return tf.split(numbers, [numbers.shape[0] - agreement.NUM_VOTES, agreement.NUM_VOTES])
+    return tf.split(
+        numbers, [numbers.shape[0] - agreement.NUM_VOTES, agreement.NUM_VOTES]
+    )

@@ -70,7 +70,9 @@ class Tracing:
             # Results of a tf.function inside the step are tensors of another graph.
             is_here = getattr(value, "graph", graph) is graph
             if name not in result or (is_here and result[name] is not value):
-                raise ValueError(f"{_RETURNS}; this one leaves out or replaces {name!r}")
+                raise ValueError(
+                    f"{_RETURNS}; this one leaves out or replaces {name!r}"
+                )
 
     def changed_by_function(self, guarded: Sequence[tf.Variable]) -> list[tf.Variable]:
         """The guarded variables that the step changes outside of forward passes and the update."""
@@ -84,7 +86,9 @@ class Tracing:
             for place, operation in enumerate(graph.get_operations())
             if place not in of_engine
         ]
-        handles = {id(handle) for handle in graph_checks.assigned_handles(graph, operations)}
+        handles = {
+            id(handle) for handle in graph_checks.assigned_handles(graph, operations)
+        }
         return [variable for variable in guarded if id(variable.handle) in handles]
 
     def leave_no_trace(self, changed: Sequence[tf.Variable]) -> None:
@@ -96,7 +100,9 @@ class Tracing:
             variable.assign(tf.where(is_applied, variable.read_value(), old_value))
 
 
-def direct_call(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Callable[..., Result]:
+def direct_call(
+    traced: tf.types.experimental.ConcreteFunction, spec: Any
+) -> Callable[..., Result]:
     """`traced` of (batch, votes), for batches as `spec` says; Stop for others.
 
     A ConcreteFunction binds its arguments in Python at each call, a quarter of a small step; what
@@ -115,7 +121,12 @@ def direct_call(traced: tf.types.experimental.ConcreteFunction, spec: Any) -> Ca
         except (TypeError, ValueError):
             tensors = []
         if [(tensor.dtype, tensor.shape) for tensor in tensors] != forms:
-            raise Stop(WRONG_USE, f"train.py: step(batch) takes what run.batches() gives: {spec}")
-        return traced.inference_fn.call_preflattened([*tensors, votes, *traced.captured_inputs])
+            raise Stop(
+                WRONG_USE,
+                f"train.py: step(batch) takes what run.batches() gives: {spec}",
+            )
+        return traced.inference_fn.call_preflattened(
+            [*tensors, votes, *traced.captured_inputs]
+        )
 
     return call

@@ -12,7 +12,8 @@ import tensorflow as tf
 from hvdkit.train.step import graph_checks
 from hvdkit.train.step.tracing import Result
 
-Undo = Sequence[tuple[tf.Variable, tf.Tensor]]  # what a forward pass changes, and its old value
+# What a forward pass changes, and its old value.
+Undo = Sequence[tuple[tf.Variable, tf.Tensor]]
 
 
 class UpdateInputs(NamedTuple):
@@ -56,8 +57,12 @@ def by_choice(
       ValueError: XLA cannot compile it, or a variable that it uses is on another device.
     """
     device = trained[0].device
-    inside = [(variable, value) for variable, value in undo if variable.device == device]
-    outside = [(variable, value) for variable, value in undo if variable.device != device]
+    inside = [
+        (variable, value) for variable, value in undo if variable.device == device
+    ]
+    outside = [
+        (variable, value) for variable, value in undo if variable.device != device
+    ]
     variables = [*trained, *[variable for variable, _ in inside]]
     old_values = [value for _, value in inside]
 
@@ -70,7 +75,9 @@ def by_choice(
             variable.assign(tf.where(verdict.is_applied, variable, value))
         return verdict.is_applied, verdict.figures()
 
-    specs = tf.nest.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), (inputs, old_values))
+    specs = tf.nest.map_structure(
+        lambda t: tf.TensorSpec(t.shape, t.dtype), (inputs, old_values)
+    )
     with tf.init_scope():
         traced = update.get_concrete_function(*specs)
         fault = graph_checks.xla_fault(traced, "the update")

@@ -48,7 +48,9 @@ def user_code_errors(what: str, function: Callable | None = None) -> Iterator[No
         last = own_frames[-1]  # the first one is this function's
         # Keras removes its own frames from the traceback; its messages have several lines.
         is_raised_here = last is frames[-1] and "\n" not in str(error)
-        if isinstance(error, Stop) or (isinstance(error, (ValueError, OSError)) and is_raised_here):
+        if isinstance(error, Stop) or (
+            isinstance(error, (ValueError, OSError)) and is_raised_here
+        ):
             raise
         is_op = isinstance(error, tf.errors.OpError)
         parts = [_sentence(pipeline.reason_of(error) if is_op else str(error))]
@@ -73,11 +75,17 @@ def reader(task: Task, source: Source, training: bool) -> pipeline.Reader:
     name = "training_example" if training else "evaluation_example"
     paired = training and bool(getattr(task, "mixes", False))
     with user_code_errors(name):
-        made = pipeline.reader(source, getattr(task, name), keyed=training, paired=paired)
+        made = pipeline.reader(
+            source, getattr(task, name), keyed=training, paired=paired
+        )
     example = made.read.structured_outputs
     if not isinstance(example, Mapping) or set(example) != {"inputs", "targets"}:
-        returned = sorted(example) if isinstance(example, Mapping) else type(example).__name__
-        raise ValueError(f'{name} must return a dict of "inputs" and "targets", not {returned}')
+        returned = (
+            sorted(example) if isinstance(example, Mapping) else type(example).__name__
+        )
+        raise ValueError(
+            f'{name} must return a dict of "inputs" and "targets", not {returned}'
+        )
     for part, nested in example.items():
         if _holds_list(nested):
             raise ValueError(
@@ -148,7 +156,8 @@ def build_variables(model: Any, example: Example) -> None:
                 "what it does into the task's loss"
             )
     inputs = example["inputs"]
-    if hasattr(model, "_inputs_struct"):  # a functional model is built and knows its inputs
+    # A functional model is built and knows its inputs.
+    if hasattr(model, "_inputs_struct"):
         _check_input_names(model, inputs)
     else:
         with user_code_errors("the model, called with the inputs of training_example,"):
@@ -173,7 +182,10 @@ def build_variables(model: Any, example: Example) -> None:
 def _check_upsampling(model: keras.Model) -> None:
     """Refuses what fails as soon as a graph does not know a picture's size, as in evaluation."""
     for layer in model._flatten_layers():
-        if not isinstance(layer, keras.layers.UpSampling2D) or layer.interpolation == "nearest":
+        if (
+            not isinstance(layer, keras.layers.UpSampling2D)
+            or layer.interpolation == "nearest"
+        ):
             continue
         shapes = [node.input_tensors[0].shape for node in layer._inbound_nodes]
         if shapes and all(None not in shape[1:] for shape in shapes):
@@ -212,7 +224,9 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
         totals = _tensors(task.sums(outputs, targets))
     taken = [name for name in totals if name.split("/")[0] in ("loss", "weight")]
     if taken:
-        raise ValueError(f"the task's sums use {join(taken)}, a name reserved for the loss")
+        raise ValueError(
+            f"the task's sums use {join(taken)}, a name reserved for the loss"
+        )
     for name, value in totals.items():
         is_number = value.dtype.is_floating or value.dtype.is_integer
         if not is_number or not value.shape.is_fully_defined():
@@ -220,16 +234,22 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
                 f"the task's sums have {name}, {value.dtype.name} {value.shape}: add numbers up "
                 "over the batch; the shape must not depend on it (tf.ensure_shape says it)"
             )
-        totals[name] = tf.cast(value, tf.float64 if value.dtype.is_floating else tf.int64)
+        totals[name] = tf.cast(
+            value, tf.float64 if value.dtype.is_floating else tf.int64
+        )
     return totals
 
 
 def _tensors(returned: Any) -> dict[str, tf.Tensor]:
     """A dict that a task's function returned."""
-    return {str(name): tf.convert_to_tensor(value) for name, value in dict(returned).items()}
+    return {
+        str(name): tf.convert_to_tensor(value) for name, value in dict(returned).items()
+    }
 
 
-def per_sample(task: Task, outputs: Any, targets: Any, *, taken: Set[str]) -> dict[str, tf.Tensor]:
+def per_sample(
+    task: Task, outputs: Any, targets: Any, *, taken: Set[str]
+) -> dict[str, tf.Tensor]:
     """The task's `per_sample`: tensors [batch, ...] of fixed shapes; no name of `taken` sums."""
     keep = optional(task, "per_sample")
     if not keep:
@@ -255,7 +275,9 @@ def metrics(
 ) -> dict[str, float]:
     """The run's losses, then the task's figures from its sums; its main metric is among them."""
     with user_code_errors("the task's metrics"):
-        figures = {str(name): float(value) for name, value in task.metrics(sums).items()}
+        figures = {
+            str(name): float(value) for name, value in task.metrics(sums).items()
+        }
     for name in figures:
         if name.split("/")[0] == "loss":
             raise ValueError(

@@ -56,7 +56,8 @@ class Inputs:
 
     def __str__(self) -> str:
         return join(
-            [f"{name} {describe_input(spec)}" for name, spec in self.specs.items()], most=20
+            [f"{name} {describe_input(spec)}" for name, spec in self.specs.items()],
+            most=20,
         )
 
 
@@ -95,8 +96,12 @@ def _of_functional(structure: Any) -> Inputs:
     for name, tensor in zip(names, keras.tree.flatten(structure)):
         if tensor.sparse or tensor.ragged:
             kind = "sparse" if tensor.sparse else "ragged"
-            raise ValueError(f"the model's input {name} is {kind}: only dense ones are taken")
-    specs = keras.tree.map_structure(lambda x: tf.TensorSpec(x.shape, x.dtype), structure)
+            raise ValueError(
+                f"the model's input {name} is {kind}: only dense ones are taken"
+            )
+    specs = keras.tree.map_structure(
+        lambda x: tf.TensorSpec(x.shape, x.dtype), structure
+    )
     return Inputs(specs, names)
 
 
@@ -105,7 +110,9 @@ def _of_picture(inputs_of: Any, size: int) -> tuple[Any, Any]:
         picture = tf.TensorSpec([None, None, 3], tf.uint8)
         traced = tf.function(inputs_of, autograph=False).get_concrete_function(picture)
         example = inputs_of(tf.zeros([size, size, 3], tf.uint8))
-    return traced.structured_outputs, keras.tree.map_structure(lambda x: x[None], example)
+    return traced.structured_outputs, keras.tree.map_structure(
+        lambda x: x[None], example
+    )
 
 
 def _of_data(task: Task) -> tuple[Any, Any]:

@@ -19,9 +19,13 @@ from hvdkit.train.task.inputs import batch_of, name_of
 from hvdkit.train.task.protocol import Task
 
 Decoded = dict[str, tf.Tensor]
-_SOFTMAX_LOSSES = ("SparseSoftmaxCrossEntropyWithLogits", "SoftmaxCrossEntropyWithLogits")
+_SOFTMAX_LOSSES = (
+    "SparseSoftmaxCrossEntropyWithLogits",
+    "SoftmaxCrossEntropyWithLogits",
+)
 _DEFINE = (
-    "let its class Task say what outputs mean: decode(outputs), see hvdkit/train/task/protocol.py"
+    "let its class Task say what outputs mean: decode(outputs), "
+    "see hvdkit/train/task/protocol.py"
 )
 
 
@@ -31,7 +35,9 @@ def softmax(logits: tf.Tensor) -> Decoded:
     Raises ValueError for one class, whose probability would be 1 whatever the logit.
     """
     if logits.shape[-1] == 1:
-        raise ValueError("softmax of one logit is always 1: use hvdkit.train.outputs.one_logit")
+        raise ValueError(
+            "softmax of one logit is always 1: use hvdkit.train.outputs.one_logit"
+        )
     probabilities = tf.cast(tf.nn.softmax(at_least_float32(logits)), tf.float32)
     return {"probabilities": probabilities, "classes": tf.argmax(logits, -1)}
 
@@ -47,7 +53,9 @@ def sigmoid(logits: tf.Tensor) -> Decoded:
     return {"probabilities": probabilities, "labels": logits > 0}
 
 
-def decoder(task: Task, outputs: Any, *, of_pictures: bool = True) -> Callable[[Any], Decoded]:
+def decoder(
+    task: Task, outputs: Any, *, of_pictures: bool = True
+) -> Callable[[Any], Decoded]:
     """The function of outputs that says what they mean; `outputs`: those of a batch, as a sample.
 
     Raises ValueError where `decode` returns something else; where nothing says what they mean, for
@@ -73,7 +81,11 @@ def decoder(task: Task, outputs: Any, *, of_pictures: bool = True) -> Callable[[
 
 def _have_rows(tensors: dict[str, Any], count: int) -> bool:
     for tensor in tensors.values():
-        if not tf.is_tensor(tensor) or tensor.shape.rank == 0 or tensor.shape[0] != count:
+        if (
+            not tf.is_tensor(tensor)
+            or tensor.shape.rank == 0
+            or tensor.shape[0] != count
+        ):
             return False
     return True
 
@@ -81,7 +93,9 @@ def _have_rows(tensors: dict[str, Any], count: int) -> bool:
 def named(outputs: Any) -> Decoded:
     """A model's outputs as they are, by their keys; "outputs" ("outputs_0", ...) without keys."""
     leaves = keras.tree.flatten_with_path(outputs)
-    return {name_of(path, "outputs"): tf.convert_to_tensor(value) for path, value in leaves}
+    return {
+        name_of(path, "outputs"): tf.convert_to_tensor(value) for path, value in leaves
+    }
 
 
 def _made_for_its_loss(kind: type) -> bool:
@@ -99,13 +113,23 @@ def _no_softmax(task: Task, outputs: Any) -> str:
 
     Raises ValueError where they cannot be opened.
     """
-    if not tf.is_tensor(outputs) or outputs.shape.rank not in (2, 3, 4) or outputs.shape[-1] == 1:
-        kind = str(outputs.shape) if tf.is_tensor(outputs) else "a " + type(outputs).__name__
+    if (
+        not tf.is_tensor(outputs)
+        or outputs.shape.rank not in (2, 3, 4)
+        or outputs.shape[-1] == 1
+    ):
+        kind = (
+            str(outputs.shape)
+            if tf.is_tensor(outputs)
+            else "a " + type(outputs).__name__
+        )
         return f"a picture's outputs are {kind}, no logits of classes"
     try:
         with open_lib.one_split.set(True):
             _, source = task.sources()
-        example = task_checks.reader(task, source, training=False).read.structured_outputs
+        example = task_checks.reader(
+            task, source, training=False
+        ).read.structured_outputs
         batch = tf.nest.map_structure(batch_of, example)
         spec = tf.TensorSpec([None, *outputs.shape[1:]], outputs.dtype, name="logits")
         traced = tf.function(task.loss, autograph=False)

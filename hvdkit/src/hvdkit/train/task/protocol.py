@@ -52,7 +52,14 @@ _SCHEDULE = (
     "plateau_cooldown",
     "plateau_min_lr",
 )
-_OPTIMIZER = ("optimizer", "momentum", "nesterov", "adam_beta1", "adam_beta2", "adam_epsilon")
+_OPTIMIZER = (
+    "optimizer",
+    "momentum",
+    "nesterov",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
 _REPLACED = {"optimizer": _OPTIMIZER, "schedule": _SCHEDULE}
 _REQUIRED = (
     "sources",
@@ -215,7 +222,9 @@ def load_task(config: Settings) -> Task:
     """The task that --task names; ValueError where its class lacks something."""
     names = available()
     if config.task not in names:
-        raise ValueError(f"--task={config.task}: there is no such task; the tasks are {names}")
+        raise ValueError(
+            f"--task={config.task}: there is no such task; the tasks are {names}"
+        )
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     watched = config.watched()
     task = task_class(watched)
@@ -243,7 +252,9 @@ def settings_of(task: Task, config: Settings) -> Settings:
     return getattr(task, "_watched", config)
 
 
-def counted(task: Task, config: Settings, samples: int, *, place: Place = BEGINNING) -> Settings:
+def counted(
+    task: Task, config: Settings, samples: int, *, place: Place = BEGINNING
+) -> Settings:
     """The settings with steps in place of epochs, also those that the task holds.
 
     `samples`: of the training set; `place`: where the run goes on in them. Raises ValueError where
@@ -282,7 +293,9 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[
                     f"--{name}={value}: {reader} does not read it: leave it out, also of the "
                     f"flagfile, or use config.{name} in tasks/{config.task}.py"
                 )
-            flags_of_file.setdefault(config.unasked[name], []).append(f"--{name}={value}")
+            flags_of_file.setdefault(config.unasked[name], []).append(
+                f"--{name}={value}"
+            )
     notes = []
     for file, flags in flags_of_file.items():
         passed_over = ", ".join(flags)
@@ -292,7 +305,9 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[
     return notes
 
 
-def _readers(task: Task, config: Settings, among: Sequence[str]) -> dict[str, Sequence[str]]:
+def _readers(
+    task: Task, config: Settings, among: Sequence[str]
+) -> dict[str, Sequence[str]]:
     """By a reader, in words, the settings that it alone reads; or `among` those of the task."""
     readers = {f"--task={config.task}": among or _OF_TASKS}
     if among:
@@ -318,6 +333,8 @@ def available() -> list[str]:
     """Names of all tasks: files in tasks/ with a `class Task`."""
     names = []
     for file in (project.folder() / "tasks").glob("*.py"):
-        if file.is_file() and re.search(rb"^class Task\b", file.read_bytes(), re.MULTILINE):
+        if file.is_file() and re.search(
+            rb"^class Task\b", file.read_bytes(), re.MULTILINE
+        ):
             names.append(file.stem)
     return sorted(names)

@@ -75,7 +75,8 @@ class SimulatedRank:
             first = sum(part.shape[0] for part in parts[: self.rank])
 
             def backward(upstream: tf.Tensor) -> tf.Tensor:
-                mean = tf.add_n(self._everyone(upstream)) / self.size  # as Horovod has it
+                # As Horovod has it.
+                mean = tf.add_n(self._everyone(upstream)) / self.size
                 return mean[first : first + x.shape[0]]
 
             return tf.concat(parts, 0), backward
@@ -98,7 +99,9 @@ class SimulatedRank:
         parts = [tf.split(x, size)[self.rank] for x, size in zip(tensors, sizes)]
         return tf.concat(parts, 0), tf.stack([part.shape[0] for part in parts])
 
-    def horovod_broadcast(self, tensor: tf.Tensor, *, root_rank: int, **others: Any) -> tf.Tensor:
+    def horovod_broadcast(
+        self, tensor: tf.Tensor, *, root_rank: int, **others: Any
+    ) -> tf.Tensor:
         return self._everyone(tf.convert_to_tensor(tensor))[root_rank]
 
     def __getattr__(self, name: str) -> Any:
@@ -201,7 +204,9 @@ def outcomes(act: Callable[[int], Any], samples: Sequence[int]) -> list[Any]:
     return results
 
 
-def _alike(posted: Sequence[Sequence[tf.Tensor]], known: Sequence[Sequence[tf.Tensor]]) -> bool:
+def _alike(
+    posted: Sequence[Sequence[tf.Tensor]], known: Sequence[Sequence[tf.Tensor]]
+) -> bool:
     for now, earlier in zip(posted, known):
         if [tensor.shape for tensor in now] != [tensor.shape for tensor in earlier]:
             return False

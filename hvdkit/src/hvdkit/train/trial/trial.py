@@ -157,11 +157,15 @@ def _outcome(
     ):
         step.state.step.assign(number)
         leave_zero(step.weights)
-        _, tracing = step.call(function, batch, tf.zeros([agreement.NUM_VOTES], tf.float64))
+        _, tracing = step.call(
+            function, batch, tf.zeros([agreement.NUM_VOTES], tf.float64)
+        )
         state = {name: variable.numpy() for name, variable in variables.items()}
     return Outcome(
         state=state,
-        means=[None if gradient is None else gradient.numpy() for gradient in tracing.means],
+        means=[
+            None if gradient is None else gradient.numpy() for gradient in tracing.means
+        ],
         sums=[sums.numpy() for sums in tracing.sums],
         terms=tracing.terms,
     )
@@ -191,7 +195,9 @@ def compare(
     Raises ValueError where they do not come out alike.
     """
 
-    def on_ranks(sizes: Sequence[int], *, steps: int = 1, combines: bool = True) -> list[Outcome]:
+    def on_ranks(
+        sizes: Sequence[int], *, steps: int = 1, combines: bool = True
+    ) -> list[Outcome]:
         def on_rank(rank: int) -> Outcome:
             first, last = share(plan.samples, rank, len(sizes))
             batch = _batch(examples[first:last], steps)
@@ -218,7 +224,9 @@ def compare(
     different = _different_state(state_before, whole, parts, near=plan.near)
     if different:
         without_rules = on_ranks(sizes, combines=False)
-        still_different = _different_state(state_before, whole, without_rules, near=plan.near)
+        still_different = _different_state(
+            state_before, whole, without_rules, near=plan.near
+        )
         notes = combiner.judge(different, set(different) - set(still_different))
     _check_gradients(plan, whole, parts[0])
     return notes
@@ -250,7 +258,9 @@ def _check_sums(plan: Plan, whole: Outcome, parts: Sequence[Outcome]) -> None:
         by_term = [gradients_lib.of_terms(x) for x in (sums, added, sizes)]
         for name, one, other, size in zip(whole.terms, *by_term):
             for figure, quantity in enumerate(("losses", "weights")):
-                if _is_apart(one[figure], other[figure], plan.near * (1 + size[figure])):
+                if _is_apart(
+                    one[figure], other[figure], plan.near * (1 + size[figure])
+                ):
                     term = f"{quantity} {name}" if name else quantity
                     raise ValueError(
                         f"{plan.whose}{term} of {plan.samples} samples together is "
@@ -286,7 +296,11 @@ def _check_gradients(plan: Plan, whole: Outcome, part: Outcome) -> None:
 
 
 def _different_state(
-    before: dict[str, np.ndarray], whole: Outcome, parts: Sequence[Outcome], *, near: float
+    before: dict[str, np.ndarray],
+    whole: Outcome,
+    parts: Sequence[Outcome],
+    *,
+    near: float,
 ) -> list[str]:
     """Names of state that differs between two ranks, or between them and one."""
     names = []
@@ -298,7 +312,9 @@ def _different_state(
     return names
 
 
-def _is_near(one: np.ndarray, other: np.ndarray, start: np.ndarray, *, near: float) -> bool:
+def _is_near(
+    one: np.ndarray, other: np.ndarray, start: np.ndarray, *, near: float
+) -> bool:
     """Whether both changed alike from `start`."""
     if start.dtype.kind != "f":
         return np.array_equal(one, other)

@@ -30,7 +30,11 @@ def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def judge(
-    flat: tf.Tensor, addends: int, *, scale: tf.Tensor | float = 1.0, most: float = LARGEST_GRADIENT
+    flat: tf.Tensor,
+    addends: int,
+    *,
+    scale: tf.Tensor | float = 1.0,
+    most: float = LARGEST_GRADIENT,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Whether all elements are finite, all / `scale` fit, and the largest keeps 4 bits.
 
@@ -76,7 +80,11 @@ def add_gradients(
 
 
 def unpack_gradients(
-    total: tf.Tensor, factor: tf.Tensor, *, shapes: Sequence[tf.TensorShape], dtype: tf.DType
+    total: tf.Tensor,
+    factor: tf.Tensor,
+    *,
+    shapes: Sequence[tf.TensorShape],
+    dtype: tf.DType,
 ) -> list[tf.Tensor]:
     """Sums of packed gradients times `factor`, float64 scalar, rounded once to `dtype`."""
     sizes = [shape.num_elements() for shape in shapes]

@@ -25,7 +25,8 @@ class Rows(NamedTuple):
     everyone: Sequence[tf.Tensor] = ()
     # The gradients of all losses; none for a call that gathered whole numbers.
     pulls: Sequence[Sequence[tf.Tensor]] = ()
-    beyond: tf.Tensor | bool = False  # whether a virtual rank's are too large for the grid
+    # Whether a virtual rank's are too large for the grid.
+    beyond: tf.Tensor | bool = False
 
     def pulled(self, turn: Turn, target: int) -> tf.Tensor:
         """Extra loss term, a scalar, that carries the other ranks' gradient."""
@@ -40,7 +41,9 @@ class Rows(NamedTuple):
 class Passes:
     """The first two passes, and what goes between the ranks after each."""
 
-    def __init__(self, in_turn: Callable, scale: tf.Variable, *, rows: int, addends: int) -> None:
+    def __init__(
+        self, in_turn: Callable, scale: tf.Variable, *, rows: int, addends: int
+    ) -> None:
         """`scale`: of the loss; `rows` of the global batch; `addends`: the virtual ranks."""
         self._in_turn = in_turn
         self._scale = scale
@@ -66,10 +69,14 @@ class Passes:
         gradients = []
         for target in targets:
             gradients += tape.gradient(target, floats, unconnected_gradients="zero")
-        flat = fixed_point.pack([tf.convert_to_tensor(gradient) for gradient in gradients])
+        flat = fixed_point.pack(
+            [tf.convert_to_tensor(gradient) for gradient in gradients]
+        )
         scale = self._unit()
         finite, fits, _ = fixed_point.judge(flat, self._addends, scale=scale)
-        fixed = fixed_point.add_gradients(None, flat, addends=self._addends, scale=scale)
+        fixed = fixed_point.add_gradients(
+            None, flat, addends=self._addends, scale=scale
+        )
         return tf.concat([fixed, tf.cast([~finite, finite & ~fits], tf.int64)], 0)
 
     def over_ranks(self, learned: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:

@@ -36,7 +36,13 @@ from hvdkit.train.step.combine import (
     settled,
     split_by_change,
 )
-from hvdkit.train.step.gradients import MicroBatches, StepTotals, means_of, overwritten, to_means
+from hvdkit.train.step.gradients import (
+    MicroBatches,
+    StepTotals,
+    means_of,
+    overwritten,
+    to_means,
+)
 from hvdkit.train.step.graph_checks import assigned_handles
 from hvdkit.train.step.programs import Programs
 from hvdkit.train.step.state import State
@@ -60,7 +66,8 @@ class _Sums(NamedTuple):
     grads: list[tf.Tensor]
     state: tf.Tensor  # int64 [2, n]: all state that is combined by mean or sum
     largest: tf.Tensor  # float64 [n]: maxima; minima are negated
-    rows: tf.Tensor  # float64 [n]: rows for queues, at the virtual rank's place among zeros
+    # float64 [n]: rows for queues, at the virtual rank's place among zeros.
+    rows: tf.Tensor
 
 
 class Passes:
@@ -109,15 +116,21 @@ class Passes:
                     f"--virtual_ranks does not add up {variable.path}, which its gradient "
                     "overwrites (as in float8): leave it out"
                 )
-        start = [(v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]]
-        sizes = sorted({self._sizes[v] for v in self._own})  # at most two sizes, each traced once
+        start = [
+            (v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]
+        ]
+        # At most two sizes, each traced once.
+        sizes = sorted({self._sizes[v] for v in self._own})
         self._shared = gathered.Rows()
         turn = self._turn(self._pass, batch, start, trace=sizes)
         if self._gathers and self._jit:
-            raise ValueError("a loss that gathers rows, --jit and --virtual_ranks: leave out one")
+            raise ValueError(
+                "a loss that gathers rows, --jit and --virtual_ranks: leave out one"
+            )
         if self._gathers:
             self._shared = self._exchange(batch, start)
-            turn = self._turn(self._pass, batch, start, trace=sizes)  # with the rows of all
+            # With the rows of all.
+            turn = self._turn(self._pass, batch, start, trace=sizes)
         total = self._over(sizes[0], turn)
         for size in sizes[1:]:
             total = self._over(size, turn, total)
@@ -142,7 +155,12 @@ class Passes:
         )
 
     def _turn(
-        self, body: Callable[..., Any], batch: Any, start: _Values, *, trace: Sequence[int] = ()
+        self,
+        body: Callable[..., Any],
+        batch: Any,
+        start: _Values,
+        *,
+        trace: Sequence[int] = (),
     ) -> Callable[..., Any]:
         """`body(part of the batch, number, ...)` of a virtual rank, from the step's start.
 
@@ -154,10 +172,13 @@ class Passes:
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def one(number: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
             self._first = tf.gather(tf.constant(self._firsts, tf.int64), number)
-            first = self._first - self._firsts[self._own[0]]  # among this rank's samples
+            # Among this rank's samples.
+            first = self._first - self._firsts[self._own[0]]
 
             def cut(t: tf.Tensor) -> tf.Tensor:
-                return tf.ensure_shape(t[:, first : first + size], [t.shape[0], size, *t.shape[2:]])
+                return tf.ensure_shape(
+                    t[:, first : first + size], [t.shape[0], size, *t.shape[2:]]
+                )
 
             for variable, value in start:
                 variable.assign(value)
@@ -172,7 +193,9 @@ class Passes:
     def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
         """Two passes more, where the loss gathers rows."""
         scale = self._state.loss_scale.read()
-        passes = gathered.Passes(self._in_turn, scale, rows=self._samples, addends=self._count)
+        passes = gathered.Passes(
+            self._in_turn, scale, rows=self._samples, addends=self._count
+        )
         learn = self._turn(passes.learn, batch, start)
         pull = self._turn(passes.pull, batch, start)
         numbers = [tf.constant(number, tf.int64) for number in self._own]
@@ -189,7 +212,9 @@ class Passes:
         turn = Turn(self._first, tf.nest.flatten(micro)[0].shape[0], everyone)
         return turn, self._forward(micro, turn=turn)
 
-    def _over(self, size: int, turn: Callable[..., _Sums], total: _Sums | None = None) -> _Sums:
+    def _over(
+        self, size: int, turn: Callable[..., _Sums], total: _Sums | None = None
+    ) -> _Sums:
         """Virtual ranks of one size, one after the other, added to `total`."""
         group = [v for v in self._own if self._sizes[v] == size]
         numbers = tf.constant(group, tf.int64)
@@ -201,7 +226,10 @@ class Passes:
             return total
         return tf.while_loop(
             lambda index, _: index < len(group),
-            lambda index, total: (index + 1, self._add(total, turn(numbers[index], size=size))),
+            lambda index, total: (
+                index + 1,
+                self._add(total, turn(numbers[index], size=size)),
+            ),
             (tf.constant(first), total),
             parallel_iterations=1,  # they set the same state; it also bounds memory
         )[1]
@@ -237,7 +265,9 @@ class Passes:
         summed = [tf.cast(c.variable, tf.float64) for c in self._changed_by(*_SUMMED)]
         largest = [self._to_maximum(change) for change in self._changed_by(*_LARGEST)]
         size = tf.nest.flatten(part)[0].shape[1]
-        rows = [self._placed(change, size) for change in self._changed_by("concatenate")]
+        rows = [
+            self._placed(change, size) for change in self._changed_by("concatenate")
+        ]
         state = fixed_point.pack(summed)
 
         own = tf.range(self._count, dtype=tf.int64)[:, None] == number
@@ -300,7 +330,9 @@ class Passes:
         for variable in self._untrained:
             if id(variable.handle) in changed:
                 rule = self._rules.get(id(variable), SAME)
-                self._changed.append(StateChange(variable, rule, self._start[id(variable)]))
+                self._changed.append(
+                    StateChange(variable, rule, self._start[id(variable)])
+                )
         check_micro_batches(self._changed, self._steps)
         if self._shared.pulls:
             pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
@@ -326,7 +358,9 @@ class Passes:
                 continue
             total = self._sum(total, f"virtual.gradients.{target}")
             shapes = [self._variables[place].shape for place in places]
-            parts = fixed_point.unpack_gradients(total, factors[target], shapes=shapes, dtype=dtype)
+            parts = fixed_point.unpack_gradients(
+                total, factors[target], shapes=shapes, dtype=dtype
+            )
             for place, part in zip(places, parts):
                 means[place] = part if means[place] is None else means[place] + part
         for place, dtype in types.items():
@@ -336,7 +370,9 @@ class Passes:
     def _set_state(self, total: _Sums) -> None:
         """Sets what the forward pass changes to what its values on virtual ranks make."""
         if summed := self._changed_by(*_SUMMED):
-            state = fixed_point.state_from_fixed(self._sum(total.state, "virtual.state"))
+            state = fixed_point.state_from_fixed(
+                self._sum(total.state, "virtual.state")
+            )
             for (variable, rule, before), value in split_by_change(summed, state):
                 if rule.kind == "mean":
                     value = value / self._count
@@ -353,7 +389,9 @@ class Passes:
             for variable, rule, before in queues:
                 count = self._samples * int(rule.number)
                 size = count * before.shape[1:].num_elements()
-                rows = tf.cast(tf.reshape(every[:size], [count, *before.shape[1:]]), before.dtype)
+                rows = tf.cast(
+                    tf.reshape(every[:size], [count, *before.shape[1:]]), before.dtype
+                )
                 every = every[size:]
                 variable.assign(joined(before, rows))
 
