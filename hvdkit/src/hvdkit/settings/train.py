@@ -82,7 +82,9 @@ class TrainSettings(Room):
             )
         if self.jit and self.bn_sync == "full":
             raise ValueError(
-                "--jit cannot compile --bn_sync=full: leave out one of them"
+                "--jit compiles the forward and backward pass as one program, and with "
+                "--bn_sync=full each batch norm waits for the other ranks within it: "
+                "leave out one of them"
             )
 
     def without_effect(self) -> dict[str, str]:
