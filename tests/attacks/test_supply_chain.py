@@ -18,10 +18,9 @@ def test_known_weaknesses_fail_the_audit_but_for_those_that_cannot_be_reached():
 
     class Service(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
-                "queries"
-            ]
-            ids = [known.get(query["package"]["name"]) for query in asked]
+            length = int(self.headers["Content-Length"])
+            request = json.loads(self.rfile.read(length))
+            ids = [known.get(query["package"]["name"]) for query in request["queries"]]
             found = [{"vulns": [{"id": i} | when]} if i else {} for i in ids]
             self.answer({"results": found})
 
@@ -82,9 +81,8 @@ def test_the_image_has_bases_by_digest_and_no_program_with_another_users_rights(
         == 2
     )
     assert "find / -xdev -type f -perm /6000 -exec chmod a-s {} +" in text
-    for service in yaml.safe_load((ROOT / "docker/compose.yaml").read_text())[
-        "services"
-    ].values():
+    compose = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
+    for service in compose["services"].values():
         assert service["cap_drop"] == ["ALL"]
         assert service["security_opt"] == ["no-new-privileges:true"]
 

@@ -98,12 +98,8 @@ def test_of_an_error_the_lowest_score_is_kept(kept):
     kept = replace(kept, measure=lowest)
     for step, score in enumerate([20.2, 5.7, math.nan, -math.inf, 9.0, 7.0], start=1):
         save(kept, step, score=score)
-    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)] and kept.best()[
-        :2
-    ] == (
-        5.7,
-        2,
-    )
+    assert names(kept) == [f"step-0000000{step}" for step in (2, 5, 6)]
+    assert kept.best()[:2] == (5.7, 2)
     task = SimpleNamespace(main_metric="mae", main_metric_mode="min")
     assert load_run.chosen(kept.folder, "best", task).name == "step-00000002"
 

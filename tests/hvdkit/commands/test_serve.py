@@ -66,9 +66,8 @@ def sent(port, *lines, body=b"") -> tuple[int, dict]:
 def test_the_page_allows_its_own_script_alone(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/word", timeout=60) as reply:
         page, headers = reply.read().decode(), reply.headers
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[
-        1
-    ]
+    pattern = r'http-equiv="Content-Security-Policy" content="([^"]+)"'
+    policy = re.search(pattern, page)[1]
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))

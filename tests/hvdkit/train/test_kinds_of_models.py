@@ -65,9 +65,8 @@ def test_kind_of_model(name, kept):
         assert len(part(one, "anew/")) == 2
         far = difference(one, two)
         assert far <= kind.near if kind.end == EQUAL else far > 1e-6, far
-        assert ("by rank" in str(two["printed"])) == (kind.end == BY_RANK), two[
-            "printed"
-        ]
+        printed = str(two["printed"])
+        assert ("by rank" in printed) == (kind.end == BY_RANK), printed
         return
     refused(kind, two)
     if kind.end == REFUSED:

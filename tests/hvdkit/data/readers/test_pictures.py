@@ -314,6 +314,7 @@ def placed(block: bytes) -> dict[str, bytes]:
     digits = f"\nexif\n{len(block):8}\n{block.hex()}\n".encode()
     packed = b"\0" + zlib.compress(digits)
     text = b"Raw profile type exif\0"
+    other = png_with(chunk(b"eXIf", directory(3, order="<")), behind=False)
     return {
         "JPEG": jpeg_with(exif),
         "JPEG, without JFIF": picture(0)[:2] + exif + picture(0)[20:],
@@ -330,11 +331,7 @@ def placed(block: bytes) -> dict[str, bytes]:
         "JPEG, XMP alone": jpeg_with(segment(0xE1, xmp % 8)),
         "PNG": png_with(chunk(b"eXIf", block), behind=False),
         "PNG, behind its pixels": png_with(chunk(b"eXIf", block), behind=True),
-        "PNG, twice": png_with(chunk(b"eXIf", directory(3, order="<")), behind=False)[
-            :-12
-        ]
-        + chunk(b"eXIf", block)
-        + picture(0, "PNG")[-12:],
+        "PNG, twice": other[:-12] + chunk(b"eXIf", block) + picture(0, "PNG")[-12:],
         "PNG, behind a profile": png_with(
             chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(20_000), 0))
             + chunk(b"eXIf", block),

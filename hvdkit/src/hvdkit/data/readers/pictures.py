@@ -92,10 +92,11 @@ def _stored_size(data: tf.Tensor) -> tf.Tensor:
 
     def size_of_png() -> tf.Tensor:
         # Width and height follow signature, length and name of the first chunk, big-endian.
-        numbers = tf.strings.substr(data, 16, 8)
-        return tf.io.decode_raw(numbers, tf.int32, little_endian=False, fixed_length=8)[
-            ::-1
-        ]
+        part = tf.strings.substr(data, 16, 8)
+        width_and_height = tf.io.decode_raw(
+            part, tf.int32, little_endian=False, fixed_length=8
+        )
+        return width_and_height[::-1]
 
     is_png = tf.strings.substr(data, 0, 16) == PNG_START
     cases = [
