@@ -25,10 +25,8 @@ class Task:
         return points(1, 1000), points(2, 200)
 
     def training_example(self, sample, key):
-        return {
-            "inputs": (sample["x"], tf.random.stateless_normal([4], key)),
-            "targets": (),
-        }
+        noise = tf.random.stateless_normal([4], key)
+        return {"inputs": (sample["x"], noise), "targets": ()}
 
     def evaluation_example(self, sample):
         return {"inputs": (sample["x"], sample["noise"]), "targets": ()}
@@ -42,16 +40,11 @@ class Task:
 
     def optimizer(self, model):
         """One for each network, with momenta and a count of updates of its own."""
+        of_critic = keras.optimizers.Adam(beta_1=0.5, beta_2=0.9)
+        of_maker = keras.optimizers.Adam(beta_1=0.0)
         return [
-            Group(
-                self.critic.trainable_variables,
-                keras.optimizers.Adam(beta_1=0.5, beta_2=0.9),
-            ),
-            Group(
-                self.maker.trainable_variables,
-                keras.optimizers.Adam(beta_1=0.0),
-                rate=0.25,
-            ),
+            Group(self.critic.trainable_variables, of_critic),
+            Group(self.maker.trainable_variables, of_maker, rate=0.25),
         ]
 
     def loss(self, outputs, targets):
