@@ -35,7 +35,7 @@ lint: setup ## Python, types, shell, Dockerfile, spelling, links, imports betwee
 	@$(IN_VENV) mypy
 	@$(IN_VENV) python tests/helpers/links.py
 
-bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, operations, input, cost; 40 minutes
+bench: setup $(if $(filter .cache/%,$(TORCH)),.cache/peers/installed) ## benchmarks/RESULTS.md anew: equivalence, peers, operations, input, cost; 50 minutes
 	@$(IN_VENV) python benchmarks/results.py $(TORCH:%=--torch=%) $(ARGS)
 
 # PyTorch, which nothing here runs on, stays out of .venv.
