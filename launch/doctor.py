@@ -167,7 +167,7 @@ def connect(
         controller = "mpi" if unheard else "gloo"
         os.environ["HOROVOD_CONTROLLER"] = controller
         os.environ["HOROVOD_CPU_OPERATIONS"] = controller
-        # Open MPI looks for no daemon.
+        # With this Open MPI looks for no daemon.
         os.environ |= {"OMPI_MCA_ess_singleton_isolated": "1"}
     start_horovod(options)
     return ranks.Horovod()
@@ -250,7 +250,7 @@ def allreduce(megabytes: int, process_set: Any) -> dict[str, Any]:
     def reduce(tensor: Any) -> Any:
         return hvd.allreduce(tensor, op=hvd.Sum, name=name, process_set=process_set)
 
-    # This also makes the connections.
+    # The first sum also makes the connections.
     is_right = bool(tf.reduce_all(reduce(numbers) == size))
     reduce(tf.zeros([1]))  # all ranks start together
     seconds = math.inf

@@ -40,7 +40,7 @@ _ANSWER = 60  # seconds that a login shell may take
 _SHOWN = 8  # hosts that are named
 _WRONG_USE = 2
 _NOT_NOW = 76
-# Those that mpirun may take: 10000-10100,11000.
+# The ports that mpirun may take, such as 10000-10100,11000.
 _PORTS = "OMPI_MCA_oob_tcp_dynamic_ipv4_ports"
 
 
@@ -52,7 +52,7 @@ class Answer:
     origin: str = ""  # this host's address, as ssh came from it
     network: str = ""  # the other host's address with its network, 10.0.0.7/24; or lo
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
-    # Addresses of this host.
+    # Addresses of this host that the others have reached.
     reached: list[str] = dataclasses.field(default_factory=list)
     missing: str = ""  # a file or folder of the command that is not there
 

@@ -61,7 +61,7 @@ class Task:
 
     def sources(self) -> tuple[Source, Source]:
         train, val = open_sources(self.config, default="digits")
-        # Packed digits.
+        # The demo's digits must not be mirrored.
         if getattr(train, "is_demo", False) and self.config.mirror == "auto":
             self.mirror = False
         self.class_names = classes.of(train)

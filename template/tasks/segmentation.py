@@ -178,7 +178,7 @@ class Task:
     ) -> dict[str, tf.Tensor]:
         predictions = tf.argmax(outputs, axis=-1)
         labels = tf.squeeze(targets["label"], -1)
-        # A model may have more.
+        # A model may have more outputs than there are classes.
         classes = max(self.config.num_classes, outputs.shape[-1])
         sums = {
             name: tf.reduce_sum(x) for name, x in targets.items() if name != "label"

@@ -101,7 +101,7 @@ def open_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # It gets the lowest number that is free: this one.
+            # `open` takes the lowest number that is free: this one.
             os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:

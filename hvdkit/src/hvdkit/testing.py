@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    # S; mpirun waits so twice where a rank has failed.
+    # Seconds; where a rank has failed, mpirun waits so long twice.
     "OMPI_MCA_odls_base_sigkill_timeout": "1",
 }
 

@@ -29,7 +29,7 @@ LINES_BYTES = 2**26
 _UNFINISHED = ".unfinished"
 _OLD = ".old"  # What had a name before gets this ending.
 _LOCK = ".lock"
-# It has path, size and time of what `replaced` put there.
+# The file that lists path, size and time of what `replaced` has put there.
 _RECORD = ".written-by-hvdkit.json"
 _RECORD_BYTES = 2**30
 _SIGN_BYTES = 2**10  # A file's sign stands in so many bytes of its beginning.
@@ -100,7 +100,7 @@ def written(path: Path) -> Iterator[Path]:
 
     Raises OSError: it cannot be written. After any exception the old file is unchanged.
     """
-    # It may be /dev/null.
+    # The path may be that of /dev/null.
     if os.path.lexists(path) and not (path.is_symlink() or path.is_file()):
         raise OSError(
             errno.EINVAL, "it is no regular file, which alone is replaced", str(path)
@@ -113,7 +113,7 @@ def written(path: Path) -> Iterator[Path]:
         os.fsync(handle)
         partial.replace(path)
     except BaseException as error:
-        # The error of a full disk has none.
+        # The error of a full disk names no file.
         if isinstance(error, OSError) and not error.filename:
             error.filename = str(path)
         with contextlib.suppress(OSError):  # The first error says more.
@@ -164,7 +164,7 @@ def replaced(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
         if is_new:
-            # It is not empty where files were written.
+            # The folder is not empty where files were written.
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -436,7 +436,7 @@ def _why_not_safe(folder: Path) -> str:
     """Why others may replace what this user makes in a folder, or ""."""
     user = os.geteuid()
     status = folder.stat()
-    # A link has an owner of its own.
+    # Both owners count: a link has one of its own.
     for owner in (folder.lstat().st_uid, status.st_uid):
         if owner not in (user, 0):
             return f"is of another user (number {owner})"

@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     except KeyError:
         raise ValueError(f"{path} cannot be read: it holds no {_WEIGHTS}") from None
     except Exception as error:
-        # A damaged file makes zipfile and h5py raise many kinds.
+        # zipfile and h5py raise errors of many kinds for a damaged file.
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(f"{path} cannot be read: {lines[0]}") from None
 

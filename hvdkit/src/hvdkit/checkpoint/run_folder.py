@@ -138,7 +138,7 @@ def data_away(config: Settings) -> bool:
     is_default = folder == Path(root, type(config).data_dir) and folder.is_relative_to(
         root
     )
-    # The error of a server that is away comes elsewhere.
+    # A server that is away is reported by the reader, not here.
     is_remote = "://" in config.data_dir
     if config.synthetic_data or is_remote or is_default:
         return False

@@ -36,7 +36,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._world = checkpoints.world
         self._pool = futures.ThreadPoolExecutor(1, "saver")
-        # This starts its thread: later there may be too many processes.
+        # An empty task starts the thread now: later there may be too many processes.
         self._pool.submit(int)
         self._writing: futures.Future | None = None
         # Step and `skipped` (see Copy) are those of the newest save, the score is the newest one.

@@ -48,7 +48,7 @@ class WorstSamples:
         self._count = count
         self._rounds = rounds  # how many batches a rank evaluates
         self._done = 0
-        # Pairs: loss, and the sample's number, negated.
+        # Each pair is a loss and the sample's number, negated.
         self._worst: list[tuple[float, int]] = []
 
     def add(self, means: np.ndarray, ids: list[int]) -> None:
@@ -141,7 +141,7 @@ def _replaced(
             yield folder
     finally:
         if is_new:
-            # A folder that holds what was written stays.
+            # The folder stays where something was written into it.
             with contextlib.suppress(OSError):
                 out.rmdir()
 

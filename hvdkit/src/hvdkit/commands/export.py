@@ -265,7 +265,7 @@ def _write_keras(exports: Exports, file: Path) -> str:
     run = exports.run
     try:
         with warnings.catch_warnings():
-            # Keras warns of what it may not load; it is tried here.
+            # Keras warns of what it may not be able to load; loading is tried here.
             warnings.simplefilter("ignore")
             run.model.save(file)
     except Exception as error:  # layers' own code may raise anything

@@ -49,13 +49,13 @@ from hvdkit.stop import BUG, Stop, passes
 from hvdkit.train.task import checks as task_checks
 from hvdkit.train.task.protocol import Task
 
-# EPS would start Ghostscript.
+# Pillow would start Ghostscript for EPS, so EPS is not among them.
 _BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")
 _BITS_PER_SAMPLE = 258  # number of the TIFF tag
 _SHOWN_CLASSES = 5  # so many of the most probable classes are written
 CSV = "predictions.csv"
 WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # names in --out
-# From a picture to outputs by name.
+# Takes a picture and returns the model's outputs by name.
 OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]
 
 
@@ -70,7 +70,7 @@ class Prediction(NamedTuple):
     """What is predicted of a picture, but for drawings."""
 
     file: str
-    # Class and probability; [] of a segmented picture.
+    # Classes with their probabilities; [] for a segmented picture.
     likeliest: list[tuple[int, float]]
     others: dict[str, Any]  # other outputs by name, as JSON takes them
 

@@ -123,7 +123,7 @@ class Server(http.server.ThreadingHTTPServer):
     Those of strangers, who do not know the word, are few: the oldest makes place for the newest.
     """
 
-    # So many connections wait for `handle_request`; more are reset.
+    # This many connections wait for `handle_request`; the others are reset.
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], kind: type["Handler"]) -> None:

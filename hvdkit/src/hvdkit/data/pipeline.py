@@ -108,7 +108,7 @@ class Reader(NamedTuple):
     ahead: Callable[[tf.Tensor], Parts] | None
     at_once: int  # samples that `ahead` fetches at a time
     is_paired: bool  # whether another sample is read beside each
-    # Whether many samples read at once have the bits of each by itself.
+    # Whether samples that are read together have the same bits as read one by one.
     is_exact_at_once: bool
     line: str  # where the function begins that makes the example
 
@@ -213,7 +213,7 @@ def reader(
     """
     parts: set[str] = set()
     ahead = getattr(source, "ahead", None)
-    # The innermost, where sources wrap each other.
+    # Where sources wrap each other, this is the innermost one.
     owner: Any = getattr(ahead, "__self__", None)
     if ahead and not (owner.reads_ahead and len(owner) == len(source)):
         # It reads by itself, or its indices are others.
@@ -323,7 +323,7 @@ class TrainingFeed:
         # however often it starts again at another step.
         with tf.device("CPU"):
             self._start = tf.Variable(first_step, dtype=tf.int64)
-            # The step that reads `_instead`.
+            # The number of the step that reads `_instead`.
             self._mended = tf.Variable(-1, dtype=tf.int64)
             self._instead = tf.Variable(
                 tf.zeros_like(order.local_samples(self._start)[0])
@@ -492,7 +492,7 @@ class EvaluationFeed:
         # tf.data hung at 2**31 - 1.
         batch_size = 1 if self.one_by_one else min(batch_size, samples)
         self.batch_size = batch_size
-        # Batches of the rank that has most.
+        # How many batches the rank with the most samples has.
         self.rounds = -(-samples // (size * batch_size))
         self._ids: list[int] = []
         for start in range(rank * batch_size, samples, size * batch_size):

@@ -21,7 +21,7 @@ _ORDERS = 1
 _KEYS = 2
 _SHARDS = 3
 _WINDOWS = 4
-# What the words of a sample's key are drawn for; augmentation uses 0 and 1.
+# The word of a sample's key that draws partners; augmentation uses words 0 and 1.
 _PARTNERS = 2
 
 

@@ -32,7 +32,7 @@ class Evaluation(NamedTuple):
     figures: dict[str, float]  # `loss` and what the task's `metrics` returns
     # The task's `sums` over all samples; the figures come from them.
     sums: dict[str, np.ndarray]
-    # uint8 [n, height, width, 3], on rank 0, if the task draws.
+    # Drawn pictures, uint8 [n, height, width, 3], on rank 0 of a task that draws.
     pictures: np.ndarray | None
 
     def confusion(self) -> np.ndarray | None:
@@ -160,7 +160,7 @@ class Evaluator:
         fault = None
         batches = iter(self._feed)
         ballot = Ballot()
-        # As many as the rank that has most batches.
+        # All ranks make as many rounds as the rank with the most batches.
         for place in range(self._feed.rounds):
             try:
                 batch = next(batches, None)

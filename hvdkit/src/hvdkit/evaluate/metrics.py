@@ -186,7 +186,7 @@ def _require_sums(
     for part in batch:
         probe.append(tf.ones([size or 2 for size in part.shape], part.dtype))
     if len(probe) > 1 and probe[1].dtype.is_floating:
-        # Other values than the labels: a maximum of errors must not be 0.
+        # The outputs differ from the labels: a maximum of errors must not be 0.
         probe[1] *= 0.25
     longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in probe]
     states = []

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from hvdkit.train.step.losses import at_least_float32
 
-# Float [B, H, W, 3] -> float [B, H, W, classes].
+# Takes float [B, H, W, 3], returns float [B, H, W, classes].
 Function = Callable[[tf.Tensor], tf.Tensor]
-# The same, one signature.
+# Such a function traced for one signature.
 TracedFunction: TypeAlias = tf.types.experimental.PolymorphicFunction
 
 
@@ -148,7 +148,7 @@ def _mean_along(
         lambda number, *_: number < windows,
         add,
         (0, zeros, tf.zeros([length], zeros.dtype)),
-        # So that one window's activations are in memory at a time.
+        # The activations of one window at a time are in memory.
         parallel_iterations=1,
     )
     # [length] gets the dimensions that follow the axis: [length, 1, 1] or [length, 1].

@@ -33,7 +33,7 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
         )
     backbone = _atrous_resnet50()
     inputs = {"image": backbone.inputs[0]}
-    # The last features of stride 4.
+    # This layer makes the last features of stride 4.
     low_level = backbone.get_layer("conv2_block3_out").output
 
     x = _pyramid(backbone.output)
@@ -50,7 +50,7 @@ def deeplabv3plus(size: int, num_classes: int, dropout: float) -> keras.Model:
     x = layers.Conv2D(num_classes, 1, dtype=wide(), name="logits")(x)
     x = BilinearUpsampling(4, dtype=wide())(x)
     model = keras.Model(inputs, x, name="deeplabv3plus")
-    # The last layer that --backbone_weights fills.
+    # This is the last layer that --backbone_weights fills.
     model.backbone = backbone.layers[-1].name
     return model
 

@@ -71,7 +71,7 @@ def resnet50_keras(size: int, num_classes: int, dropout: float) -> keras.Model:
     model = classified(
         image, body.output, num_classes, dropout=dropout, name="resnet50_keras"
     )
-    # The last layer that --backbone_weights fills.
+    # This is the last layer that --backbone_weights fills.
     model.backbone = body.layers[-1].name
     return model
 

@@ -175,7 +175,7 @@ def write(
 
     Raises ValueError where a file that is no page of this command has the name; OSError.
     """
-    # Here: loading the plot library takes half a second.
+    # The import stands here because loading the plot library takes half a second.
     from hvdkit.observe import pages
 
     titles = {

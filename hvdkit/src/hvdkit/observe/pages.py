@@ -216,7 +216,7 @@ def curves(
         axes.set_xlabel(xlabel)
         if log_x:
             axes.set_xscale("log")
-            # The default's powers are no plain text.
+            # By default matplotlib writes powers of ten, which are no plain text.
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
         if len(lines) > 1:
@@ -257,7 +257,7 @@ def matrix(title: str, counts: np.ndarray, names: Sequence[str]) -> str:
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     count = len(names)
     with _plot(SIZE[0], SIZE[0]) as (figure, axes):
-        # Where nothing covers it, the page's background.
+        # Where nothing covers a place, the page's background shows.
         blue = ListedColormap(_COLOURS[:1])
         axes.imshow(np.zeros_like(shares), blue, interpolation="nearest", alpha=shares)
         axes.set_xlabel("prediction")

@@ -44,7 +44,7 @@ def in_place() -> Iterator[None]:
     home = os.environ.get("KERAS_HOME") or os.path.expanduser("~/.keras")
     refused = _of_the_user(Path(home, "keras.json"))
     for name in _SWITCHES.keys() & os.environ.keys():
-        # It stays, as TensorFlow may read it again later.
+        # The variable stays set, as TensorFlow may read it again later.
         os.environ[name] = _SWITCHES[name]
     variables = {
         name: value for name, value in os.environ.items() if name.startswith("KERAS_")

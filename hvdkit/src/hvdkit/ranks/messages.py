@@ -41,12 +41,12 @@ class Heartbeat:
     parts = 0
     reads = False
     _last = time.monotonic()
-    # It came to the part of a step that it is in at this time; 0: it is in none.
+    # When the rank entered the part of a step that it is in; 0 where it is in none.
     _entered = 0.0
     _spent = 0.0  # Earlier parts of the step took so many seconds.
 
     def __init__(self) -> None:
-        # In seconds.
+        # Seconds that the latest steps took.
         self._steps: collections.deque[float] = collections.deque(maxlen=_STEPS)
 
     def beat(self) -> None:

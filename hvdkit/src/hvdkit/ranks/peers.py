@@ -41,7 +41,7 @@ _SETTLE = 10.0
 _LATEST = 30
 _TOLD = 20.0  # The neighbour of a rank that ends learns of it within so many seconds.
 _ASKED_AT_ONCE = 64
-# Of thousands, each rank that is left asks so many lower ones at once.
+# How many lower ranks each rank that is left asks at once, where there are thousands.
 _LOWER_ASKED = 8
 
 
@@ -188,13 +188,13 @@ class Peers:
         answers = by_rank.values()
         if any(answer.left > 0 for answer in answers):
             return ""
-        # A rank that reads reports that itself.
+        # A rank that waits for data reports that itself.
         if any(answer.reads for answer in answers):
             return ""
         if any(answer.how == "busy" for answer in answers):  # Such a rank may move.
             return ""
         has_ended = any(answer.how == "gone" for answer in answers)
-        # Launchers see to ended ranks.
+        # Ranks that have ended are the launcher's business.
         if has_ended and -by_rank[self._rank].left < _SILENT:
             return ""
         seconds = round(min(answer.still for answer in answers))

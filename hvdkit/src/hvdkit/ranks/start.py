@@ -31,7 +31,7 @@ _SHARED_BYTES = 4 << 20  # that a rank of Open MPI shares with those of its host
 _IPC_PRIVATE = 0
 _IPC_RMID = 0
 _INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # eth0,10.0.0.0/24
-# Milliseconds; at 0 its thread never rests, and an exchange takes longer.
+# Horovod's cycle in milliseconds. At 0 its thread never rests, and exchanges take longer.
 _SHORT_CYCLE = "0.1"
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
 
@@ -103,7 +103,7 @@ def set_cycle(bn_sync: str) -> None:
 
     Batch norms of --bn_sync=full exchange one after the other, and each waits for the next look.
     """
-    # It would take it for fixed.
+    # Autotuning would take a cycle that is set for fixed.
     if bn_sync == "full" and "HOROVOD_AUTOTUNE" not in os.environ:
         os.environ.setdefault("HOROVOD_CYCLE_TIME", _SHORT_CYCLE)
 
@@ -137,7 +137,7 @@ def gloo_fault() -> str:
             socket.socket(family, kind, protocol) as listener,
         ):
             listener.bind(address)
-            # One may bind to 127.0.0.1 while loopback is off.
+            # A process can bind to 127.0.0.1 although loopback is off.
             if address[0] in addresses_here:
                 return ""
     return (

@@ -42,9 +42,9 @@ class Pace:
         self._samples = max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
         self._reduced: float | None = None
-        # Seconds of each step: own part, and whole.
+        # For each step: seconds of this rank's own part, and of the whole.
         self._times: list[tuple[float, float]] = []
-        # Each rank was slow so many intervals in a row.
+        # For how many intervals in a row each rank was slow.
         self._slow = np.zeros(world.size, int)
 
     def add(self, ready: float) -> None:
@@ -60,7 +60,7 @@ class Pace:
         self._times = []
         if self._world.size == 1:
             return {}, ""
-        # One of the steps may hold an evaluation.
+        # Medians, as one of the steps may hold an evaluation.
         own_part, step = np.median(times, axis=0)
         numbers = [own_part, waited / len(times), own_part / self._samples, step]
         by_rank = self._world.gather_numbers(numbers, "pace.interval")

@@ -58,7 +58,7 @@ class World:
     carrier: messages.Carrier = dataclasses.field(
         default_factory=messages.Horovod, repr=False
     )
-    # All ranks know it, nobody else.
+    # The secret that all ranks know, and nobody else.
     key: bytes = dataclasses.field(default=b"", repr=False)
     threads: int = 1  # This rank's share of its host's cores.
 
@@ -251,7 +251,7 @@ def connect(limit: int = 0) -> World:
         raise Stop(WRONG_USE, fault)
     with start.waiting("all ranks to start Horovod", limit):
         hvd.init()
-    # It runs before MPI's own handlers, which then name the host.
+    # faulthandler runs before MPI's own handlers, which then name the host.
     faulthandler.enable(2)
     if hvd.size() < started:
         # Each would train alone, all into one folder.
@@ -360,7 +360,7 @@ def kept_numbers() -> Iterator[None]:
 
 def _seed_of_tensorflow() -> tuple[int | None, Any]:
     eager = context.context()
-    # It has a generator once a seed was set.
+    # The context has a generator once a seed was set.
     return eager._seed, getattr(eager, "_rng", None)
 
 

@@ -309,7 +309,7 @@ class Evaluate:
             # The score is written last: a step that lacks it is evaluated, and logged, again.
             score = self._compared(step)
             self._saver.add_score(score)
-        # A run that goes on later judges this score then.
+        # A run that goes on later judges the last score then.
         if step >= run.config.num_steps:
             return None
         judge_plateau(run, value=score.value, step=step)

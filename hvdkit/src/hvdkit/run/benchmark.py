@@ -34,7 +34,7 @@ _REDUCTIONS = 10  # So many sums of gradients are timed by themselves.
 class Benchmark:
     """Reads clocks at the ends of windows, and reports after the last one."""
 
-    # It waits for the device once a window, so that windows hold whole steps.
+    # The action waits for the device once a window, so that windows hold whole steps.
     settles = True
 
     def __init__(self, parts: RunParts) -> None:

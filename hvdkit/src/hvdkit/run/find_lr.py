@@ -67,7 +67,7 @@ class FindLr:
         return Ending(DONE, "find_lr", f"{sentence}; page: {self._page}", save=False)
 
     def _write(self, suggestion: tuple[float, float, float] | None) -> None:
-        # Plots take half a second to load, so it stands here.
+        # The import stands here because plots take half a second to load.
         from hvdkit.observe import pages
 
         world = self._run.world

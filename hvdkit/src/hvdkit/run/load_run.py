@@ -35,7 +35,7 @@ from hvdkit.train.task.inputs import Inputs
 from hvdkit.train.task.protocol import Task
 
 Decode = Callable[[Any], dict[str, tf.Tensor]]
-# It takes settings, world, stop signal; arguments: of `parser`.
+# Called with settings, world, stop signal and arguments=, what `parser` has parsed.
 Work = Callable[..., None]
 
 # These flags take back what only a new run begins with.

@@ -222,7 +222,7 @@ class Run:
         self._waits_for_result = False
         self.parts.seconds_in_steps += time.perf_counter() - self._step_began
         due = [action for action in self._actions if action.due(self.step)]
-        # Such an action looks at the weights.
+        # An action that settles looks at the weights.
         at_once = any(action.settles for action in due)
         ending = self.parts.health.after_step(result, at_once=at_once)
         if not (ending and ending.code != PREEMPTED):
@@ -406,7 +406,7 @@ class Run:
 
 def _report(run_dir: Path) -> None:
     try:
-        # The import takes half a second, so it stands here.
+        # The import stands here because it takes half a second.
         from hvdkit.observe import report
 
         logs.say(f"report: {report.write(run_dir)}")

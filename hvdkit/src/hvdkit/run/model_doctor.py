@@ -243,7 +243,7 @@ def _first_step(parts: RunParts, loss: float, grad_norm: float) -> list[str]:
 
 def _loss_of_zeros(parts: RunParts) -> float:
     """The task's loss of one sample if the model's outputs were 0; 0 where it takes none."""
-    # It is the same sample, so it fails on all ranks.
+    # All ranks try the same sample, so it fails on all of them.
     with contextlib.suppress(Exception):
         batch, model_outputs = parts.evaluator.one(0)
         zeros = tf.nest.map_structure(tf.zeros_like, model_outputs)

@@ -17,7 +17,7 @@ class SearchSpace(NamedTuple):
 
     base: list[tuple[str, str]]  # names and lines of the flagfile
     flags: dict[str, str]  # texts by name, as given
-    # Of swept flags: two ends of a range, numbers; or a choice, texts.
+    # For each swept flag: the two ends of its range as numbers, or its choices as texts.
     values: dict[str, list]
 
     def words(self, values: Mapping[str, object]) -> list[str]:

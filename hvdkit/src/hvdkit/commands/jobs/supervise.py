@@ -65,7 +65,7 @@ RULES = (
 _SRUN_END = re.compile(
     r"srun: error: (\S+): tasks? ([\d,-]+): (Exited with exit code (\d+)|[\w ]+)"
 )
-# Exit codes by srun's words.
+# The exit code that each of srun's words for a signal stands for.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _AGAIN = 5.0  # seconds between two signals to a run that has not made a step
 _STARTING = 120.0  # seconds in which srun starts ranks
@@ -165,9 +165,9 @@ class Supervisor:
         self._newest_step = self._first_step
         self._seen_step = self._first_step
         self._newest_step_at = time.monotonic()
-        # The step at which the last start without a new one ended.
+        # The step at which a start ended that made no new step.
         self._reached_step = 0
-        # Of starts, by what followed, since the newest step.
+        # How many starts ended in which way since the newest step.
         self._counts: Counter[str] = Counter()
 
         self._hosts = Hosts(options.hosts_from, options.max_np, command)

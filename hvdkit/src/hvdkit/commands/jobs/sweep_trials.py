@@ -221,7 +221,7 @@ class Sweep:
         if run.pruned and run.stopped:
             self._tell(run, TrialState.PRUNED)
         elif self._code:
-            # It goes on when the sweep does; horovodrun may return 0 for 75.
+            # The trial goes on when the sweep does; horovodrun may return 0 for 75.
             self._running.remove(run)
         elif code == DONE:
             try:
@@ -352,7 +352,7 @@ def _study(folder: Path, space: SearchSpace) -> optuna.Study:
         direction="maximize",
         load_if_exists=True,
     )
-    # `ask` takes these first.
+    # `ask` draws the settings of these trials first.
     for left in study.get_trials(states=[TrialState.RUNNING]):
         storage.set_trial_state_values(left._trial_id, TrialState.WAITING)
     return study

@@ -271,7 +271,7 @@ def main(argv: list[str]) -> int:
     root = Path(os.path.abspath(arguments.data))
     name = arguments.name or (root.stem if root.is_file() else root.name)
     name = re.sub(r"[^\w.]+", "-", name, flags=re.ASCII).strip("-.") or "mine"
-    # It would hold the memory that the trials need.
+    # TensorFlow would hold the GPU memory that the trials need.
     tf.config.set_visible_devices([], "GPU")
     flag = start(root, name, arguments)
     if arguments.train:

@@ -173,7 +173,7 @@ def _parquet(path: Path) -> Table:
     table = {}
     for name in schema.names:
         feature = features.get(name)
-        # Of a ClassLabel.
+        # A feature of the kind ClassLabel has names.
         classes = feature.get("names") if isinstance(feature, dict) else None
         if not isinstance(classes, list):
             classes = None

@@ -161,7 +161,7 @@ def jitter(image: tf.Tensor, draws: tf.Tensor, limits: Limits) -> tf.Tensor:
     # A 1x1 convolution mixes the channels of each pixel, three times as fast as channel by channel.
     mix = contrast * (saturation * tf.eye(3) + (1.0 - saturation) / 3.0)
     mixed = tf.nn.conv2d(image[None], mix[None, None], 1, "VALID")[0]
-    # Rounds.
+    # The half makes the conversion to whole numbers round.
     return tf.cast(tf.clip_by_value(mixed + (offset + 0.5), 0.0, 255.5), tf.uint8)
 
 

@@ -16,7 +16,7 @@ from hvdkit.logs import join, printable
 
 _END_OF_MASK = re.compile(rf"[_\-. ]({'|'.join(layout.MASK_WORDS)})$", re.I)
 _LEAST_GROUPS = 5
-# The key is split, names of folders, name of the file.
+# By split, names of folders and the file's name, in one tuple.
 _Paths = dict[tuple[str, ...], Path]
 
 

@@ -50,7 +50,7 @@ def pack(
     """
     if shards < 0:
         raise ValueError(f"--shards={shards}: give at least 1")
-    # Hidden ones are unfinished packs.
+    # A hidden folder is an unfinished pack.
     if not split or split.startswith(".") or "/" in split:
         raise ValueError(
             f"{split!r} cannot be the name of a packed split: it must be a folder's name that does "
@@ -83,7 +83,7 @@ def pack(
             _pack_shard(encoder, work / f"{number:05d}", indices)
         if not rank:
             _join(source, work, shards, split=split, packed_from=packed_from)
-            # This fails where something has that name.
+            # `rename` fails where something has that name already.
             (work / "whole").rename(out / split)
             # Without the key, the next pack uses nothing of the rest if this one is killed here.
             (work / key).unlink()

@@ -50,7 +50,7 @@ class Scene(NamedTuple):
     image: np.ndarray  # uint8 [size, size, 3]
     label: np.ndarray  # uint8 [size, size], class ids and IGNORE
     scans: tuple[int, ...]  # rows of shipped.digits
-    # Which photograph, left column, top row, side of the crop.
+    # Number of the photograph; left column, top row and side of the crop.
     photo: tuple[int, int, int, int]
 
 

@@ -200,7 +200,7 @@ class Examples(_Archives):
 
     def __init__(self, root: Path, split: str, _: int = 0) -> None:
         super().__init__(root, split)
-        # It reads each file once, when it is needed.
+        # Each file is read once, when its damage is asked for.
         self._damage = functools.cache(_damage)
 
     def _samples(self, path: Path) -> Iterator[tuple[int, int, int]]:

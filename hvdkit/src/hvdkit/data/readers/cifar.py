@@ -56,7 +56,7 @@ class Cifar:
         self._listing = [
             (name, zlib.crc32(part.tobytes())) for name, part in parts.items()
         ]
-        # The pipeline reads it there; it must not take GPU memory.
+        # The input pipeline reads the table on the CPU; it must not take GPU memory.
         with tf.device("CPU:0"):
             self._records = tf.constant(np.concatenate([*parts.values()]))
 

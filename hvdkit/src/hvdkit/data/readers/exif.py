@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-# Decoders pass over other chunks before it.
+# Files that begin otherwise are refused: decoders pass over chunks before the header.
 PNG_START = b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR"
 _NAMES = r"Exif\x00\x00|eXIf|EXIF|Raw profile type exif\x00|tiff:Orientation"
 _XMP = r"(?:http://ns\.adobe\.com/xap/1\.0/\x00|XML:com\.adobe\.xmp\x00|XMP \C{4})"

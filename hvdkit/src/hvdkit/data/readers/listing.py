@@ -279,7 +279,7 @@ def _check_file(entry: os.DirEntry) -> None:
 
 
 _NARROW = 2**32  # 32-bit places reach so many bytes of text
-# Names' bytes, uint8, and the length of each, uint16.
+# The bytes of all names, uint8, and the length of each name, uint16.
 Packed = tuple[np.ndarray, np.ndarray]
 
 

@@ -68,7 +68,7 @@ class Records(source.ReadAhead):
         self.kind: str = meta["kind"]
         self.num_classes: int = meta["num_classes"]
         self.class_names: list[str] = meta.get("class_names", [])
-        # Hvdkit itself made what was packed.
+        # True where hvdkit made the samples itself.
         self.is_demo: bool = meta.get("is_demo", False)
         self.is_shuffled: bool = meta.get("is_shuffled", False)
         self._index_sha256: str = meta["index_sha256"]
@@ -85,7 +85,7 @@ class Records(source.ReadAhead):
         self._cache = (
             remote.Cache(self._server, meta["checksum"]) if self._server else None
         )
-        # Whether its checksum was right when it was opened first.
+        # Whether the index had the right checksum when it was opened first.
         self._index_is_sound = False
         self._opens_index = threading.Lock()  # many threads may open it at once
         self.keep_open(_OPEN)
@@ -349,7 +349,7 @@ def _check_index(path: Path, meta: dict[str, Any]) -> None:
     has_outside = False
     sha = hashlib.sha256()
     with path.open("rb") as file:
-        # One shard's places are in memory.
+        # The places of one shard at a time are in memory.
         for count, shard in zip(counts, meta["shards"]):
             places = np.fromfile(file, PLACE, count)
             sha.update(places.tobytes())

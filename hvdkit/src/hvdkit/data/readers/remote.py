@@ -32,7 +32,7 @@ from hvdkit.ranks.messages import heartbeat
 from hvdkit.stop import passes
 
 _PREFIX = "packed-"
-# Other folders beside these are never touched.
+# Folders with other names are never touched.
 _OF_SETS = re.compile(_PREFIX + "[0-9a-f]{32}")
 _CHUNK = 2**23  # bytes of a request
 _AHEAD = 2  # threads fetch ahead: while one tries again, the other goes on
@@ -378,7 +378,7 @@ class Cache:
         """
         files = []
         for path in self._files_of_sets():
-            # Renamed meanwhile: it is in use.
+            # A file that was renamed meanwhile is in use.
             with contextlib.suppress(FileNotFoundError):
                 status = path.lstat()
                 if stat.S_ISREG(status.st_mode):

@@ -268,7 +268,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
 
 class _BranchError(ValueError):
-    # Or Keras adds ten lines of call arguments to the message.
+    # Without this Keras adds ten lines of call arguments to the message.
     _keras_call_info_injected = True
 
 

@@ -136,7 +136,7 @@ class SampleDropout(keras.layers.Layer):
     def __init__(self, rate: float, **kwargs) -> None:
         super().__init__(**kwargs)
         self.rate = rate
-        # Layers draw differently.
+        # The salt makes layers draw different numbers.
         self.salt = zlib.crc32(self.name.encode()) & 0x7FFFFFFF
 
     def call(self, inputs: list[tf.Tensor], training: bool = False) -> tf.Tensor:

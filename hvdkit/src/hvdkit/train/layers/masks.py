@@ -22,7 +22,7 @@ def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
         return []
     outputs: list[tf.Tensor] = []
     masked: list[str] = []  # layers that get a mask
-    # By layers that take a mask and get none, their inputs.
+    # The inputs of layers that take a mask and get none, by the layer's name.
     bare: dict[str, tf.Tensor] = {}
 
     def seen(layer: keras.Layer, x: Any, masks: list[Any]) -> None:
@@ -80,7 +80,7 @@ def _watched(model: keras.Model, seen: Callable) -> Iterator[None]:
             seen(layer, first, tf.nest.flatten(masks))
             return call(*args, **named)
 
-        # Keras's own __setattr__ would track it.
+        # Keras's own __setattr__ would track the function.
         object.__setattr__(layer, "call", watched)
 
     try:

@@ -84,6 +84,6 @@ def requested(
             f"--ema_decay={ema_decay} and the task's optimizer, with ema_momentum={decay}, both "
             "average the weights: leave out one of the two"
         )
-    # Or Keras would make averages of its own when it is built.
+    # Otherwise Keras would make averages of its own when the optimizer is built.
     optimizer.use_ema = False
     return Request(decay, optimizer.ema_overwrite_frequency or 0)

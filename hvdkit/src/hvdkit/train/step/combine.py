@@ -41,7 +41,7 @@ _KNOWN = {
 
 class Rule(NamedTuple):
     kind: str
-    # Sum: what one update keeps of the old value; concatenate: rows a sample.
+    # For a sum: what one update keeps of the old value. For concatenate: rows a sample.
     number: float = 1.0
 
 

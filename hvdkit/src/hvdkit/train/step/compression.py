@@ -43,7 +43,7 @@ class ScaledFloat16:
             op=hvd.Max,
             name=f"{NAME}{self._used}",
             device_dense=self._device,
-            # The same on all ranks, whatever each traced before.
+            # The name is the same on all ranks, whatever each traced before.
             ignore_name_scope=True,
         )
         self._used += 1

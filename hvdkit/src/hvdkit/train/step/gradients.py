@@ -118,7 +118,7 @@ class MicroBatches:
 
         These by the weights' places; all summed over a batch of tensors [steps, micro-batch, ...].
         """
-        # By target: places of the weights with a gradient.
+        # For each target: the places of the weights with a gradient.
         connected: list[list[int]] = []
 
         @tf.function(autograph=False)
@@ -156,7 +156,7 @@ class MicroBatches:
                 lambda index, _: index < self._steps,
                 body,
                 (tf.constant(1), total),
-                # Bounds memory, and keeps a layer's collectives in order.
+                # One at a time bounds memory, and keeps a layer's collectives in order.
                 parallel_iterations=1,
             )
         targets, sums, gradients = total

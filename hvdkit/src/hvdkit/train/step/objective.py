@@ -187,7 +187,7 @@ def check_independent(loss: Callable, *parts: Any, expected: Terms) -> None:
         specs = [tf.nest.map_structure(one_more, part) for part in parts]
         others = again.get_concrete_function(*specs).structured_outputs
     except Exception:
-        # It takes no other number of examples, so there is nothing to compare.
+        # The model takes no other number of examples, so there is nothing to compare.
         return
     for name, (losses, _) in expected.items():
         shape = losses.shape

@@ -155,7 +155,7 @@ def split(
     """
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
         return numbers
-    # Of -0.1, tf.floor makes -4096 + 4095.9.
+    # tf.floor would make -4096 + 4095.9 of -0.1.
     high = tf.cast(tf.round(numbers / _PART), tf.float32)
     rest = tf.cast(numbers - _PART * tf.cast(high, tf.float64), tf.float32)
     rest = tf.where(tf.math.is_finite(high), rest, high)  # or inf - inf would be NaN

@@ -133,7 +133,7 @@ class Step:
         self._untrained = state.of_forward
         # What a step's function may change by itself, outside of forward passes.
         self._guarded = [*self.weights, *state.untrained]
-        # By variable: whether it has a gradient; once traced.
+        # For each variable: whether it has a gradient. Empty until the step is traced.
         self._connected: list[bool] = []
         self._changed: list[tf.Variable] = []  # what the newest function itself changes
         self._terms: tuple[str, ...] = ()  # names of the newest loss's terms
@@ -489,7 +489,7 @@ class Step:
                     "the model, called in training,", build_model
                 ):
                     outputs = model(micro["inputs"], training=True)
-        # Here, as the task's loss may call the model again.
+        # The losses are taken here, as the task's loss may call the model again.
         added = losses_lib.added_loss(model)
         if not losses:
             terms = objective.loss(

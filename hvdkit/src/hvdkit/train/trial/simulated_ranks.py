@@ -75,7 +75,7 @@ class SimulatedRank:
             first = sum(part.shape[0] for part in parts[: self.rank])
 
             def backward(upstream: tf.Tensor) -> tf.Tensor:
-                # As Horovod has it.
+                # Horovod's gradient of a gather is this mean too.
                 mean = tf.add_n(self._everyone(upstream)) / self.size
                 return mean[first : first + x.shape[0]]
 

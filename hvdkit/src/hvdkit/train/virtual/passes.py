@@ -129,7 +129,7 @@ class Passes:
             )
         if self._gathers:
             self._shared = self._exchange(batch, start)
-            # With the rows of all.
+            # This pass has the rows of all virtual ranks.
             turn = self._turn(self._pass, batch, start, trace=sizes)
         total = self._over(sizes[0], turn)
         for size in sizes[1:]:
@@ -172,7 +172,7 @@ class Passes:
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def one(number: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
             self._first = tf.gather(tf.constant(self._firsts, tf.int64), number)
-            # Among this rank's samples.
+            # The place of its first sample among this rank's samples.
             first = self._first - self._firsts[self._own[0]]
 
             def cut(t: tf.Tensor) -> tf.Tensor:
