@@ -193,7 +193,7 @@ def test_help_has_every_flag_under_its_heading(capsys):
     places = [printed.index(f"{name} ") for name in FIELDS]
     assert len(places) == len(set(places))
     text = " ".join(printed.split())
-    assert "--[no]jit compile forward" in text
+    assert "--[no]jit compile a step" in text
     assert (
         "schedule (one of poly, cosine, step, constant, plateau; default poly)" in text
     )

@@ -50,7 +50,7 @@ class TrainSettings(Room):
         choices=("float32", "float64", "bfloat16", "float16"),
     )
     jit: bool = setting(
-        False, "compile forward and backward pass with XLA; slower on CPUs"
+        False, "compile a step with XLA, as two programs; slower on CPUs"
     )
     jit_cache: str = setting(
         "", "folder of compiled programs for later starts", path=True
