@@ -1,4 +1,4 @@
-"""Lists broken links in the project's pages: files, headings in them, named files.
+"""Lists broken links in the project's pages: files, headings in them, named files and modules.
 
 python tests/helpers/links.py         no network; make lint
 """
@@ -14,6 +14,9 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 # `hvdkit/run/loop.py`: from the root, or from one of these.
 _NAMED = re.compile(r"`(\w[\w./-]*/[\w.-]+\.(?:py|md|sh|cfg|yaml|sbatch))`")
 _ROOTS = ("", "template", "hvdkit/src")
+# `hvdkit.train.across.gather(x)`: a module, and what is in it.
+_DOTTED = re.compile(r"`(hvdkit(?:\.\w+)+)")
+_PAST = ROOT / "hvdkit/CHANGELOG.md"  # It names what is gone.
 _CODE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
 
 
@@ -31,8 +34,25 @@ def is_there(path: Path) -> bool:
     return path.exists() or path.with_name(f"{path.name}.jinja").exists()
 
 
+def is_in_engine(dotted: str) -> bool:
+    """Whether there is such a module, or the file of the module has that name in it."""
+    place = ROOT / "hvdkit/src"
+    for part in dotted.split("."):
+        if (place / part).is_dir():
+            place /= part
+        elif (place / f"{part}.py").exists():
+            place /= f"{part}.py"
+        else:
+            file = place / "__init__.py" if place.is_dir() else place
+            return part in re.findall(r"\w+", file.read_text())
+    return True
+
+
 def broken(file: Path) -> Iterator[str]:
     page = _CODE.sub("", file.read_text())
+    for name in _DOTTED.findall(page) if file != _PAST else ():
+        if not is_in_engine(name):
+            yield f"{file}: {name}: the engine has no such name"
     for name in _NAMED.findall(page):
         if not any(is_there(ROOT / root / name) for root in _ROOTS):
             yield f"{file}: {name}: there is no such file"
