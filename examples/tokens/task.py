@@ -5,8 +5,9 @@ r"""A small GPT: the next token, from windows of one file, which may be larger t
         --optimizer=adamw --base_lr=0.003 --num_steps=500 --eval_every=0
 
 The text is Python's own manual (pydoc_data.topics), a byte a token, in DATA_DIR/tokens.npy; a file
-of uint16 or uint32 will do too. The network is GPT-2's (Radford et al. 2019: layer norm before
-attention and MLP, GELU, learned positions), made small; its last layer has weights of its own.
+of uint16 or uint32 will do too (TOKENS: how many different ones). The network is GPT-2's (Radford
+et al. 2019: layer norm before attention and MLP, GELU, learned positions), made small; its last
+layer has weights of its own.
 Blocks are computed again for the gradient (RECOMPUTE), so that of each only the input is kept: with
 WINDOW, WIDTH, LAYERS = 256, 128, 8 and 16 windows a step, a process on a CPU takes 1.25 GB at its
 peak instead of 1.63, TensorFlow's own included, and the losses are the same.

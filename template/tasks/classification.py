@@ -46,6 +46,11 @@ class Task:
                 f"--model={config.model}: classification has {sorted(MODELS)}"
             )
         # Mirrored digits are invalid. For other data, only you know.
+        if config.data_format == "idx" and config.mirror == "auto":
+            raise ValueError(
+                "--mirror=auto: MNIST's files may hold digits, letters or clothes: give "
+                "--mirror=off where a mirrored picture is none of its class, else --mirror=on"
+            )
         digits = config.data_format in ("", "digits")
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
         # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.

@@ -48,7 +48,7 @@ def check_flags(kind: type[Settings], argv: Sequence[str] | None = None) -> None
     if checked and checked.jit_cache:
         from hvdkit.ranks import jit_cache
 
-        jit_cache.use(checked.jit_cache)
+        jit_cache.use(checked.jit_cache, deterministic=checked.deterministic)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     _import_tensorflow()

@@ -396,6 +396,22 @@ def of_any_length(sample):
     return {"x": tf.boolean_mask(sample["x"], sample["x"] > 0)}
 
 
+def beyond_range(sample):
+    return {"x": tf.cast(1e4 * sample["x"], tf.uint8)}
+
+
+def padded(sample):
+    return {"x": tf.pad(sample["x"], [[1, 2]], constant_values=9.0)}
+
+
+def squeezed(sample):
+    return {"x": tf.squeeze(sample["x"][:1])}
+
+
+def listed(sample):
+    return {"x": tf.split(sample["x"][:6], 2)}
+
+
 DRAW = np.random.default_rng(3)
 SMALL_SAMPLES = Arrays(
     x=DRAW.normal(size=(61, 7)).astype(np.float32),
@@ -419,8 +435,19 @@ def test_small_samples_read_at_once_have_the_bits_of_each(monkeypatch, large: bo
         tf.nest.map_structure(np.testing.assert_array_equal, batch, expected)
 
 
-@pytest.mark.parametrize("transform", [summed, exponential, of_any_length])
-def test_what_may_round_otherwise_is_read_one_by_one(transform):
+@pytest.mark.parametrize(
+    "transform",
+    [
+        summed,
+        exponential,
+        of_any_length,
+        beyond_range,
+        padded,
+        squeezed,
+        listed,
+    ],
+)
+def test_what_may_be_otherwise_among_many_is_read_one_by_one(transform):
     assert not reader(SMALL_SAMPLES, transform, keyed=False).is_exact_at_once
 
 

@@ -19,17 +19,21 @@ from settings import Settings
 hvdkit.check_flags(Settings, ["train.py", "--jit", f"--jit_cache={sys.argv[1]}"])
 
 import tensorflow as tf
-from hvdkit.ranks import fingerprint
+from hvdkit.ranks import fingerprint, jit_cache
 
 double = tf.function(lambda x: x @ x, jit_compile=True)
-double(tf.ones([2, 2]))
+try:
+    double(tf.ones([2, 2]))
+except tf.errors.OpError as error:
+    sys.exit(jit_cache.fault(error.message))
 print(json.dumps(fingerprint.here()["switches"]))
 """
 
 
-def start(cache: object) -> subprocess.CompletedProcess[str]:
+def start(cache: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """A process that compiles one program."""
     env = {name: value for name, value in os.environ.items() if name != "TF_XLA_FLAGS"}
+    env |= variables
     command = [sys.executable, "-c", PROGRAM, str(cache)]
     return subprocess.run(
         command,
@@ -58,6 +62,18 @@ def test_a_program_is_compiled_once(tmp_path):
     again = start(cache)
     assert again.returncode == 0, again.stderr
     assert files_of(cache) == kept
+
+    # XLA's switches change programs, and its own names for them do not have the switches.
+    other = start(cache, XLA_FLAGS="--xla_cpu_enable_fast_math=true")
+    assert other.returncode == 0, other.stderr
+    assert len(files_of(cache)) == 2
+
+    [program] = folder.glob("*.pb")
+    program.write_bytes(program.read_bytes()[:100])
+    damaged = start(cache)
+    assert damaged.returncode == 1
+    assert f"{folder} is deleted" in damaged.stderr
+    assert start(cache).returncode == 0
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):

@@ -7,6 +7,7 @@ An example's own loop (of gan) goes to train_NAME.py. A file that is there alrea
 """
 
 import ast
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
     tasks = {path.parent.name: path for path in sorted(fork.glob("examples/*/task.py"))}
     if not name:
         for example, task in tasks.items():
-            print(f"{example:<12} {_docstring(task).splitlines()[0]}")
+            first_line, *_ = _docstring(task).splitlines() or [""]
+            print(f"{example:<12} {first_line}")
         return DONE
     if name not in tasks:
         names = ", ".join(tasks) or "no example"
@@ -39,14 +41,19 @@ def main(argv: Sequence[str]) -> int:
     if loop.is_file():
         copies[loop] = fork / f"train_{name}.py"
     for copy in copies.values():
-        if copy.exists():
+        if os.path.lexists(copy):
             raise ValueError(f"{copy} is there already: move it away, or delete it")
+    docstring = _docstring(tasks[name])
     for original, copy in copies.items():
         shutil.copyfile(original, copy)
     print(f"copied to {logs.join(str(copy) for copy in copies.values())}\n")
-    print(_docstring(tasks[name]))
+    print(docstring)
     return DONE
 
 
 def _docstring(file: Path) -> str:
-    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    try:
+        module = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{file} is no Python file: {error}") from None
+    return ast.get_docstring(module) or ""

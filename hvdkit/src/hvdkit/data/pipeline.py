@@ -42,7 +42,6 @@ _EXACT_AT_ONCE = {
     "Any",
     "ArgMax",
     "Assert",
-    "Cast",
     "ConcatV2",
     "Const",
     "EnsureShape",
@@ -59,8 +58,6 @@ _EXACT_AT_ONCE = {
     "LogicalAnd",
     "LogicalNot",
     "LogicalOr",
-    "Maximum",
-    "Minimum",
     "Mul",
     "Neg",
     "NoOp",
@@ -69,7 +66,6 @@ _EXACT_AT_ONCE = {
     "OnesLike",
     "Pack",
     "Pad",
-    "PadV2",
     "Placeholder",
     "RealDiv",
     "Reshape",
@@ -78,7 +74,6 @@ _EXACT_AT_ONCE = {
     "Slice",
     "Split",
     "SplitV",
-    "Squeeze",
     "StridedSlice",
     "Sub",
     "Transpose",
@@ -259,12 +254,31 @@ def reader(
 
 def _is_exact_at_once(read: tf.types.experimental.ConcreteFunction) -> bool:
     """Whether every operation moves numbers, or rounds each result by itself."""
-    shapes = [part.shape for part in tf.nest.flatten(read.structured_outputs)]
-    if not all(shape.is_fully_defined() for shape in shapes):
+    example = read.structured_outputs
+    shapes = [part.shape for part in tf.nest.flatten(example)]
+    if not all(shape.is_fully_defined() for shape in shapes) or _holds_list(example):
         return False
-    return all(
-        operation.type in _EXACT_AT_ONCE for operation in read.graph.get_operations()
-    )
+    return all(_keeps_bits(operation) for operation in read.graph.get_operations())
+
+
+def _holds_list(example: object) -> bool:
+    """Whether tf.data makes one tensor of a list: its axis comes before that of the batch."""
+    if isinstance(example, Mapping):
+        return any(_holds_list(part) for part in example.values())
+    if isinstance(example, tuple):
+        return any(_holds_list(part) for part in example)
+    return isinstance(example, list)
+
+
+def _keeps_bits(operation: tf.Operation) -> bool:
+    if operation.type == "Cast":
+        # A number beyond the range of whole numbers becomes another one among many.
+        before = operation.inputs[0].dtype
+        return operation.outputs[0].dtype.is_floating or not before.is_floating
+    if operation.type == "Squeeze":
+        # Without dimensions it would take away that of a batch of one.
+        return bool(operation.get_attr("squeeze_dims"))
+    return operation.type in _EXACT_AT_ONCE
 
 
 class BadSample(ValueError):

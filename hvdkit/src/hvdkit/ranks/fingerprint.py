@@ -52,14 +52,19 @@ def here() -> dict[str, str]:
     fingerprint["tensorflow"] = ", ".join(versions)
     for name in ("keras", "horovod"):
         fingerprint[name] = importlib.metadata.version(name)
-    switches = []
+    fingerprint["switches"] = switches()
+    return fingerprint
+
+
+def switches() -> str:
+    """The variables that change how TensorFlow computes, as they are set; "none" without any."""
+    words = []
     for name in _SWITCHES:
         # XLA's cache changes no bit, and may be elsewhere on each host.
         value = re.sub(rf"{XLA_CACHE}\S*", "", os.environ.get(name, "")).strip()
         if value:
-            switches.append(f"{name}={value}")
-    fingerprint["switches"] = " ".join(switches) or "none"
-    return fingerprint
+            words.append(f"{name}={value}")
+    return " ".join(words) or "none"
 
 
 def code(project: Path, engine: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """--jit_cache: a second start does not compile again what XLA compiled before.
 
-XLA's own cache tells programs apart by what they compute, not by the machine: each kind of machine,
-and each TensorFlow, has a folder of its own here.
+XLA's own cache tells programs apart by what they compute, not by the machine or the switches of its
+compiler: each kind of machine, each TensorFlow and each set of switches has a folder of its own.
 """
 
 import hashlib
@@ -23,18 +23,26 @@ _GPU = [
     "--format=csv,noheader",
 ]
 _PACKAGES = ("tensorflow", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+# What TensorFlow says where a kept program is damaged.
+_DAMAGE = (
+    "Failed to parse serialized",
+    "Read less bytes than requested",
+    "Serialized cache key does not match",
+)
 
 
-def use(cache_dir: str) -> None:
+def use(cache_dir: str, *, deterministic: bool) -> None:
     """Has XLA keep its programs in a folder of `cache_dir`; call it before TensorFlow starts.
 
+    `deterministic`: whether the run is, as its programs may be others.
     The process ends with exit code 2 where another user could put programs there, and with 76 where
     the disk or the driver of this host fails.
     """
     if re.search(r"\s", cache_dir):
         refuse(f"--jit_cache={cache_dir!r}: TensorFlow takes no path with a blank here")
     try:
-        name = hashlib.sha256(_machine().encode()).hexdigest()[:16]
+        key = f"{_machine()}\ndeterministic {deterministic}"
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
         folder = Path(cache_dir).absolute() / name
         whole_files.make_private(folder, "--jit_cache")
     except ValueError as error:
@@ -47,9 +55,30 @@ def use(cache_dir: str) -> None:
     os.environ["TF_XLA_FLAGS"] = flags.strip()
 
 
+def fault(error: str) -> str:
+    """What is wrong with the cache where a step failed with `error`; "" where nothing is.
+
+    Programs of which one is damaged are deleted.
+    """
+    folder = re.search(
+        rf"{fingerprint.XLA_CACHE}(\S+)", os.environ.get("TF_XLA_FLAGS", "")
+    )
+    if not folder:
+        return ""
+    if folder[1] in error:
+        return f"the programs of --jit_cache cannot be kept: {error}"
+    if not any(words in error for words in _DAMAGE):
+        return ""
+    shutil.rmtree(folder[1], ignore_errors=True)
+    return (
+        f"a program of --jit_cache was damaged ({error}): {folder[1]} is deleted, and a new start "
+        "compiles its programs anew"
+    )
+
+
 def _machine() -> str:
-    """What programs are compiled by and for."""
-    parts = [fingerprint.cpu()]
+    """What programs are compiled by, for and with."""
+    parts = [fingerprint.cpu(), fingerprint.switches()]
     for package in _PACKAGES:
         for distribution in importlib.metadata.distributions(name=package):
             parts.append(f"{package} {distribution.version}")

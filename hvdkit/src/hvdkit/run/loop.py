@@ -19,7 +19,7 @@ from hvdkit.data.pipeline import reason_of
 from hvdkit.data.place import BEGINNING
 from hvdkit.data.readers import remote
 from hvdkit.observe.telemetry import Telemetry
-from hvdkit.ranks import agreement
+from hvdkit.ranks import agreement, jit_cache
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.messages import heartbeat
@@ -30,7 +30,7 @@ from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
 from hvdkit.run.context import begin, describe, find_start, make_task, notes, prepare
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE, GoBack, Stop
+from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED, WRONG_USE, GoBack, Stop
 from hvdkit.train.step import reduction
 from hvdkit.train.step.step import Result
 from hvdkit.train.step.tracing import direct_call
@@ -154,11 +154,13 @@ class Run:
             except tf.errors.OpError as error:
                 if "Horovod" in str(error):  # Another rank ended: see ranks/peers.py.
                     raise
+                reason = reason_of(error)
+                fault = jit_cache.fault(reason)
                 logs.complain(
                     f"the step failed on rank {self.world.rank}, at step {self._step}: "
-                    f"{reason_of(error)}"
+                    f"{fault or reason}"
                 )
-                sys.exit(BUG)
+                sys.exit(NOT_NOW if fault else BUG)
             if self.world.size > 1:
                 parts.health.pace.add(float(result["ready"]))
             return result

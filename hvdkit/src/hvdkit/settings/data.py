@@ -109,7 +109,7 @@ class DataSettings(Room):
     )
     mirror: str = setting(
         "auto",
-        "mirror half of the pictures; auto: except digits",
+        "mirror half of the pictures; auto: except digits, asked for with idx",
         choices=("auto", "on", "off"),
     )
     scale_range: str = setting(

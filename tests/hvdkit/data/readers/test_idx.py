@@ -62,5 +62,13 @@ def test_files_that_are_not_right_are_named(tmp_path: Path, name, content, words
     refused(lambda: Idx(tmp_path, "train"), tmp_path, words)
 
 
+def test_a_split_may_lack_the_last_class(tmp_path: Path):
+    readers.write_idx(tmp_path)
+    name = "t10k-labels-idx1-ubyte"
+    labels = readers.write_idx(tmp_path)["val"][1]
+    (tmp_path / name).write_bytes(readers.idx(np.minimum(labels, 2).astype(np.uint8)))
+    assert [Idx(tmp_path, split).num_classes for split in ("train", "val")] == [4, 4]
+
+
 def test_another_split_is_refused(tmp_path: Path):
     refused(lambda: Idx(tmp_path, "test"), "no split 'test', only train and val")

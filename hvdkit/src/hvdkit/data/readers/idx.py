@@ -39,13 +39,24 @@ class Idx(Arrays):
                 f"{root}, split {split}: {len(images)} pictures and {len(labels)} labels: "
                 "download the files again"
             )
-        self.num_classes = int(labels.max()) + 1
+        self.num_classes = _classes(root)
         super().__init__(image=images, label=labels.astype(np.int64))
 
     def read(self, index: tf.Tensor) -> Parts:
         sample = super().read(index)
         grey = sample["image"]
         return sample | {"image": tf.stack([grey, grey, grey], axis=-1)}
+
+
+def _classes(root: Path) -> int:
+    """The number of classes of all splits that are there: one of them may lack the last class."""
+    highest = 0
+    for prefix in _PREFIXES.values():
+        name = f"{prefix}-labels-idx1-ubyte"
+        if Path(root, name).is_file() or Path(root, f"{name}.gz").is_file():
+            labels = _values(root, name, dimensions=1)
+            highest = max(highest, int(labels.max(initial=0)))
+    return highest + 1
 
 
 def _values(root: Path, name: str, *, dimensions: int) -> np.ndarray:
