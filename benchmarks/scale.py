@@ -103,9 +103,11 @@ def opening(samples: int) -> None:
     findings: dict = {}
     ways = {
         "rank 0": lambda: shared_listing.kept(findings),
-        "a rank on rank 0's host": lambda: shared_listing.given(findings, look=False),
-        "the first rank of another host": lambda: shared_listing.given(
-            findings, look=True
+        "a rank on rank 0's host": lambda: shared_listing.received(
+            findings, checks_disk=False
+        ),
+        "the first rank of another host": lambda: shared_listing.received(
+            findings, checks_disk=True
         ),
     }
     print("| who | s | MB of its own | files opened |\n| --- | --- | --- | --- |")

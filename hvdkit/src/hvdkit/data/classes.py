@@ -31,9 +31,10 @@ def of(source: Source) -> list[str]:
 
 
 def numbered(source: Source, where: object, names: Sequence[str] = ()) -> Source:
-    """The source with the numbers of `names`, else of the model that is `known`.
+    """The source, its labels numbered as `names` are, else as the classes of the `known` model.
 
-    It may lack some of these classes. Raises ValueError for classes that are none of them.
+    The source may lack some of these classes. Raises ValueError for a class of the source that is
+    none of them; `where` is what the message calls the source.
     """
     own_names = of(source)
     model_names = list(names or known.value)
@@ -51,6 +52,7 @@ def numbered(source: Source, where: object, names: Sequence[str] = ()) -> Source
             f"{where} has {join(unknown)}, and {owner} has no such class{lacks}: name its classes "
             f"as {owner} does, or leave them out"
         )
+
     table = np.array([number_of[composed(name)] for name in own_names], np.int64)
     return Mapped(source, table, len(model_names), class_names=model_names)
 

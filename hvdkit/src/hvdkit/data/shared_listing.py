@@ -41,16 +41,19 @@ def awaited() -> Iterator[None]:
         yield
 
 
-def given(
-    findings: dict[str, Any], look: bool
+def received(
+    findings: dict[str, Any], *, checks_disk: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """For other ranks, with rank 0's findings; `look`: compare them with this host's disk."""
+    """For other ranks: inside, `found` returns what rank 0 found, or looks where it did not look.
 
-    def take(key: str, find: Callable[[], Any], compare: Callable[[Any], None]) -> Any:
-        if key not in findings:  # rank 0 did not look for it
+    `checks_disk`: whether the `look` of each finding compares it with this host's disk.
+    """
+
+    def take(key: str, find: Callable[[], Any], look: Callable[[Any], None]) -> Any:
+        if key not in findings:
             return find()
-        if look:
-            compare(findings[key])
+        if checks_disk:
+            look(findings[key])
         return findings[key]
 
     return _finding.set(take)

@@ -274,7 +274,8 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
         task_checks.user_code_errors("sources"),
     ):
         if sources is None:  # The sources need a list of rank 0.
-            with shared_listing.given(listings, look=world.local_rank == 0):
+            is_first_of_host = world.local_rank == 0
+            with shared_listing.received(listings, checks_disk=is_first_of_host):
                 train, val = task.sources()
         train = classes.numbered(train, "the training split")
         val = classes.numbered(val, "the validation split", classes.of(train))

@@ -64,7 +64,10 @@ def test_one_rank_looks_for_all(root: Path, monkeypatch: pytest.MonkeyPatch):
     def asked(path, *_):
         raise AssertionError(f"asked for {path}")
 
-    with monkeypatch.context() as patch, shared_listing.given(found, look=False):
+    with (
+        monkeypatch.context() as patch,
+        shared_listing.received(found, checks_disk=False),
+    ):
         for name in ("scandir", "listdir", "stat", "lstat"):
             patch.setattr(os, name, asked)
         second = open_all(root)
@@ -76,22 +79,22 @@ def test_another_hosts_disk_is_looked_at(root: Path):
     found: dict = {}
     with shared_listing.kept(found):
         open_all(root)
-    with shared_listing.given(found, look=True):
+    with shared_listing.received(found, checks_disk=True):
         assert len(open_all(root)) == 4
     for path in ("classes/train/n01/z.jpg", "voc/SegmentationClass/2007_000002.png"):
         whole = (root / path).read_bytes()
         (root / path).write_bytes(whole[:-1])
-        with shared_listing.given(found, look=True):
+        with shared_listing.received(found, checks_disk=True):
             refused(
                 lambda: open_all(root),
                 root / path,
                 f"has {len(whole) - 1} bytes",
                 f"{len(whole)} on rank 0's",
             )
-        with shared_listing.given(found, look=False):
+        with shared_listing.received(found, checks_disk=False):
             assert len(open_all(root)) == 4
         (root / path).unlink()
-        with shared_listing.given(found, look=True):
+        with shared_listing.received(found, checks_disk=True):
             refused(lambda: open_all(root), root / path, "No such file")
         (root / path).write_bytes(whole)
 
@@ -101,6 +104,6 @@ def test_what_rank_0_did_not_look_for(root: Path):
     found: dict = {}
     with shared_listing.kept(found):
         ClassFolders(root / "classes", "train")
-    with shared_listing.given(found, look=False):
+    with shared_listing.received(found, checks_disk=False):
         other = ClassFolders(root / "classes", "val")
     assert readers.same(other, ClassFolders(root / "classes", "val"))
