@@ -43,7 +43,8 @@ class Given:
         """The line of a flagfile that says the same."""
         if self.value is None:
             return f"--{self.name}"
-        return f"--{self.name}={typed.in_quotes(self.value) if self.is_quoted else self.value}"
+        value = typed.in_quotes(self.value) if self.is_quoted else self.value
+        return f"--{self.name}={value}"
 
     def error(self, text: str) -> ValueError:
         """The error about this flag in one line, with the flagfile's name and line in front."""
@@ -51,6 +52,7 @@ class Given:
         text = printable(text)
         if len(text) > _LONGEST:
             text = " ... ".join([text[: _LONGEST // 2], text[-_LONGEST // 2 :]])
+
         if not self.file:
             return ValueError(text)
         file = self.file
@@ -79,19 +81,16 @@ def expand(words: Sequence[str], switches: Collection[str]) -> list[Given]:
             )
         name = match["name"]
         value = match["value"]
-        if (
-            value is None
-            and name not in switches
-            and rest
-            and not rest[0].startswith("--")
-        ):
+        has_next_word = bool(rest) and not rest[0].startswith("--")
+        if value is None and name not in switches and has_next_word:
             value = rest.pop(0)
         flags.append(Given(name, value))
+
     default = project.folder() / "configs" / "default.cfg"
     if default.exists() and all(flag.name != "flagfile" for flag in flags):
-        flags.insert(
-            0, Given("flagfile", typed.written(default, is_path=True), is_default=True)
-        )
+        path = typed.written(default, is_path=True)
+        flags.insert(0, Given("flagfile", path, is_default=True))
+
     read: list[Path] = []
     expanded = []
     for flag in flags:
@@ -107,6 +106,7 @@ def _of_file(flag: Given, read: list[Path]) -> list[Given]:
         raise flag.error(
             f"--flagfile={flag.value} is one file too many: {_MOST_FILES} are read"
         )
+
     try:
         # The name of a folder may hold bytes that are no UTF-8.
         content = whole_files.read(path, _MOST_BYTES, links=True)
@@ -115,14 +115,14 @@ def _of_file(flag: Given, read: list[Path]) -> list[Given]:
         raise flag.error(
             f"--flagfile={flag.value}: {error.strerror} ({path})"
         ) from None
+
     flags = []
     for number, line in enumerate(text.split("\n"), start=1):
         line = line.strip()
         if not line or line.startswith(_COMMENTS):
             continue
-        inner = _of_line(
-            line, Given("", None, path, number, is_default=flag.is_default)
-        )
+        place = Given("", None, path, number, is_default=flag.is_default)
+        inner = _of_line(line, place)
         if inner.name == "flagfile":
             flags += _of_file(inner, read)
         else:
@@ -143,16 +143,20 @@ def recorded(file: Path) -> dict[str, str | None]:
 
 
 def _of_line(line: str, place: Given) -> Given:
-    """The flag in a line of a flagfile; `place` says where it stands."""
+    """The flag in a line of a flagfile: `place` with the line's name and value filled in.
+
+    Raises ValueError where the line is no flag.
+    """
     try:
         match = _FLAG.fullmatch(typed.without_comment(line))
     except ValueError as error:
         raise place.error(str(error)) from None
     if not match:
         raise place.error(f"{line!r} is not a flag: write --name=value, one a line")
-    inside = typed.unquoted(match["value"] or "")
-    is_quoted = inside is not None
-    value = inside if is_quoted else match["value"]
+
+    unquoted = typed.unquoted(match["value"] or "")
+    is_quoted = unquoted is not None
+    value = unquoted if is_quoted else match["value"]
     return dataclasses.replace(
         place, name=match["name"], value=value, is_quoted=is_quoted
     )
