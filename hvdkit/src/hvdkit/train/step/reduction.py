@@ -7,6 +7,7 @@ import ast
 import contextlib
 import hashlib
 import inspect
+import math
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,17 +33,24 @@ Gradients = Sequence[tf.Tensor | tf.IndexedSlices | None]
 
 
 def check_backend(config: Settings) -> None:
-    """Raises ValueError when the launcher chose another backend than --reduce_backend.
+    """Raises ValueError where this run cannot reduce gradients by --reduce_backend.
 
-    On GPUs, naming gloo or mpi reduces in host memory.
+    nccl needs a Horovod built with it, and a GPU. Of gloo and mpi, only the one that the launcher
+    started can be named; on GPUs, gradients are then reduced in host memory (see `device`).
     """
     wanted = config.reduce_backend
+    if wanted == "auto":
+        return
+
     if wanted == "nccl":
         if not hvd.nccl_built() or not tf.config.get_visible_devices("GPU"):
             raise ValueError(
                 "--reduce_backend=nccl: this Horovod has no NCCL, or there is no GPU"
             )
-    elif wanted != "auto" and wanted != ("mpi" if hvd.mpi_enabled() else "gloo"):
+        return
+
+    launched = "mpi" if hvd.mpi_enabled() else "gloo"
+    if wanted != launched:
         raise ValueError(
             f"--reduce_backend={wanted}: start the run with horovodrun --{wanted}"
         )
@@ -100,9 +108,11 @@ def needs_own_step(config: Settings, variables: Sequence[keras.Variable]) -> str
         value = getattr(config, flag)
         if value:
             return f"--{flag}={value}"
+
     for variable in variables:
         if overwritten(variable):
             return f"{variable.path}, which its gradient overwrites (as in float8),"
+
     kinds = {raw(v).dtype.name: v.path for v in variables}
     if config.deterministic and len(kinds) > 1:
         return f"--deterministic with weights of several types ({kinds})"
@@ -155,6 +165,7 @@ def split(
     """
     if config.deterministic or any(raw(v).dtype != tf.float32 for v in variables):
         return numbers
+
     # tf.floor would make -4096 + 4095.9 of -0.1.
     high = tf.cast(tf.round(numbers / _PART), tf.float32)
     rest = tf.cast(numbers - _PART * tf.cast(high, tf.float64), tf.float32)
@@ -183,10 +194,12 @@ def rank_sums(
         if gradient is not None and overwritten(variables[place]):
             overwriting[place] = gradient
             summed[place] = None
+
     if config.compression == "bf16":
         sums = _sums_as_bfloat16(summed)
     else:
         sums = _sums_in_groups(summed, config, variables)
+
     if overwriting:
         flat = [tf.reshape(tf.cast(g, tf.float64), [-1]) for g in overwriting.values()]
         largest = hvd.allreduce(
@@ -208,10 +221,11 @@ def _sums_in_groups(
     sums = list(gradients)
     if hvd.size() == 1:
         return sums
+
     where = device(config)
     wire_format = _compression(config)
-    chosen = config.pack_bytes or config.gradient_groups
-    if not (config.deterministic or config.jit or chosen):
+    asked_for_groups = config.pack_bytes or config.gradient_groups
+    if not (config.deterministic or config.jit or asked_for_groups):
         for place, gradient in enumerate(gradients):
             if gradient is not None:
                 sums[place] = hvd.allreduce(
@@ -224,6 +238,7 @@ def _sums_in_groups(
                     ignore_name_scope=True,
                 )
         return sums
+
     for number, group in enumerate(_groups(gradients, config, variables)):
         parts = hvd.grouped_allreduce(
             [tf.convert_to_tensor(gradients[place]) for place in group],
@@ -247,6 +262,7 @@ def _groups(
     for place, gradient in enumerate(gradients):
         if gradient is not None:
             by_type.setdefault(gradient.dtype, []).append(place)
+
     groups: list[list[int]] = []
     large: list[int] = []
     for places in by_type.values():
@@ -262,10 +278,8 @@ def _groups(
                     small.append(place)
                 else:
                     large.append(place)
-            most = config.pack_count
-            groups += [
-                small[first : first + most] for first in range(0, len(small), most)
-            ]
+            for first in range(0, len(small), config.pack_count):
+                groups.append(small[first : first + config.pack_count])
         else:
             groups += split_list(places, min(config.gradient_groups, len(places)))
     return groups + [[place] for place in sorted(large)]
@@ -274,26 +288,32 @@ def _groups(
 def _sums_as_bfloat16(gradients: Gradients) -> list[tf.Tensor | None]:
     """Sums over ranks in one message of bfloat16: half the bytes on the wire, float32's range.
 
-    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: every rank gets its part of the
+    Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: a rank gets its share of the
     vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
-    a ring allreduce, and rounds once.
+    a ring allreduce. A gradient is rounded before it travels, a sum once. One rank rounds nothing.
     """
-    dense = [
-        tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None
-    ]
-    ranks = hvd.size()
-    if ranks > 1 and dense:
-        sizes = [gradient.shape.num_elements() for gradient in dense]
-        flat = tf.concat([tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in dense], 0)
-        share = -(-sum(sizes) // ranks)
-        bits = tf.bitcast(tf.pad(flat, [[0, share * ranks - sum(sizes)]]), tf.int16)
-        received, _ = hvd.alltoall(
-            bits, splits=[share for _ in range(ranks)], name="grads.parts"
-        )
-        parts = tf.bitcast(tf.reshape(received, [ranks, share]), tf.bfloat16)
-        total = tf.cast(tf.reduce_sum(tf.cast(parts, tf.float32), axis=0), tf.bfloat16)
-        total = hvd.allgather(tf.bitcast(total, tf.int16), name="grads.sums")
-        total = tf.split(tf.bitcast(total, tf.bfloat16)[: sum(sizes)], sizes)
-        dense = [tf.reshape(tf.cast(t, g.dtype), g.shape) for g, t in zip(dense, total)]
+    dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
+    if hvd.size() > 1 and dense:
+        dense = _dense_sums_as_bfloat16(dense)
     sums = iter(dense)
-    return [gradient if gradient is None else next(sums) for gradient in gradients]
+    return [None if gradient is None else next(sums) for gradient in gradients]
+
+
+def _dense_sums_as_bfloat16(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    ranks = hvd.size()
+    sizes = [gradient.shape.num_elements() for gradient in gradients]
+    share = math.ceil(sum(sizes) / ranks)  # numbers that each rank adds up
+    padding = share * ranks - sum(sizes)
+
+    flat = [tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in gradients]
+    bits = tf.bitcast(tf.pad(tf.concat(flat, 0), [[0, padding]]), tf.int16)
+    splits = [share for _ in range(ranks)]
+    received, _ = hvd.alltoall(bits, splits=splits, name="grads.parts")
+
+    parts = tf.bitcast(tf.reshape(received, [ranks, share]), tf.bfloat16)
+    share_sum = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
+    bits = tf.bitcast(tf.cast(share_sum, tf.bfloat16), tf.int16)
+    gathered = hvd.allgather(bits, name="grads.sums")
+
+    sums = tf.split(tf.bitcast(gathered, tf.bfloat16)[: sum(sizes)], sizes)
+    return [tf.reshape(tf.cast(s, g.dtype), g.shape) for g, s in zip(gradients, sums)]
