@@ -70,10 +70,10 @@ class Sweep:
         self._launch = shlex.split(arguments.launch)
         programs = {Path(word).name for word in self._launch}
         # SIGTERM makes srun kill the ranks, and mpirun after a second; both pass SIGUSR1 on.
-        self._signal = (
-            signal.SIGUSR1 if programs & {"srun", "mpirun"} else signal.SIGTERM
-        )
+        needs_usr1 = programs & {"srun", "mpirun"}
+        self._signal = signal.SIGUSR1 if needs_usr1 else signal.SIGTERM
         self._gpus = _gpus() if arguments.jobs > 1 and "srun" not in programs else []
+
         folder = arguments.folder
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -82,35 +82,38 @@ class Sweep:
             raise NotNow(
                 f"{folder} is in use by another sweep: wait for its end"
             ) from None
+
         self._study = _study(folder, space)
         self._running: list[TrialRun] = []
         self._code = DONE  # another code ends the sweep
 
     def run(self) -> int:
-        """Runs trials to the last one, or to a signal. Raises OSError: the folder fails."""
+        """Runs trials to the last one, or to a signal; returns the exit code.
+
+        BUG: no trial has a score. Raises OSError where the folder cannot be read or written.
+        """
         hear(self._hear)
         try:
             self._run_trials()
-        finally:  # where the folder fails, trials that run save and end
+        finally:  # after an error some trials still run: they save and end
             for run in self._running:
                 if run.process.poll() is None:
                     os.killpg(run.process.pid, self._signal)
                 run.process.wait()
-        best = self._write()
-        if self._code:
+
+        best_file = self._write_results()
+        if self._code:  # a signal came, or `_give_up` has said why the sweep ends
             return self._code
-        if best:
-            print(
-                printable(f"best settings: {best}; all: {best.with_name('sweep.html')}")
-            )
+        folder = self._arguments.folder
+        if best_file:
+            page = folder / "sweep.html"
+            print(printable(f"best settings: {best_file}; all: {page}"))
             return DONE
-        reasons = ["none has failed"]
-        reasons += [
-            t.user_attrs["why"] for t in self._trials() if "why" in t.user_attrs
-        ]
-        complain(
-            f"no trial has a score: {reasons[-1]}; {self._arguments.folder}/trial-*.log say more"
-        )
+
+        reason = "none has failed"
+        for trial in self._trials():  # the last failure gives the reason
+            reason = trial.user_attrs.get("why", reason)
+        complain(f"no trial has a score: {reason}; {folder}/trial-*.log say more")
         return BUG
 
     def _run_trials(self) -> None:
@@ -120,6 +123,7 @@ class Sweep:
                     break
             if not self._running:
                 return
+
             time.sleep(_INTERVAL)
             for run in [*self._running]:
                 code = run.process.poll()
@@ -133,10 +137,9 @@ class Sweep:
     def _hear(self, number: int, frame: object) -> None:
         if not self._code:
             self._code = PREEMPTED
+            message = b"stopping: trials save, then end; the same command resumes\n"
             with contextlib.suppress(OSError):  # its reader may have gone
-                os.write(
-                    2, b"stopping: trials save, then end; the same command resumes\n"
-                )
+                os.write(2, message)
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self._study.get_trials(states=states or None)
@@ -146,10 +149,12 @@ class Sweep:
         number = len(self._trials())
         if number >= self._arguments.trials and not self._trials(TrialState.WAITING):
             return False
+
         # The seed makes the sampler draw the same after a restart.
         seed = random.Random(f"{self._arguments.seed} {number}").getrandbits(32)
         self._study.sampler = optuna.samplers.TPESampler(seed=seed)
         trial = self._study.ask(_distributions(self._space))
+
         free = {*range(self._arguments.jobs)} - {run.slot for run in self._running}
         run = TrialRun(
             trial=trial,
@@ -167,6 +172,7 @@ class Sweep:
             count = max(1, len(self._gpus) // self._arguments.jobs)
             first = run.slot * count % len(self._gpus)
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus[first : first + count])
+
         base = typed.written(self._arguments.folder / _BASE, is_path=True)
         run_dir = typed.written(run.folder, is_path=True)
         command = [
@@ -194,12 +200,14 @@ class Sweep:
             record = records.read(run.folder)
         except (OSError, ValueError):  # it has not begun to write
             return
+
         metric = record.main_metric()
         values = records.column(record.evaluations, f"eval_{metric.name}")
         if values and not self._metric().name:
             self._study.set_user_attr("metric", metric)
         if metric != self._metric():  # `_height` refuses its score
             return
+
         for number, value in enumerate(values[run.reported :], run.reported + 1):
             run.reported = number
             if math.isfinite(value):  # else the next evaluation may have a score
@@ -213,11 +221,11 @@ class Sweep:
     def _end(self, run: TrialRun, code: int) -> None:
         """What follows an exit code: the trial's result, another start, or the sweep's end."""
         trial = run.trial
-        seconds = (
-            trial.user_attrs.get("seconds", 0.0) + time.monotonic() - run.started_at
-        )
+        seconds_before = trial.user_attrs.get("seconds", 0.0)
+        seconds = seconds_before + time.monotonic() - run.started_at
         trial.set_user_attr("seconds", seconds)
         trial.set_user_attr("steps", newest_step(run.folder))
+
         if run.pruned and run.stopped:
             self._tell(run, TrialState.PRUNED)
         elif self._code:
@@ -243,24 +251,24 @@ class Sweep:
         """The score of a run that ended well. Raises ValueError: there is none to compare."""
         metric, newest = seeds.score(run.folder)
         if metric != self._metric():
+            its = metric.describe()
             others = self._metric().describe()
-            raise ValueError(
-                f"its score is of {metric.describe()}, others' of {others}"
-            )
+            raise ValueError(f"its score is of {its}, others' of {others}")
         run.trial.set_user_attr("loss", newest.loss)
         return metric.height(newest.value)
 
     def _is_hopeless(self, code: int) -> bool:
         """Whether no trial has a score yet, and this is wrong use, or the last failure allowed."""
+        if self._trials(*_SCORED):
+            return False
         failures = len(self._trials(TrialState.FAIL)) + 1
-        return (code == WRONG_USE or failures >= _FAILURES) and not self._trials(
-            *_SCORED
-        )
+        return code == WRONG_USE or failures >= _FAILURES
 
     def _give_up(self, run: TrialRun, code: int) -> None:
         self._code = code
         self._running.remove(run)
         self._study.tell(run.trial, state=TrialState.FAIL)  # it is not drawn again
+
         log = run.folder.with_suffix(".log")
         text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
         lines = re.findall(r"error: (.*)", text) or text.splitlines() or [""]
@@ -279,16 +287,15 @@ class Sweep:
         if reason:
             run.trial.set_user_attr("why", reason)
         trial = self._study.tell(run.trial, height, state)
+
         values = [f"{name}={_short(value)}" for name, value in trial.params.items()]
-        print(
-            printable(
-                f"trial {trial.number + 1}/{self._arguments.trials}: "
-                f"{self._result(trial, reason)} ({self._comparison()}): {' '.join(values)}; "
-                f"{trial.user_attrs['seconds']:.0f} s"
-            ),
-            flush=True,
+        line = (
+            f"trial {trial.number + 1}/{self._arguments.trials}: "
+            f"{self._result(trial, reason)} ({self._comparison()}): {' '.join(values)}; "
+            f"{trial.user_attrs['seconds']:.0f} s"
         )
-        self._write()
+        print(printable(line), flush=True)
+        self._write_results()
 
     def _result(self, trial: FrozenTrial, reason: str) -> str:
         if trial.value is None:
@@ -309,12 +316,16 @@ class Sweep:
     def _best(self) -> FrozenTrial | None:
         return max(self._trials(TrialState.COMPLETE), key=_rank, default=None)
 
-    def _write(self) -> Path | None:
-        """sweep.html, and best.cfg, whose path it returns, where there is a best trial."""
+    def _write_results(self) -> Path | None:
+        """Writes sweep.html, and best.cfg once a trial has a score; returns the path of best.cfg.
+
+        best.cfg is a flagfile that trains with the settings of the best trial.
+        """
         folder = self._arguments.folder
         metric = self._metric()
         parts = _parts(metric, self._trials(), self._space)
         pages.write(folder / "sweep.html", str(folder), parts, by="sweep")
+
         best = self._best()
         if not best:
             return None
@@ -325,9 +336,10 @@ class Sweep:
             *self._space.flagfile(best.params),
             f"--run_dir={run_dir}\n",
         ]
-        with whole_files.written(folder / "best.cfg") as partial:
+        best_file = folder / "best.cfg"
+        with whole_files.written(best_file) as partial:
             partial.write_text("\n".join(lines))
-        return folder / "best.cfg"
+        return best_file
 
 
 def _study(folder: Path, space: SearchSpace) -> optuna.Study:
@@ -335,23 +347,25 @@ def _study(folder: Path, space: SearchSpace) -> optuna.Study:
     _keep_search(folder, space)
     with whole_files.written(folder / _BASE) as partial:
         partial.write_text("".join(f"{line}\n" for _, line in space.base))
+
     journal = folder / "journal.log"
     if journal.exists():
         text = journal.read_bytes()
         if not text.endswith(b"\n"):  # a full disk cut its last line
             os.truncate(journal, text.rfind(b"\n") + 1)
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     backend = optuna.storages.journal.JournalFileBackend(str(journal))
     storage = optuna.storages.JournalStorage(backend)
+    halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
     study = optuna.create_study(
         study_name="sweep",
         storage=storage,
-        pruner=optuna.pruners.SuccessiveHalvingPruner(
-            min_resource=1, reduction_factor=3
-        ),
+        pruner=halving,
         direction="maximize",
         load_if_exists=True,
     )
+
     # `ask` draws the settings of these trials first.
     for left in study.get_trials(states=[TrialState.RUNNING]):
         storage.set_trial_state_values(left._trial_id, TrialState.WAITING)
@@ -363,9 +377,8 @@ def _keep_search(folder: Path, space: SearchSpace) -> None:
     file = folder / "sweep.json"
     lines = [line for _, line in space.base] + space.words({})
     if file.exists():
-        old = whole_files.from_json(
-            whole_files.read(file, whole_files.JSON_BYTES), file
-        )
+        content = whole_files.read(file, whole_files.JSON_BYTES)
+        old = whole_files.from_json(content, file)
         if not isinstance(old, list) or not all(isinstance(line, str) for line in old):
             raise ValueError(
                 f"{file} holds no lines of a sweep: move it, or give another --folder"
@@ -440,10 +453,10 @@ def _parts(
 ) -> list[str]:
     """Plots, and a table: the best trial first, pruned ones below whole ones, failed ones last."""
     trials = sorted(trials, key=_rank, reverse=True)
+    finished = [trial for trial in trials if trial.state in _SCORED]
+    scored = [trial for trial in finished if trial.value is not None]
+
     plots = []
-    scored = [
-        trial for trial in trials if trial.state in _SCORED and trial.value is not None
-    ]
     if scored:
         plots.append(_parallel(metric, scored, space))
     whole = [trial for trial in scored if trial.state == TrialState.COMPLETE]
@@ -455,27 +468,20 @@ def _parts(
 def _table(
     metric: MainMetric, trials: Sequence[FrozenTrial], space: SearchSpace
 ) -> str:
-    heads = [
-        "trial",
-        metric.name or "score",
-        *space.values,
-        "steps",
-        "seconds",
-        "state",
-    ]
+    score_head = metric.name or "score"
+    heads = ["trial", score_head, *space.values, "steps", "seconds", "state"]
     rows = []
     for trial in trials:
         score = "" if trial.value is None else f"{metric.height(trial.value):.4f}"
-        rows.append(
-            [
-                trial.number + 1,
-                score,
-                *[_short(trial.params.get(name, "")) for name in space.values],
-                trial.user_attrs.get("steps", ""),
-                round(trial.user_attrs.get("seconds", 0)),
-                trial.state.name.lower(),
-            ]
-        )
+        row = [
+            trial.number + 1,
+            score,
+            *[_short(trial.params.get(name, "")) for name in space.values],
+            trial.user_attrs.get("steps", ""),
+            round(trial.user_attrs.get("seconds", 0)),
+            trial.state.name.lower(),
+        ]
+        rows.append(row)
     return pages.table(rows, heads)
 
 
