@@ -131,16 +131,19 @@ class Health:
         self._unjudged = None
         if result is None:
             return None
+
         start = time.perf_counter()
         votes = result["votes"].numpy()
         self.waited += time.perf_counter() - start
         heartbeat.beat()
+
         if votes[agreement.DATA_FAILED]:
             return self._fault_anywhere()
         if votes[agreement.REPLACED]:
             step = int(result["step"])
             if too_many := self.bad_samples.add(step, self._feed.replaced_at(step)):
                 return Ending(WRONG_USE, "bad data", too_many, save=True)
+
         note = fixed_point.note_on_underflow(result)
         if note and not self._noted:
             say(self._world, note)
@@ -150,8 +153,9 @@ class Health:
         if not result["finite"]:
             if fault := objective.refused_weights(result):
                 return Ending(*fault, save=False)
-            if ending := self._not_finite(result):
+            if ending := self._end_at_skip(result):
                 return ending
+
         failed = int(votes[agreement.FAILED_SAVES])
         if failed >= MOST_FAILED:
             error = self._world.broadcast_object(self._saver.error, "saves.failed")
@@ -172,35 +176,41 @@ class Health:
             raise Stop(ending.code, ending.message)
         return ending
 
-    def _not_finite(self, result: Result) -> Ending | None:
-        """None where the next steps may do without this one."""
+    def _end_at_skip(self, result: Result) -> Ending | None:
+        """Why a step that was skipped, as it was not finite, ends the run; None: it goes on.
+
+        All ranks must call it after the same step, since they may gather their losses.
+        """
         step = int(result["step"])
         skipped = int(result["skipped_in_a_row"])
-        rate = float(result["lr"])
+
         # No other data would mend the rate.
+        rate = float(result["lr"])
         if not (math.isfinite(rate) and rate >= 0):
             return Ending(DIVERGED, "diverged", _diverged(result), save=False)
+
         most = self._config.max_bad_steps
-        if self._float16:  # A smaller loss scale may help.
-            most = (
-                MOST_SKIPS if float(result["loss_scale"]) > LossScale.MIN_SCALE else 0
-            )
+        if self._float16:
+            may_lower_scale = float(result["loss_scale"]) > LossScale.MIN_SCALE
+            most = MOST_SKIPS if may_lower_scale else 0
         # A run whose second half was skipped has not trained, however short it is.
-        trained = (
-            step < self._config.num_steps or skipped <= self._config.num_steps // 2
-        )
+        is_last = step >= self._config.num_steps
+        is_untrained = is_last and skipped > self._config.num_steps // 2
         ranks = self._ranks_without_loss(result)
-        if skipped >= most or not trained:
+        if skipped >= most or is_untrained:
             message = _diverged(result) + ranks
             first = step - skipped + 1
             return Ending(DIVERGED, "diverged", message, save=False, bad_since=first)
+
         # A gradient that float16's loss scale made too large is usual.
-        usual = self._float16 and math.isfinite(float(result["loss"]))
-        if not usual:
+        loss = float(result["loss"])
+        is_usual = self._float16 and math.isfinite(loss)
+        if not is_usual:
+            grad_norm = float(result["grad_norm"])
             say(
                 self._world,
-                f"note: step {step} is skipped, its loss {float(result['loss']):g}, gradient "
-                f"norm {float(result['grad_norm']):g}{ranks}",
+                f"note: step {step} is skipped, its loss {loss:g}, gradient "
+                f"norm {grad_norm:g}{ranks}",
             )
         return None
 
@@ -211,6 +221,7 @@ class Health:
         ranks = np.flatnonzero(~np.isfinite(by_rank)).tolist()
         if not ranks:
             return ""
+
         kind = "virtual rank" if virtual_ranks else "rank"
         steps_before = int(result["step"]) - 1
         parts = []
@@ -265,6 +276,7 @@ class BadSamples:
             bad_samples += [Replaced(*fields) for fields in of_rank]
         bad_samples.sort()
         self._reasons |= {sample.sample: sample.why for sample in bad_samples}
+
         say(
             self._world,
             f"note: step {step}: {len(bad_samples)} bad samples replaced: {bad_samples[0].why}",
@@ -272,14 +284,11 @@ class BadSamples:
         try:
             if self._world.is_chief:
                 with whole_files.opened(self._file, append=True) as file:
-                    file.writelines(
-                        json.dumps(sample._asdict()) + "\n" for sample in bad_samples
-                    )
+                    for sample in bad_samples:
+                        file.write(json.dumps(sample._asdict()) + "\n")
         except OSError as error:  # A full disk ends no run.
-            say(
-                self._world,
-                f"note: {self._file} cannot be written: {error.strerror or error}",
-            )
+            reason = error.strerror or error
+            say(self._world, f"note: {self._file} cannot be written: {reason}")
         return self._too_many()
 
     def _too_many(self) -> str:
@@ -306,6 +315,7 @@ def _diverged(result: Result) -> str:
     grad_norm = float(result["grad_norm"])
     skipped = int(result["skipped_in_a_row"])
     loss_scale = float(result["loss_scale"])
+
     text = f"diverged at step {int(result['step'])}"
     if skipped > 1 and loss_scale != 1:
         text += f" ({skipped} steps in a row skipped, loss scale {loss_scale:g})"
