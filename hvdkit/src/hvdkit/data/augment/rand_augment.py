@@ -36,10 +36,9 @@ def applied(image: Picture, key: tf.Tensor, *, count: int, magnitude: float) -> 
         choice = draws[2 * number]
         sign = tf.where(draws[2 * number + 1] < 0.5, -1.0, 1.0)
         strength = sign * (magnitude / STRONGEST)
-        branches = [
-            functools.partial(operation, image, strength)
-            for operation in OPERATIONS.values()
-        ]
+        branches = []
+        for operation in OPERATIONS.values():
+            branches.append(functools.partial(operation, image, strength))
         # Rounding may give choice * n == n for draws just below one: then it is the last branch.
         changed = tf.switch_case(tf.cast(choice * len(branches), tf.int32), branches)
         image = tf.ensure_shape(changed, image.shape)
@@ -84,9 +83,18 @@ def _rotate(image: Picture, strength: tf.Tensor) -> Picture:
     sin = tf.sin(angle)
     y = _side(image, 0) / 2.0
     x = _side(image, 1) / 2.0
-    return _transformed(
-        image, (cos, -sin, x - cos * x + sin * y), (sin, cos, y - sin * x - cos * y)
-    )
+
+    x_from = (cos, -sin, x - cos * x + sin * y)
+    y_from = (sin, cos, y - sin * x - cos * y)
+    return _transformed(image, x_from, y_from)
+
+
+def _shear_x(image: Picture, strength: tf.Tensor) -> Picture:
+    return _transformed(image, (1.0, 0.3 * strength, 0.0), _SAME_Y)
+
+
+def _shear_y(image: Picture, strength: tf.Tensor) -> Picture:
+    return _transformed(image, _SAME_X, (0.3 * strength, 1.0, 0.0))
 
 
 def _away_from(plain: tf.Tensor, image: Picture, strength: tf.Tensor) -> Picture:
@@ -111,6 +119,7 @@ def _sharpness(image: Picture, strength: tf.Tensor) -> Picture:
     kernel = tf.reshape([1.0, 1, 1, 1, 5, 1, 1, 1, 1], [3, 3, 1, 1]) / 13.0 * tf.eye(3)
     pixels = tf.cast(image, tf.float32)
     smooth = tf.floor(tf.nn.conv2d(pixels[None], kernel, 1, "SAME")[0] + 0.5)
+
     height, width = tf.unstack(tf.shape(image)[:2])
     rows = _is_inside(height)[:, None, None]
     columns = _is_inside(width)[None, :, None]
@@ -135,12 +144,16 @@ def _solarize(image: Picture, strength: tf.Tensor) -> Picture:
 
 
 def _autocontrast(image: Picture, strength: tf.Tensor) -> Picture:
-    """Stretches each channel: its darkest shade becomes 0 and its brightest 255."""
+    """Stretches each channel, at any strength: its darkest shade becomes 0, its brightest 255.
+
+    A channel of one shade stays as it is.
+    """
     image = tf.cast(image, tf.float32)
     low = tf.reduce_min(image, [0, 1])
     high = tf.reduce_max(image, [0, 1])
     scale = 255.0 / tf.maximum(high - low, 1.0)
-    # The cast truncates: the small number keeps a whole shade from falling below itself.
+
+    # The cast to uint8 truncates, and 255 may be computed as 254.99998: 1e-3 mends that.
     stretched = tf.clip_by_value((image - low) * scale + 1e-3, 0.0, 255.0)
     return tf.cast(tf.where(high > low, stretched, image), tf.uint8)
 
@@ -148,9 +161,8 @@ def _autocontrast(image: Picture, strength: tf.Tensor) -> Picture:
 def _equalize(image: Picture, strength: tf.Tensor) -> Picture:
     """Makes all shades of each channel as frequent as they can be."""
     places = tf.cast(image, tf.int32) + 256 * tf.range(3)
-    counts = tf.reshape(
-        tf.math.bincount(tf.reshape(places, [-1]), minlength=768), [3, 256]
-    )
+    counts = tf.math.bincount(tf.reshape(places, [-1]), minlength=768)
+    counts = tf.reshape(counts, [3, 256])
     below = tf.cumsum(counts, axis=1, exclusive=True)
     # A step is a 255th of all pixels but those of the brightest shade.
     step = tf.reduce_max(tf.where(counts > 0, below, 0), axis=1, keepdims=True) // 255
@@ -170,12 +182,8 @@ OPERATIONS: dict[str, Operation] = {
     "contrast": _contrast,
     "brightness": lambda image, strength: _away_from(tf.zeros([]), image, strength),
     "sharpness": _sharpness,
-    "shear_x": lambda image, slope: _transformed(
-        image, (1.0, 0.3 * slope, 0.0), _SAME_Y
-    ),
-    "shear_y": lambda image, slope: _transformed(
-        image, _SAME_X, (0.3 * slope, 1.0, 0.0)
-    ),
+    "shear_x": _shear_x,
+    "shear_y": _shear_y,
     "shift_x": _shift_x,
     "shift_y": _shift_y,
 }

@@ -38,6 +38,7 @@ def softmax(logits: tf.Tensor) -> Decoded:
         raise ValueError(
             "softmax of one logit is always 1: use hvdkit.train.outputs.one_logit"
         )
+
     probabilities = tf.cast(tf.nn.softmax(at_least_float32(logits)), tf.float32)
     return {"probabilities": probabilities, "classes": tf.argmax(logits, -1)}
 
@@ -68,6 +69,7 @@ def decoder(
         if fault and of_pictures:
             raise ValueError(f"{type(task).__module__}: {fault}: {_DEFINE}")
         decode = named if fault else softmax
+
     with task_checks.user_code_errors("decode"):
         decoded = decode(outputs)
     samples = tf.nest.flatten(outputs)[0].shape[0]
@@ -81,21 +83,19 @@ def decoder(
 
 def _have_rows(tensors: dict[str, Any], count: int) -> bool:
     for tensor in tensors.values():
-        if (
-            not tf.is_tensor(tensor)
-            or tensor.shape.rank == 0
-            or tensor.shape[0] != count
-        ):
+        if not tf.is_tensor(tensor):
+            return False
+        if tensor.shape.rank == 0 or tensor.shape[0] != count:
             return False
     return True
 
 
 def named(outputs: Any) -> Decoded:
     """A model's outputs as they are, by their keys; "outputs" ("outputs_0", ...) without keys."""
-    leaves = keras.tree.flatten_with_path(outputs)
-    return {
-        name_of(path, "outputs"): tf.convert_to_tensor(value) for path, value in leaves
-    }
+    named_outputs = {}
+    for path, value in keras.tree.flatten_with_path(outputs):
+        named_outputs[name_of(path, "outputs")] = tf.convert_to_tensor(value)
+    return named_outputs
 
 
 def _made_for_its_loss(kind: type) -> bool:
@@ -113,24 +113,17 @@ def _no_softmax(task: Task, outputs: Any) -> str:
 
     Raises ValueError where they cannot be opened.
     """
-    if (
-        not tf.is_tensor(outputs)
-        or outputs.shape.rank not in (2, 3, 4)
-        or outputs.shape[-1] == 1
-    ):
-        kind = (
-            str(outputs.shape)
-            if tf.is_tensor(outputs)
-            else "a " + type(outputs).__name__
-        )
-        return f"a picture's outputs are {kind}, no logits of classes"
+    if not tf.is_tensor(outputs):
+        kind = type(outputs).__name__
+        return f"a picture's outputs are a {kind}, no logits of classes"
+    if outputs.shape.rank not in (2, 3, 4) or outputs.shape[-1] == 1:
+        return f"a picture's outputs are {outputs.shape}, no logits of classes"
+
     try:
         with open_lib.one_split.set(True):
             _, source = task.sources()
-        example = task_checks.reader(
-            task, source, training=False
-        ).read.structured_outputs
-        batch = tf.nest.map_structure(batch_of, example)
+        reader = task_checks.reader(task, source, training=False)
+        batch = tf.nest.map_structure(batch_of, reader.read.structured_outputs)
         spec = tf.TensorSpec([None, *outputs.shape[1:]], outputs.dtype, name="logits")
         traced = tf.function(task.loss, autograph=False)
         graph = traced.get_concrete_function(spec, batch["targets"]).graph
@@ -139,6 +132,7 @@ def _no_softmax(task: Task, outputs: Any) -> str:
             f"{type(task).__module__}: its loss could not be looked at "
             f"({one_line(error)[:200]}): {_DEFINE}"
         ) from error
+
     for logits in softmax_logits(graph):
         if logits.shape[-1] == outputs.shape[-1] and origin(logits) is graph.inputs[0]:
             return ""
