@@ -207,7 +207,10 @@ def networks_of(answers: list[Answer]) -> str:
 
 
 def on_loopback(answers: dict[str, Answer]) -> str:
-    """An error's text where ssh uses addresses of loopback interfaces, as of routed hosts (BGP)."""
+    """An error's text where ssh reaches a host at an address of a loopback interface; else "".
+
+    Hosts that announce their address by BGP have it there.
+    """
     on_lo = {entry.address for entry in psutil.net_if_addrs().get("lo", [])}
     for name, answer in answers.items():
         if answer.network == "lo" or answer.origin in on_lo:

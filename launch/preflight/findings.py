@@ -153,25 +153,26 @@ def _alike(name: str, facts: Sequence[Facts], hosts: Sequence[str]) -> list[Find
 def of_views(
     facts: Sequence[Facts], views: dict[int, Facts], run_dir: str
 ) -> list[Finding]:
-    """What the hosts see of each other.
+    """Hosts that do not reach each other, see another run folder, or resolve names wrongly.
 
-    `views`, by the first rank of each host: "closed", from `ranks.closed`; "names", for each
-    host its name, whether the launcher was given that name, and what `facts.resolve` returns;
-    "mark", whether rank 0's file in the run folder is there.
+    `views`, by the first rank of each host: "closed", the number of each host that it does not
+    reach (0 is that of rank 0) and which addresses failed, why; "names", for each host its name,
+    whether the launcher was given that name, and what `facts.resolve` returns; "mark", whether
+    rank 0's file in the run folder is there.
     """
     hosts = [fact["host"] for fact in facts]
     firsts = leaders(hosts)
     found = []
     for rank, view in views.items():
-        for other, why in view["closed"]:
-            way = f"{place(hosts, [rank])} to {place(hosts, [firsts[other]])}"
+        for host_number, failures in view["closed"]:
+            way = f"{place(hosts, [rank])} to {place(hosts, [firsts[host_number]])}"
             todo = "open all TCP ports between the hosts, or name their network: --interface"
-            found.append(Finding(way, f"no connection to {why}", todo, "fatal"))
-    blind = [rank for rank, view in views.items() if not view["mark"]]
-    if blind:
+            found.append(Finding(way, f"no connection to {failures}", todo, "fatal"))
+    without_mark = [rank for rank, view in views.items() if not view["mark"]]
+    if without_mark:
         what = f"the run folder {run_dir} is not the one that rank 0 has"
         todo = "fine while rank 0 stays on its host; put it on a shared disk to resume elsewhere"
-        found.append(Finding(place(hosts, blind), what, todo, "note"))
+        found.append(Finding(place(hosts, without_mark), what, todo, "note"))
     return found + _names(facts, views, hosts)
 
 

@@ -248,25 +248,25 @@ def open_door() -> dict[str, Any]:
 
 
 def closed(this_host: int, doors: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """(host, why) for each other host none of whose "addresses" answers this one.
+    """For each host that this one does not reach: its index in `doors`, and its `_failures`.
 
-    `this_host`: its index in `doors`, one a host.
+    `doors`: one a host, with its "addresses"; `this_host`: the index of this one.
     """
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
-        reasons = {}
+        futures = {}
         for host, door in enumerate(doors):
             if host != this_host:
-                reasons[host] = pool.submit(_why_closed, door)
+                futures[host] = pool.submit(_failures, door)
         return [
-            (host, reason.result())
-            for host, reason in reasons.items()
-            if reason.result()
+            (host, future.result())
+            for host, future in futures.items()
+            if future.result()
         ]
 
 
-def _why_closed(door: dict[str, Any]) -> str:
-    """Returns "" if one of its addresses answers."""
-    reasons = []
+def _failures(door: dict[str, Any]) -> str:
+    """Each address that was tried in vain, its port, and why; "" if one of them answers."""
+    failures = []
     for address in door["addresses"]:
         why = "something else is there"
         try:
@@ -278,5 +278,5 @@ def _why_closed(door: dict[str, Any]) -> str:
                     return ""
         except OSError as error:
             why = error.strerror or str(error)
-        reasons.append(f"{address} port {door['port']}: {why}")
-    return "; ".join(reasons)
+        failures.append(f"{address} port {door['port']}: {why}")
+    return "; ".join(failures)

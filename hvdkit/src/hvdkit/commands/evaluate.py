@@ -46,21 +46,23 @@ class WorstSamples:
     def __init__(self, run: RunContext, *, count: int, rounds: int) -> None:
         self._run = run
         self._count = count
-        self._rounds = rounds  # how many batches a rank evaluates
-        self._done = 0
-        # Each pair is a loss and the sample's number, negated.
+        self._rounds = rounds  # how many batches a rank evaluates, for the progress bar
+        self._rounds_done = 0
+        # A pair is a loss and a sample, its number negated: of equal losses the first is worse.
         self._worst: list[tuple[float, int]] = []
 
     def add(self, means: np.ndarray, ids: list[int]) -> None:
-        """Takes a batch of this rank, as Evaluator.on_batch."""
-        # NaN counts as the worst loss; among equal losses the first sample is worse.
+        """Takes a batch of this rank, as Evaluator.on_batch.
+
+        `means`: the mean loss of each sample; NaN counts as the worst. `ids`: the samples' numbers.
+        """
         losses = np.where(np.isnan(means), np.inf, means).tolist()
         for loss, number in zip(losses, ids, strict=True):
             self._worst.append((loss, -number))
         self._worst = heapq.nlargest(self._count, self._worst)
-        self._done += 1
+        self._rounds_done += 1
         if self._run.world.is_chief:
-            logs.progress("batches", self._done, self._rounds)
+            logs.progress("batches", self._rounds_done, self._rounds)
 
     def of_all_ranks(self) -> list[tuple[float, int]]:
         """Loss and number of each, the worst first; every rank must call it."""

@@ -160,14 +160,19 @@ def _is_near(cpus: frozenset[int], address: str) -> bool:
 
 
 def bind(place: Place) -> None:
-    """All threads of this process, but those that bound themselves, run on its cores."""
+    """Binds this process, whose place that is, to its cores.
+
+    Each thread is bound by itself; one that has other cores than this one's stays there, as it
+    has bound itself.
+    """
     if not place.cpus:
         return
-    before = os.sched_getaffinity(0)
+    allowed = os.sched_getaffinity(0)
     for name in os.listdir("/proc/self/task"):
+        thread = int(name)
         try:
-            if os.sched_getaffinity(int(name)) == before:
-                os.sched_setaffinity(int(name), place.cpus)
+            if os.sched_getaffinity(thread) == allowed:
+                os.sched_setaffinity(thread, place.cpus)
         except OSError:  # The thread has ended, or a sandbox forbids it.
             continue
 

@@ -307,18 +307,20 @@ def _of_layers(
 
 
 def trend(losses: Sequence[float], scale: float) -> list[str]:
-    """A note where the loss does not fall though its noise is small; telemetry notes a rise.
+    """A note where the loss stands still and its noise is too small to hide a fall; else [].
 
-    `scale`: how much it may fall, 0: to 0.
+    `losses`: of each step. `scale`: the loss of a guess, in shares of which a fall is measured; 0
+    where it is not known: shares of the first loss then. A rise gets no note: telemetry has one.
     """
-    y = np.array(losses)
-    first = float(np.median(y[:5]))
-    last = float(np.median(y[-20:]))
-    least = _FALL * (scale or abs(first))
-    if not (abs(first - last) < least and np.median(np.abs(np.diff(y))) < least):
+    first = float(np.median(losses[:5]))
+    last = float(np.median(losses[-20:]))
+    least_fall = _FALL * (scale or abs(first))
+    noise = np.median(np.abs(np.diff(losses)))
+    stands_still = abs(first - last) < least_fall and noise < least_fall
+    if not stands_still:  # NaN does not either.
         return []
     return [
-        f"the loss did not fall in {len(y)} steps ({first:.4g}, now {last:.4g}): {_TRY_RATE} "
+        f"the loss did not fall in {len(losses)} steps ({first:.4g}, now {last:.4g}): {_TRY_RATE} "
         "higher; --dry_run tries whether one batch can be learned"
     ]
 

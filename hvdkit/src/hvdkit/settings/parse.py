@@ -67,15 +67,16 @@ def check(argv: Sequence[str], kind: type[Settings]) -> Settings | None:
 def load(
     argv: Sequence[str], kind: type[Settings], past: Path | None = None
 ) -> Settings:
-    """Settings from `argv`, as `parse` does; absl's FLAGS hold them, and other flags, then.
+    """Settings from `argv`, as `parse` returns them; then absl's FLAGS hold all flags.
 
+    Flags that are no settings are absl's own, or the task's code defines them: so it is imported
+    where such a flag is not known yet. --helpfull prints all flags and ends with 0.
     `past`: flagfile of a run that was trained: flags in it that no longer exist become a note.
     """
     absl_flags.define(kind)
     asks_for_help = "--helpfull" in argv
-    settings, others = _read(
-        [word for word in argv if word != "--helpfull"], kind, past
-    )
+    words = [word for word in argv if word != "--helpfull"]
+    settings, others = _read(words, kind, past)
     task = project.folder() / "tasks" / f"{settings.task}.py"
     may_define = asks_for_help or any(
         flag.name not in absl_flags.FLAGS for flag in others
@@ -127,7 +128,7 @@ def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:
 def _read(
     argv: Sequence[str], kind: type[Settings], past: Path | None = None
 ) -> tuple[Settings, list[Given]]:
-    """Settings, and flags that are none."""
+    """The settings, and the flags that are no settings."""
     if {"--help", "-h", "-help", "--helpshort"} & set(argv[1:]):
         absl_flags.end_with_help(absl_flags.help_text(argv[0], kind))
     known = fields.of(kind)

@@ -309,7 +309,10 @@ def layout_of(root: Path) -> str:
 
 
 def _arguments(argv: list[str]) -> Namespace:
-    """The command's flags, with the layout as `data_format`."""
+    """The command's flags; `data_format` is the layout, given or recognized.
+
+    Exits with 2 where --data_dir is a URL, is missing, or shows no layout and none is given.
+    """
     parser = logs.parser(__doc__)
     parser.add_argument(
         "--data_dir", type=path_argument, required=True, help="folder of the data set"
@@ -353,10 +356,11 @@ def main(argv: list[str]) -> int:
     args = _arguments(argv)
     pictures.limit(args.max_pixels)
     layout = args.data_format
-    faults: list[str] = []
+    split_of_fault: list[str] = []
 
     def tell(fault: str) -> None:
-        faults.append(split)
+        """Prints and counts a fault of `split`, the split that the loop below has come to."""
+        split_of_fault.append(split)
         if sys.stderr.isatty():  # the fault goes below the progress bar, not behind it
             print(file=sys.stderr, flush=True)
         _print(split, fault)
@@ -384,10 +388,10 @@ def main(argv: list[str]) -> int:
             values=values,
             hashes=args.hash,
         )
-        wrong = faults.count(split)
+        wrong = split_of_fault.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         _print(split, f"{counts.words} ({layout}): {verdict}")
         weights = counts.weights()
         if weights and not wrong and split == trained:
             _print(split, f"to balance classes: {weights}")
-    return 1 if faults else 0
+    return 1 if split_of_fault else 0

@@ -91,7 +91,7 @@ def _names(folder: Path, ending: str) -> set[str]:
     """CITY/NAME of all files of a split's folder with this ending."""
     names: set[str] = set()
     for city in listing.folder_names(folder) if folder.is_dir() else ():
-        files, _ = listing.contents(folder / city, (ending.lower(),))
+        files, _ = listing.names_and_rest(folder / city, (ending.lower(),))
         names.update(f"{city}/{file[: -len(ending)]}" for file in files)
     if not names:
         raise ValueError(f"{folder} has no CITY/*{ending}; unpack the archive there")

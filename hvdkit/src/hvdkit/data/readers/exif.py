@@ -70,18 +70,22 @@ def _is_bare(data: tf.Tensor) -> tf.Tensor:
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
 def _searched(data: tf.Tensor) -> tf.Tensor:
+    """`orientation`, where its shortcut does not hold."""
     has_name = tf.strings.regex_full_match(data, rf"\C*(?:{_NAMES})\C*")
-    return tf.cond(has_name, lambda: _of_named(data), lambda: tf.constant(1))
+    return tf.cond(has_name, lambda: _of_metadata(data), lambda: tf.constant(1))
 
 
-def _of_named(data: tf.Tensor) -> tf.Tensor:
-    """The orientation, where the file holds one of _NAMES anywhere, maybe among its pixels."""
+def _of_metadata(data: tf.Tensor) -> tf.Tensor:
+    """The orientation, 1 to 8, of a file that holds one of _NAMES, maybe only among its pixels.
+
+    Exif says it; where Exif says nothing (0), XMP may, in the part of the file that was searched.
+    """
     cases = [
-        (tf.io.is_jpeg(data), lambda: _directory(data, 2, _jpeg_step)),
-        (is_webp(data), lambda: _directory(data, 12, _webp_step)),
+        (tf.io.is_jpeg(data), lambda: _exif_block(data, 2, _jpeg_step)),
+        (is_webp(data), lambda: _exif_block(data, 12, _webp_step)),
     ]
-    block, end = tf.case(cases, default=lambda: _directory(data, 8, _png_step))
-    value = _of_directory(block)
+    block, end = tf.case(cases, default=lambda: _exif_block(data, 8, _png_step))
+    value = _of_exif(block)
     head = _part(data, 0, end)
     has_xmp = (value == 0) & tf.strings.regex_full_match(
         head, r"\C*tiff:Orientation\C*"
@@ -92,16 +96,24 @@ def _of_named(data: tf.Tensor) -> tf.Tensor:
 
 def _of_xmp(head: tf.Tensor) -> tf.Tensor:
     """The orientation that Adobe's XMP in a file's bytes says, or 0."""
+    # Where nothing matches, this is all of `head`.
     digit = tf.strings.regex_replace(head, _XMP, r"\1")
     valid = tf.strings.regex_full_match(digit, "[1-8]")
     return tf.strings.to_number(tf.where(valid, digit, "0"), tf.int32)
 
 
+# From a padded file, the place of one of its parts and the Exif block so far: the place of the next
+# part, whether this part was the last, and the block with what this part adds.
 _Step = Callable[..., tuple[tf.Tensor, tf.Tensor, tf.Tensor]]
 
 
-def _directory(data: tf.Tensor, start: int, step: _Step) -> tuple[tf.Tensor, tf.Tensor]:
-    """The bytes of the directory, and where the search ended, from a file's parts one by one."""
+def _exif_block(
+    data: tf.Tensor, start: int, step: _Step
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The bytes of a file's Exif block, b"" where it has none, and where the search for it ended.
+
+    `step` looks at the file's parts one by one, from byte `start` on.
+    """
     length = tf.cast(tf.strings.length(data), tf.int64)
     padded = tf.strings.join([data, bytes(_TAIL)])
 
@@ -213,8 +225,8 @@ def joined(parts: tf.Tensor, *, big: tf.Tensor | bool) -> tf.Tensor:
     return tf.reduce_sum(parts * tf.where(big, powers[::-1], powers), axis=-1)
 
 
-def _of_directory(block: tf.Tensor) -> tf.Tensor:
-    """The orientation that the first directory of a block of bytes says.
+def _of_exif(block: tf.Tensor) -> tf.Tensor:
+    """The orientation that the first directory of an Exif block says.
 
     It is 0 if the directory says none or the block is empty, and 1 if the block is broken.
 

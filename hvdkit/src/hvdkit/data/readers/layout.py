@@ -230,7 +230,7 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
     folders = []
     others = []
     endings = (".png",) if place.kind == "mask" else IMAGE_SUFFIXES
-    files, rest = listing.contents(place.folder, endings)
+    files, rest = listing.names_and_rest(place.folder, endings)
     for entry in rest:
         if not entry.is_dir():
             listing.check_link(entry)
@@ -238,7 +238,7 @@ def _listed(place: Place) -> tuple[Place, list[str]]:
             continue
         if entry.is_symlink():
             _check_leads_elsewhere(entry.path, place.folder)
-        if not place.label or any(listing.contents(Path(entry.path), ())):
+        if not place.label or listing.entries(Path(entry.path)):
             folders.append(entry.name)
     return place._replace(files=packed(files), others=tuple(others)), folders
 
@@ -316,7 +316,7 @@ def _role(
         return "any"
     if len(paths) == 1:
         if are_classes and "split" in roles:
-            pictures, _ = listing.contents(below[0].path, IMAGE_SUFFIXES)
+            pictures, _ = listing.names_and_rest(below[0].path, IMAGE_SUFFIXES)
             return "class" if pictures else "any"
         return "any"
     if "split" not in roles:

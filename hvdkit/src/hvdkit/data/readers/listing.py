@@ -82,7 +82,9 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     paths: dict[str, str] = {}
     listed_name = {composed(name): name for name in names}
     for parent in sorted({os.path.dirname(name) for name in names}):
-        for entry in _entries(folder / parent) if (folder / parent).is_dir() else ():
+        if not (folder / parent).is_dir():
+            continue
+        for entry in _all_entries(folder / parent):
             path = os.path.join(parent, entry.name)
             stem, suffix = os.path.splitext(path)
             name = listed_name.get(composed(stem))
@@ -104,30 +106,33 @@ def find(folder: Path, names: dict[str, int], suffixes: tuple[str, ...]) -> list
     return [f"{folder.name}/{paths[name]}" for name in names]
 
 
-def contents(
+def entries(folder: Path) -> list[os.DirEntry]:
+    """What the folder itself holds, sorted by name, without hidden and system files."""
+    return [entry for entry in _all_entries(folder) if not is_of_system(entry.name)]
+
+
+def names_and_rest(
     folder: Path, endings: tuple[str, ...]
 ) -> tuple[list[str], list[os.DirEntry]]:
-    """Names of the folder's files with these endings, in any case, and its other entries.
+    """Of `entries`, the names of files with one of these endings, in any case, and the rest.
 
-    Both are sorted, without hidden and system files. Links with such an ending count as files and
-    are not followed. Raises ValueError for a folder with such an ending.
+    Links with such an ending count as files and are not followed. Raises ValueError for a folder
+    with such an ending.
     """
-    files = []
+    names = []
     rest = []
-    for entry in _entries(folder):
-        if is_of_system(entry.name):
-            continue
+    for entry in entries(folder):
         if entry.name.lower().endswith(endings):
             _check_file(entry)
-            files.append(entry.name)
+            names.append(entry.name)
         else:
             rest.append(entry)
-    return files, rest
+    return names, rest
 
 
 def files(folder: Path) -> Iterator[Path]:
     """All files of a folder and of those below, without links to folders."""
-    for entry in contents(folder, ())[1]:
+    for entry in entries(folder):
         if not entry.is_dir():
             yield Path(entry.path)
         elif not entry.is_symlink():
@@ -139,10 +144,12 @@ def folder_names(folder: Path) -> list[str]:
 
     Raises ValueError for a dead link: it may be a missing class.
     """
-    entries = contents(folder, ())[1]
-    for entry in entries:
+    names = []
+    for entry in entries(folder):
         check_link(entry)
-    return [entry.name for entry in entries if entry.is_dir()]
+        if entry.is_dir():
+            names.append(entry.name)
+    return names
 
 
 def check_link(entry: os.DirEntry) -> None:
@@ -206,8 +213,8 @@ def _refuse_two(path: bytes, other: bytes) -> None:
 def _identities(folder: bytes, names: Iterable[bytes]) -> list[object]:
     """Of each file device and inode as one number; its path where they are not known."""
     device = os.stat(folder).st_dev
-    with os.scandir(folder) as entries:
-        entry_of = {entry.name: entry for entry in entries}
+    with os.scandir(folder) as scanned:
+        entry_of = {entry.name: entry for entry in scanned}
     identities: list[object] = []
     for name in names:
         path = folder + b"/" + name
@@ -264,9 +271,9 @@ def _size(path: Path) -> int:
     return status.st_size
 
 
-def _entries(folder: Path) -> list[os.DirEntry]:
-    with os.scandir(folder) as entries:
-        return sorted(entries, key=attrgetter("name"))
+def _all_entries(folder: Path) -> list[os.DirEntry]:
+    with os.scandir(folder) as scanned:
+        return sorted(scanned, key=attrgetter("name"))
 
 
 def _check_file(entry: os.DirEntry) -> None:

@@ -27,17 +27,17 @@ def of_run(
     where the task's own schedule gives no learning rate.
     """
     if config.find_lr:  # every step has the same factor (Smith 2017)
-        factor = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
-        return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * factor)
+        growth = math.log(HIGHEST / LOWEST) / max(config.num_steps - 1, 1)
+        return lambda step: LOWEST * tf.exp(tf.cast(step, tf.float64) * growth)
     if not optional(task, "schedule"):
         return make(config, world_size, plateau=plateau)
     policy = _of_task(task, config)
-    factor = config.lr_factor(world_size)
+    scaling = config.lr_factor(world_size)
 
     def rate_of(step: tf.Tensor) -> tf.Tensor:
         rate = policy(step)  # tf.cast would round a Python float to float32 first
         rate = tf.constant(rate, tf.float64) if isinstance(rate, float) else rate
-        return tf.cast(rate, tf.float64) * factor
+        return tf.cast(rate, tf.float64) * scaling
 
     return rate_of
 
@@ -117,18 +117,19 @@ def make(
 ) -> Schedule:
     """The schedule of --lr_policy.
 
-    With base = base_lr * scale_factor and N = num_steps, past which every policy is clamped:
+    With base = base_lr * scaling (--lr_scaling's factor), end = end_lr * scaling and N = num_steps,
+    past which every policy is clamped:
       poly:     end + (base - end) * (1 - step / N) ** power   (ParseNet, arXiv:1506.04579)
       cosine:   end + (base - end) * (1 + cos(pi * step / N)) / 2   (SGDR, arXiv:1608.03983)
       step:     base * gamma ** (number of boundaries at or before step)
       constant: base
-      plateau:  max(base * factor, lowest), with the factor of `plateau` (plateau.py)
+      plateau:  max(base * plateau.factor, plateau_min_lr * scaling); base without `plateau`
     During the first warmup_steps W the result is multiplied by (step + 1) / W.
     """
-    factor = config.lr_factor(world_size)
-    base = config.base_lr * factor
-    end = config.end_lr * factor
-    edges = config.boundary_steps if config.lr_policy == "step" else []
+    scaling = config.lr_factor(world_size)
+    base = config.base_lr * scaling
+    end = config.end_lr * scaling
+    boundaries = config.boundary_steps if config.lr_policy == "step" else []
 
     def rate(step: tf.Tensor) -> tf.Tensor:
         step = tf.cast(step, tf.float64)
@@ -138,11 +139,11 @@ def make(
         elif config.lr_policy == "cosine":
             value = end + (base - end) * 0.5 * (1.0 + tf.cos(math.pi * progress))
         elif config.lr_policy == "step":
-            passed = sum(tf.cast(step >= edge, tf.float64) for edge in edges)
+            passed = sum(tf.cast(step >= other, tf.float64) for other in boundaries)
             value = base * config.lr_gamma**passed
         elif config.lr_policy == "plateau" and plateau:
-            value = tf.maximum(base * plateau.factor, config.plateau_min_lr * factor)
-        else:
+            value = tf.maximum(base * plateau.factor, config.plateau_min_lr * scaling)
+        else:  # constant, and plateau without its state
             value = tf.constant(base, tf.float64)
         if config.warmup_steps:
             value *= tf.minimum((step + 1.0) / config.warmup_steps, 1.0)
