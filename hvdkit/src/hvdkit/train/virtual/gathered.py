@@ -19,6 +19,14 @@ from hvdkit.train.step.losses import widest
 from hvdkit.train.virtual import fixed_point
 
 
+class VirtualRank(NamedTuple):
+    """Whose turn it is: its number, and its samples, `size` from `first` on, of a micro-batch."""
+
+    number: tf.Tensor  # int64 scalar
+    first: tf.Tensor  # int64 scalar, among the samples of all ranks
+    size: int
+
+
 class Rows(NamedTuple):
     """By call of `gather`, rows of the global batch; by target, gradients with respect to them."""
 
@@ -44,7 +52,10 @@ class Passes:
     def __init__(
         self, in_turn: Callable, scale: tf.Variable, *, rows: int, addends: int
     ) -> None:
-        """`scale`: of the loss; `rows` of the global batch; `addends`: the virtual ranks."""
+        """`in_turn`: the forward pass of (micro-batch, virtual rank, rows of all).
+
+        `scale`: of the loss; `rows` of the global batch; `addends`: how many virtual ranks.
+        """
         self._in_turn = in_turn
         self._scale = scale
         self._addends = addends
@@ -53,10 +64,11 @@ class Passes:
         self._finest = 2.0 ** -math.floor(math.log2(rows))
         self._targets = 0  # set when the second pass is traced
 
-    def learn(self, part: Any, number: tf.Tensor) -> list[tf.Tensor]:
-        return self._turn(part, ())[0].own
+    def learn(self, part: Any, rank: VirtualRank) -> list[tf.Tensor]:
+        """What a virtual rank gathers of its own, by call."""
+        return self._turn(part, rank, ())[0].own
 
-    def pull(self, part: Any, number: tf.Tensor, *everyone: tf.Tensor) -> tf.Tensor:
+    def pull(self, part: Any, rank: VirtualRank, *everyone: tf.Tensor) -> tf.Tensor:
         """int64 [n + 2]: a virtual rank's gradients by the rows of all, n numbers on the grid.
 
         Then two faults, 1 or 0: a gradient is not finite; one is finite but too large.
@@ -64,7 +76,7 @@ class Passes:
         floats = _floats(everyone)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(floats)
-            _, (targets, _) = self._turn(part, everyone)
+            _, (targets, _) = self._turn(part, rank, everyone)
         self._targets = len(targets)
         gradients = []
         for target in targets:
@@ -108,8 +120,9 @@ class Passes:
             pulls.append(gradients[first : first + len(shapes)])
         return Rows(everyone, pulls, beyond=faults[1] > 0)
 
-    def _turn(self, part: Any, everyone: Sequence[tf.Tensor]) -> Any:
-        return self._in_turn(tf.nest.map_structure(lambda t: t[0], part), everyone)
+    def _turn(self, part: Any, rank: VirtualRank, everyone: Sequence[tf.Tensor]) -> Any:
+        micro = tf.nest.map_structure(lambda t: t[0], part)
+        return self._in_turn(micro, rank, everyone)
 
     def _unit(self) -> tf.Tensor:
         """Gradients are divided by it before they go on the grid, and multiplied by it after."""

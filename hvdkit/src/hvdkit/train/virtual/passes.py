@@ -11,6 +11,7 @@ The sums are exact, so neither N nor their order changes a bit:
 fixed_point.py has the grids. (EasyScale, SC'23, arXiv:2208.14228, has virtual ranks for PyTorch.)
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -70,8 +71,23 @@ class _Sums(NamedTuple):
     rows: tf.Tensor
 
 
+@dataclasses.dataclass
+class _Found:
+    """What tracing a virtual rank's pass finds, alike for all of them; `_pass` fills it."""
+
+    gathers: bool = False  # whether the loss gathers rows
+    # The untrained state that the forward pass changes. A frozen weight that it only reads stays as
+    # it is, to the last bit.
+    changed: list[StateChange] = dataclasses.field(default_factory=list)
+    # By target, places of the variables it depends on, and their gradients' types.
+    connected: list[dict[int, tf.DType]] = dataclasses.field(default_factory=list)
+
+
 class Passes:
-    """Forward, backward and reduction of a step: virtual rank by virtual rank, then over ranks."""
+    """Forward, backward and reduction of a step: virtual rank by virtual rank, then over ranks.
+
+    Nothing of a step is kept here: `reduce` hands on what one of its parts needs of another.
+    """
 
     def __init__(
         self,
@@ -90,6 +106,7 @@ class Passes:
         self._firsts = [s[0] for s in shares]
         self._sizes = [s[1] - s[0] for s in shares]
         self._own = range(*share(self._count, world.rank, world.size))
+        self._own_sizes = sorted({self._sizes[v] for v in self._own})  # at most two
         self._jit = config.jit
         self._device = reduction.device(config)
         self._forward = forward
@@ -100,13 +117,8 @@ class Passes:
         self._seeds = Seeds(config.seed, state.model)
         seeds = {id(v) for v in self._seeds.variables}
         self._untrained = [v for v in state.of_forward if id(v) not in seeds]
-        # Set by tracing: the untrained state that the forward pass changes. A frozen weight that
-        # it only reads stays as it is, to the last bit.
-        self._changed: list[StateChange] = []
         self._rules = rules
         self._steps = config.accumulation_steps
-        # By target, places of the variables it depends on, and their gradients' types.
-        self._connected: list[dict[int, tf.DType]] = []
 
     def reduce(self, batch: Any, votes: tf.Tensor) -> StepTotals:
         """Inside the step's tf.function, on every rank; `batch`: [micro-batches, samples, ...]."""
@@ -119,20 +131,16 @@ class Passes:
         start = [
             (v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]
         ]
-        # At most two sizes, each traced once.
-        sizes = sorted({self._sizes[v] for v in self._own})
-        self._shared = gathered.Rows()
-        turn = self._turn(self._pass, batch, start, trace=sizes)
-        if self._gathers and self._jit:
+        turn, found = self._traced(batch, start, shared=gathered.Rows())
+        if found.gathers and self._jit:
             raise ValueError(
                 "a loss that gathers rows, --jit and --virtual_ranks: leave out one"
             )
-        if self._gathers:
-            self._shared = self._exchange(batch, start)
-            # This pass has the rows of all virtual ranks.
-            turn = self._turn(self._pass, batch, start, trace=sizes)
-        total = self._over(sizes[0], turn)
-        for size in sizes[1:]:
+        if found.gathers:
+            rows_of_all = self._exchange(batch, start)
+            turn, found = self._traced(batch, start, shared=rows_of_all)
+        total: _Sums | None = None
+        for size in self._own_sizes:
             total = self._over(size, turn, total)
 
         # Other ranks add zeros to a row, which changes no bit. The rows are summed here, in order.
@@ -145,35 +153,51 @@ class Passes:
         sums, faults = tf.split(tf.reduce_sum(table, 0), [num_sums, _NUM_FAULTS])
         for variable, value in start:  # seeds, as if nothing had been drawn
             variable.assign(value)
-        self._set_state(total)
+        self._set_state(total, found.changed)
         return StepTotals(
             received=tf.concat([sums, totals[-num_votes:]], 0),
             losses=tf.reduce_sum(means_of(table[:, :num_sums]), 1),
             ready=ready,
-            grads=self._means(total.grads, sums, faults),
+            grads=self._means(total.grads, sums, faults, connected=found.connected),
             faults=faults,
         )
 
-    def _turn(
-        self,
-        body: Callable[..., Any],
-        batch: Any,
-        start: _Values,
-        *,
-        trace: Sequence[int] = (),
-    ) -> Callable[..., Any]:
-        """`body(part of the batch, number, ...)` of a virtual rank, from the step's start.
+    def _traced(
+        self, batch: Any, start: _Values, *, shared: gathered.Rows
+    ) -> tuple[Callable[..., _Sums], _Found]:
+        """A function of a virtual rank's number and size, its `_pass`; and what tracing it found.
 
-        Its arguments: the rank's number, how many samples it has, ... `trace`: numbers of samples
-        to trace it for at once.
+        `shared`: the rows that losses gather; none before they are known.
+        """
+        found = _Found()
+
+        def body(part: Any, rank: gathered.VirtualRank) -> _Sums:
+            return self._pass(part, rank, start=start, shared=shared, found=found)
+
+        turn = self._turn(body, batch, start)
+        for size in self._own_sizes:
+            turn.get_concrete_function(tf.TensorSpec([], tf.int64), size)
+        return turn, found
+
+    def _turn(
+        self, body: Callable[..., Any], batch: Any, start: _Values
+    ) -> tf.types.experimental.PolymorphicFunction:
+        """`body(part of the batch, virtual rank, ...)`, from the state at the step's start.
+
+        The arguments of the function that it returns: the rank's number, its size, and what `body`
+        takes further.
         """
 
         # _noinline: the code around it must not change how TensorFlow fuses kernels.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def one(number: tf.Tensor, size: int, *more: tf.Tensor) -> Any:
-            self._first = tf.gather(tf.constant(self._firsts, tf.int64), number)
+            rank = gathered.VirtualRank(
+                number=number,
+                first=tf.gather(tf.constant(self._firsts, tf.int64), number),
+                size=size,
+            )
             # The place of its first sample among this rank's samples.
-            first = self._first - self._firsts[self._own[0]]
+            first = rank.first - self._firsts[self._own[0]]
 
             def cut(t: tf.Tensor) -> tf.Tensor:
                 return tf.ensure_shape(
@@ -183,11 +207,8 @@ class Passes:
             for variable, value in start:
                 variable.assign(value)
             self._seeds.assign(self._state.step, number)
-            self._start = {id(variable): value for variable, value in start}
-            return body(tf.nest.map_structure(cut, batch), number, *more)
+            return body(tf.nest.map_structure(cut, batch), rank, *more)
 
-        for size in trace:
-            one.get_concrete_function(tf.TensorSpec([], tf.int64), size)
         return one
 
     def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
@@ -207,13 +228,15 @@ class Passes:
         pulls = [pull(number, size, *everyone) for number, size in zip(numbers, sizes)]
         return passes.unpack(everyone, self._sum(tf.add_n(pulls), "virtual.pulls"))
 
-    def _in_turn(self, micro: Any, everyone: Sequence[tf.Tensor]) -> tuple[Turn, Any]:
+    def _in_turn(
+        self, micro: Any, rank: gathered.VirtualRank, everyone: Sequence[tf.Tensor]
+    ) -> tuple[Turn, Any]:
         """The forward pass, in which the loss may gather rows, those of all if they are known."""
-        turn = Turn(self._first, tf.nest.flatten(micro)[0].shape[0], everyone)
+        turn = Turn(rank.first, rank.size, everyone)
         return turn, self._forward(micro, turn=turn)
 
     def _over(
-        self, size: int, turn: Callable[..., _Sums], total: _Sums | None = None
+        self, size: int, turn: Callable[..., _Sums], total: _Sums | None
     ) -> _Sums:
         """Virtual ranks of one size, one after the other, added to `total`."""
         group = [v for v in self._own if self._sizes[v] == size]
@@ -253,26 +276,51 @@ class Passes:
             rows=total.rows + addend.rows,
         )
 
-    def _pass(self, part: Any, number: tf.Tensor) -> _Sums:
-        """Forward and backward of virtual rank `number`."""
-        passes = partial(self._micro_batches.gradients, self._watched)
+    def _pass(
+        self,
+        part: Any,
+        rank: gathered.VirtualRank,
+        *,
+        start: _Values,
+        shared: gathered.Rows,
+        found: _Found,
+    ) -> _Sums:
+        """Forward and backward of a virtual rank on its part of the batch; fills `found`."""
+
+        def forward(micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+            turn, (targets, sums) = self._in_turn(micro, rank, shared.everyone)
+            found.gathers = bool(turn.own)
+            found.changed = self._state_changes(start)
+            if shared.pulls:
+                pulled = [shared.pulled(turn, i) for i in range(len(targets))]
+                targets = [
+                    t + tf.cast(more, t.dtype) for t, more in zip(targets, pulled)
+                ]
+            return targets, sums
+
+        passes = partial(self._micro_batches.gradients, forward)
         _, sums, gradients = self._programs.run(passes, part)
-        self._connected = []
+        found.connected = []
         packed = []
         for by_place in gradients:
-            self._connected.append({place: g.dtype for place, g in by_place.items()})
+            found.connected.append({place: g.dtype for place, g in by_place.items()})
             packed.append(fixed_point.pack(list(by_place.values())))
-        summed = [tf.cast(c.variable, tf.float64) for c in self._changed_by(*_SUMMED)]
-        largest = [self._to_maximum(change) for change in self._changed_by(*_LARGEST)]
-        size = tf.nest.flatten(part)[0].shape[1]
+        summed = [
+            tf.cast(change.variable, tf.float64)
+            for change in _of_kinds(found.changed, *_SUMMED)
+        ]
+        largest = [
+            _to_maximum(change) for change in _of_kinds(found.changed, *_LARGEST)
+        ]
         rows = [
-            self._placed(change, size) for change in self._changed_by("concatenate")
+            self._placed(change, rank)
+            for change in _of_kinds(found.changed, "concatenate")
         ]
         state = fixed_point.pack(summed)
 
-        own = tf.range(self._count, dtype=tf.int64)[:, None] == number
-        faults = tf.cast(tf.stack(self._faults(packed, state)), tf.float64)
-        row = tf.concat([sums, faults], 0)[None]
+        own = tf.range(self._count, dtype=tf.int64)[:, None] == rank.number
+        faults = tf.stack(self._faults(packed, state, rows_beyond=shared.beyond))
+        row = tf.concat([sums, tf.cast(faults, tf.float64)], 0)[None]
         return _Sums(
             table=tf.where(own, row, tf.zeros_like(row)),
             grads=packed,
@@ -281,43 +329,46 @@ class Passes:
             rows=tf.cast(fixed_point.pack(rows), tf.float64),
         )
 
-    def _faults(self, packed: Sequence[tf.Tensor], state: tf.Tensor) -> list[tf.Tensor]:
-        """Of a virtual rank's gradients and state: those of a row of totals, bool scalars."""
+    def _faults(
+        self,
+        packed: Sequence[tf.Tensor],
+        state: tf.Tensor,
+        *,
+        rows_beyond: tf.Tensor | bool,
+    ) -> list[tf.Tensor]:
+        """Of a virtual rank's gradients and state: those of a row of totals, bool scalars.
+
+        `rows_beyond`: whether a gradient by gathered rows is beyond the grid.
+        """
         scale = self._state.loss_scale.read()
         judged = [fixed_point.judge(flat, self._count, scale=scale) for flat in packed]
         finite, fits, precise = (tf.reduce_all(verdicts) for verdicts in zip(*judged))
         state_finite, state_fits, _ = fixed_point.judge(
             state, self._count, most=fixed_point.LARGEST_STATE
         )
-        beyond = (finite & ~fits) | self._shared.beyond
+        beyond = (finite & ~fits) | rows_beyond
         return [~(finite & state_finite), beyond, state_finite & ~state_fits, ~precise]
 
-    def _to_maximum(self, change: StateChange) -> tf.Tensor:
-        value = tf.cast(change.variable, tf.float64)
-        return -value if change.rule.kind == "min" else value
-
-    def _changed_by(self, *kinds: str) -> list[StateChange]:
-        return [change for change in self._changed if change.rule.kind in kinds]
-
-    def _placed(self, change: StateChange, size: int) -> tf.Tensor:
+    def _placed(self, change: StateChange, rank: gathered.VirtualRank) -> tf.Tensor:
         """The rows that a virtual rank appended, at its place among those of all."""
         variable = change.variable
         each = int(change.rule.number)
-        if variable.shape[0] < size * each:
+        if variable.shape[0] < rank.size * each:
             raise ValueError(
                 f"{variable.name} keeps {variable.shape[0]} rows, fewer than a virtual rank's "
                 "samples add: make it longer, or leave out --virtual_ranks"
             )
-        rows = tf.cast(variable.read_value()[-size * each :], tf.float64)
-        before = self._first * each
-        after = (self._samples - size) * each - before
+        rows = tf.cast(variable.read_value()[-rank.size * each :], tf.float64)
+        before = rank.first * each
+        after = (self._samples - rank.size) * each - before
         rows = tf.pad(rows, [[before, after], *[[0, 0] for _ in variable.shape[1:]]])
         return tf.ensure_shape(rows, [self._samples * each, *variable.shape[1:]])
 
-    def _watched(self, micro: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """The forward pass; keeps which variables it changes, if virtual ranks can combine them."""
-        turn, (targets, sums) = self._in_turn(micro, self._shared.everyone)
-        self._gathers = bool(turn.own)
+    def _state_changes(self, start: _Values) -> list[StateChange]:
+        """What the forward pass, which this graph holds, changes of the state.
+
+        ValueError where virtual ranks cannot combine it.
+        """
         changed = {id(v) for v in assigned_handles(tf.compat.v1.get_default_graph())}
         trained = [v.path for v in self._variables if id(raw(v).handle) in changed]
         if trained:
@@ -326,34 +377,35 @@ class Passes:
                 "SpectralNormalization does): each virtual rank would do it again. "
                 "Leave out --virtual_ranks"
             )
-        self._changed = []
+        before = {id(variable): value for variable, value in start}
+        changes = []
         for variable in self._untrained:
             if id(variable.handle) in changed:
                 rule = self._rules.get(id(variable), SAME)
-                self._changed.append(
-                    StateChange(variable, rule, self._start[id(variable)])
-                )
-        check_micro_batches(self._changed, self._steps)
-        if self._shared.pulls:
-            pulled = [self._shared.pulled(turn, i) for i in range(len(targets))]
-            targets = [t + tf.cast(more, t.dtype) for t, more in zip(targets, pulled)]
-        return targets, sums
+                changes.append(StateChange(variable, rule, before[id(variable)]))
+        check_micro_batches(changes, self._steps)
+        return changes
 
     def _means(
-        self, totals: list[tf.Tensor], sums: tf.Tensor, faults: tf.Tensor
+        self,
+        totals: list[tf.Tensor],
+        sums: tf.Tensor,
+        faults: tf.Tensor,
+        *,
+        connected: Sequence[Mapping[int, tf.DType]],
     ) -> list[tf.Tensor | None]:
         """Over the global batch, None where there is no gradient; NaN where a sum is not whole."""
         nan = tf.constant(math.nan, tf.float64)
         factor = tf.where(tf.reduce_any(faults[:3] > 0), nan, tf.ones_like(nan))
         factors = [*tf.unstack(to_means(sums) * factor), factor]
         types: dict[int, tf.DType] = {}
-        for by_place in self._connected:
+        for by_place in connected:
             types.update(by_place)
         # Gradients are rounded once: after the sum, where two targets are added.
         is_rounded_at_once = len(totals) == 1 and tf.float64 not in types.values()
         dtype = tf.float32 if is_rounded_at_once else tf.float64
         means: list[tf.Tensor | None] = [None] * len(self._variables)
-        for target, (total, places) in enumerate(zip(totals, self._connected)):
+        for target, (total, places) in enumerate(zip(totals, connected)):
             if not places:  # a target may depend on no variable
                 continue
             total = self._sum(total, f"virtual.gradients.{target}")
@@ -367,9 +419,9 @@ class Passes:
             means[place] = tf.cast(means[place], dtype)
         return means
 
-    def _set_state(self, total: _Sums) -> None:
+    def _set_state(self, total: _Sums, changed: Sequence[StateChange]) -> None:
         """Sets what the forward pass changes to what its values on virtual ranks make."""
-        if summed := self._changed_by(*_SUMMED):
+        if summed := _of_kinds(changed, *_SUMMED):
             state = fixed_point.state_from_fixed(
                 self._sum(total.state, "virtual.state")
             )
@@ -380,11 +432,11 @@ class Passes:
                     old = rule.number**self._steps * tf.cast(before, tf.float64)
                     value -= self._count * tf.reshape(old, [-1])
                 variable.assign(settled(rule, before, value, steps=self._steps))
-        if largest := self._changed_by(*_LARGEST):
+        if largest := _of_kinds(changed, *_LARGEST):
             values = self._sum(total.largest, "virtual.most", op=hvd.Max)
             for (variable, rule, before), value in split_by_change(largest, values):
                 variable.assign(settled(rule, before, value, steps=self._steps))
-        if queues := self._changed_by("concatenate"):
+        if queues := _of_kinds(changed, "concatenate"):
             every = self._sum(total.rows, "virtual.rows")
             for variable, rule, before in queues:
                 count = self._samples * int(rule.number)
@@ -397,3 +449,13 @@ class Passes:
 
     def _sum(self, tensor: tf.Tensor, name: str, op: int = hvd.Sum) -> tf.Tensor:
         return hvd.allreduce(tensor, op=op, name=name, device_dense=self._device)
+
+
+def _of_kinds(changes: Sequence[StateChange], *kinds: str) -> list[StateChange]:
+    return [change for change in changes if change.rule.kind in kinds]
+
+
+def _to_maximum(change: StateChange) -> tf.Tensor:
+    """The variable's value, negated where the smallest counts, so that the largest one counts."""
+    value = tf.cast(change.variable, tf.float64)
+    return -value if change.rule.kind == "min" else value
