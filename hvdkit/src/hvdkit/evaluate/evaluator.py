@@ -30,14 +30,14 @@ _DRAWN = 4  # batches that are drawn where a batch is a single example
 
 class Evaluation(NamedTuple):
     figures: dict[str, float]  # `loss` and what the task's `metrics` returns
-    # The task's `sums` over all samples; the figures come from them.
-    sums: dict[str, np.ndarray]
+    # The task's `sums` and those of the loss, over all samples; the figures come from them.
+    totals: dict[str, np.ndarray]
     # Drawn pictures, uint8 [n, height, width, 3], on rank 0 of a task that draws.
     pictures: np.ndarray | None
 
     def confusion(self) -> np.ndarray | None:
         """The confusion matrix, integer [n, n], row: label; None if the task has none."""
-        counts = self.sums.get("confusion")
+        counts = self.totals.get("confusion")
         if counts is None or counts.ndim != 2 or counts.shape[0] != counts.shape[1]:
             return None
         return counts.astype(np.int64)
@@ -82,12 +82,12 @@ class Evaluator:
                 self._changed = [v for v in self._changed if id(v.handle) in assigned]
                 graph_checks.check_state(graph, self._state, "the evaluation")
                 try:
-                    outputs, _, sums, rows = self._step(batch)
+                    outputs, _, batch_sums, rows = self._step(batch)
                 except tf.errors.OpError as error:
                     raise ValueError(self._reason(error)) from None
             self._check_size(rows)
             try:
-                self._figures(_as_arrays(sums | rows))
+                self._figures(_as_arrays(batch_sums | rows))
             except ValueError as error:  # one sample may be too few for a metric
                 if not isinstance(error.__cause__, ZeroDivisionError):
                     raise
@@ -113,7 +113,7 @@ class Evaluator:
         if len(numbers) < 2:
             return
 
-        def sums(*batches: Example) -> dict[str, float]:
+        def loss_sums(*batches: Example) -> dict[str, float]:
             batch = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
             with (
                 task_checks.user_code_errors("evaluating a few samples"),
@@ -131,7 +131,7 @@ class Evaluator:
             return values
 
         objective.check_sum(
-            sums,
+            loss_sums,
             [self._batch(number) for number in numbers],
             draws=lambda: graph_checks.draws(self.graph),
             near=self._near,
@@ -188,16 +188,16 @@ class Evaluator:
         with self._world.fail_together("evaluating the validation data"):
             if fault is not None:
                 raise ValueError(fault)
-        sums = rank_sums.over_ranks()
+        totals = rank_sums.over_ranks()
         rows = rank_rows.of_all_ranks()
         with self._world.fail_together("computing the figures"):
-            _check_weights(sums)
-            figures = self._figures(sums | rows)
-            notes = self._checked_notes(sums)
+            _check_weights(totals)
+            figures = self._figures(totals | rows)
+            notes = self._checked_notes(totals)
         for note in notes:
             self._say_once(note)
         alike = [part for part in pictures if part.shape[1:] == pictures[0].shape[1:]]
-        return Evaluation(figures, sums, np.concatenate(alike) if alike else None)
+        return Evaluation(figures, totals, np.concatenate(alike) if alike else None)
 
     def _try_to_draw(self, batch: Example, outputs: Any) -> list[np.ndarray]:
         """The pictures of a batch; [] where they cannot be drawn: training continues."""
@@ -207,9 +207,9 @@ class Evaluator:
             self._say_once(f"no pictures: draw failed: {type(error).__name__}: {error}")
             return []
 
-    def _checked_notes(self, sums: dict[str, np.ndarray]) -> Sequence[str]:
+    def _checked_notes(self, totals: dict[str, np.ndarray]) -> Sequence[str]:
         with task_checks.user_code_errors("notes"):
-            notes = self._notes(sums) if self._notes else []
+            notes = self._notes(totals) if self._notes else []
             is_list = isinstance(notes, list | tuple)
             if not (is_list and all(isinstance(note, str) for note in notes)):
                 raise ValueError(
@@ -229,8 +229,8 @@ class Evaluator:
             self._seeds.assign(self._state.step, tf.constant(number, tf.int64))
         try:
             with unchanged(self._changed):
-                outputs, means, sums, rows = self._step(batch)
-            return outputs, means.numpy(), _as_arrays(sums), _as_arrays(rows)
+                outputs, means, batch_sums, rows = self._step(batch)
+            return outputs, means.numpy(), _as_arrays(batch_sums), _as_arrays(rows)
         except (tf.errors.OpError, ValueError) as error:
             shapes = join(list(part.shape) for part in tf.nest.flatten(batch["inputs"]))
             if isinstance(error, tf.errors.ResourceExhaustedError):
@@ -267,14 +267,18 @@ class Evaluator:
                 "on each rank"
             )
 
-    def _figures(self, sums: dict[str, np.ndarray]) -> dict[str, float]:
-        """The loss, its terms and the task's figures; `sums`: also the rows of `per_sample`."""
+    def _figures(self, values: dict[str, np.ndarray]) -> dict[str, float]:
+        """The loss, its terms and the task's figures.
+
+        `values`: by name, sums of the task and the loss, and rows of `per_sample`; those of all
+        samples, or, when a task is tried out, of one.
+        """
         means = {}
-        for name in _losses(sums):
-            weight = float(sums[name.replace("loss", "weight", 1)])
-            means[name] = float(sums[name]) / weight if weight else math.nan
+        for name in _losses(values):
+            weight = float(values[name.replace("loss", "weight", 1)])
+            means[name] = float(values[name]) / weight if weight else math.nan
         losses = {"loss": sum(means.values())} | means
-        figures = task_checks.metrics(self._task, sums, losses)
+        figures = task_checks.metrics(self._task, values, losses)
         if math.isnan(figures["loss"]):
             # The task's own figure may look sound: argmax finds a class among NaN outputs too.
             figures[self._task.main_metric] = math.nan
@@ -294,16 +298,16 @@ class Evaluator:
             say(self._world, f"note: {note}")
 
 
-def _losses(sums: Iterable[str]) -> list[str]:
-    """Names of the sums of the loss, or of its terms."""
-    return [name for name in sums if name.split("/")[0] == "loss"]
+def _losses(names: Iterable[str]) -> list[str]:
+    """Of names of sums those of the loss, or of its terms."""
+    return [name for name in names if name.split("/")[0] == "loss"]
 
 
-def _check_weights(sums: dict[str, np.ndarray]) -> None:
+def _check_weights(totals: dict[str, np.ndarray]) -> None:
     """Raises ValueError where the weights of the loss, or of a term, are all 0."""
-    for loss in _losses(sums):
+    for loss in _losses(totals):
         term = loss.removeprefix("loss")
-        if not sums[f"weight{term}"]:
+        if not totals[f"weight{term}"]:
             name = f" ({term.removeprefix('/')})" if term else ""
             raise ValueError(
                 f"all weights of the validation set{name} are 0: nothing to score"
@@ -341,14 +345,15 @@ class Ballot:
 def make_step(task: Task, model: keras.Model, spec: Any):
     """Returns the function of one evaluation batch; it has no collectives.
 
-    It returns outputs, the mean loss of each sample with its terms added up, sums, rows.
+    It returns outputs; the mean loss of each sample, its terms added up; the batch's sums: the
+    task's, and of each term of the loss "loss/NAME" and "weight/NAME"; the rows of `per_sample`.
     """
 
     @tf.function(input_signature=[spec], autograph=False)
     def eval_step(batch: Example) -> tuple[Any, tf.Tensor, dict, dict]:
         outputs = task_checks.outputs(task, model, batch["inputs"])
         terms = objective.loss(task, outputs, batch["targets"])
-        sums = task_checks.sums(task, outputs, batch["targets"])
+        batch_sums = task_checks.sums(task, outputs, batch["targets"])
         means = 0.0
         for name, (losses, weights) in terms.items():
             weights = objective.require_weights(weights, name)
@@ -357,12 +362,14 @@ def make_step(task: Task, model: keras.Model, spec: Any):
                 _sum_by_sample(weighted), _sum_by_sample(weights)
             )
             term = f"/{name}" if name else ""
-            sums[f"loss{term}"] = tf.reduce_sum(tf.cast(weighted, tf.float64))
-            sums[f"weight{term}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
+            batch_sums[f"loss{term}"] = tf.reduce_sum(tf.cast(weighted, tf.float64))
+            batch_sums[f"weight{term}"] = tf.reduce_sum(tf.cast(weights, tf.float64))
         graph = tf.compat.v1.get_default_graph()
         graph_checks.check_collectives(graph, "the task, in evaluation,")
-        rows = task_checks.per_sample(task, outputs, batch["targets"], taken=set(sums))
-        return outputs, means, sums, rows
+        rows = task_checks.per_sample(
+            task, outputs, batch["targets"], taken=set(batch_sums)
+        )
+        return outputs, means, batch_sums, rows
 
     return eval_step
 
