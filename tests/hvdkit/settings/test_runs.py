@@ -92,20 +92,20 @@ def test_a_config_cfg_that_no_run_wrote_is_a_flagfile_like_others(project):
     assert parse("--flagfile=configs/config.cfg").run_dir == "runs/x"
 
 
-def test_settings_that_nobody_asked_for_are_known(project, run):
+def test_settings_that_only_came_with_a_file_are_known(project, run):
     (project / "configs/default.cfg").write_text(
         "--task=one\n--dropout=0.5\n--seed=3\n"
     )
     file = "configs/default.cfg"
     config = parse("--task=other", "--seed=3")
-    assert config.unasked == config.for_ranks(1).unasked == {"dropout": file}
-    assert not parse("--task=one").unasked and not parse("--seed=3").unasked
-    assert not parse("--task=other", f"--flagfile={file}").unasked
+    assert config.came_with_file == {"dropout": file}
+    assert config.for_ranks(1).came_with_file == {"dropout": file}
+    assert not parse("--task=one").came_with_file
+    assert not parse("--seed=3").came_with_file
+    assert not parse("--task=other", f"--flagfile={file}").came_with_file
     config = parse("--flagfile=runs/a/config.cfg", "--dropout=0.1")
-    assert (
-        config.unasked["num_classes"] == "config.cfg"
-        and "dropout" not in config.unasked
-    )
+    assert config.came_with_file["num_classes"] == "config.cfg"
+    assert "dropout" not in config.came_with_file
     assert os.path.exists(run)
 
 

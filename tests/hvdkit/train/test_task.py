@@ -135,7 +135,9 @@ def test_a_setting_that_the_task_does_not_read_is_refused(function, name, value,
 @pytest.mark.parametrize("names", [["dropout"], ["dropout", "eval_flip"]])
 def test_what_only_the_default_flagfile_gives_is_passed_over_with_a_note(names, load):
     config = Settings(task="mine", dropout=0.5, eval_flip=True)
-    object.__setattr__(config, "unasked", dict.fromkeys(names, "configs/default.cfg"))
+    object.__setattr__(
+        config, "came_with_file", dict.fromkeys(names, "configs/default.cfg")
+    )
     task = load(COMPLETE, dropout=0.5, eval_flip=True)
     if "eval_flip" not in names:
         refused(

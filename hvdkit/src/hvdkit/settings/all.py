@@ -38,8 +38,10 @@ class Settings(
 ):
     """All settings; a fork subclasses it to add its own"""
 
-    # Settings that nobody asked for, by name: the flagfile that gives them (parse.py).
-    unasked = MappingProxyType[str, str]({})
+    # Settings that the user did not choose, as a file gives them along with others; by name: that
+    # file. It is configs/default.cfg, where the task is another than its own, or a run's config.cfg
+    # (parse.py finds them). Where a task does not read one, that is a note and no refusal.
+    came_with_file = MappingProxyType[str, str]({})
 
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other. A fork may extend it."""
@@ -107,8 +109,8 @@ class Settings(
     def changed(self, **values: Any) -> Self:
         """The settings with other values."""
         settings = dataclasses.replace(self, **values)
-        if self.unasked:
-            object.__setattr__(settings, "unasked", self.unasked)
+        if self.came_with_file:
+            object.__setattr__(settings, "came_with_file", self.came_with_file)
         return settings
 
     def watched(self) -> Self:

@@ -146,8 +146,8 @@ def _read(
     }
     for flag in flags:
         values[flag.name] = _value(flag, known[flag.name])
-    unasked = _unasked(flags, str(known["task"].default))
-    if unasked.get("run_dir") == _DEFAULTS:
+    came_with_file = _came_with_file(flags, str(known["task"].default))
+    if came_with_file.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
         values["run_dir"] = fields.placed(
             known["run_dir"], f"runs/{values['task']}", folder
@@ -161,7 +161,7 @@ def _read(
         values["resume"] = "auto"
     values[_unused_batch(flags, values["batch_per_rank"])] = 0
     settings = kind(**values)
-    object.__setattr__(settings, "unasked", unasked)
+    object.__setattr__(settings, "came_with_file", came_with_file)
     settings = settings.implied()
     settings.check()
     return settings, others
@@ -222,15 +222,12 @@ def _folder_of_run(given: Sequence[Given]) -> list[Given]:
     )
 
 
-def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
-    """Settings that nobody asked for, by name: the file that gives them.
+def _came_with_file(given: Sequence[Given], usual_task: str) -> dict[str, str]:
+    """`Settings.came_with_file`: of each setting that the user did not choose, the file.
 
-    Nobody asked for what default.cfg says about its demo where --task is another, nor for what a
-    run's config.cfg says, which holds all settings. What a later flag sets again was asked for.
+    What default.cfg says is about its demo, so not chosen where --task is another. A run's
+    config.cfg holds all settings, so not chosen either. What a later flag sets again is chosen.
     `usual_task`: the task where no flag names one.
-
-    Where a task does not read such a setting, a note says so instead of a refusal (`check_read` in
-    hvdkit/train/task/protocol.py).
     """
     # A setting's last flag is the one that counts.
     deciding = {flag.name: flag for flag in given}
@@ -243,13 +240,13 @@ def _unasked(given: Sequence[Given], usual_task: str) -> dict[str, str]:
     run_configs = {
         file for file in files if file.name == runs.CONFIG and runs.folder_of(file)
     }
-    unasked = {}
+    file_of = {}
     for name, flag in deciding.items():
         if flag.is_default and not is_demo:
-            unasked[name] = _DEFAULTS
+            file_of[name] = _DEFAULTS
         elif flag.file in run_configs:
-            unasked[name] = runs.CONFIG
-    return unasked
+            file_of[name] = runs.CONFIG
+    return file_of
 
 
 def _unused_batch(given: Sequence[Given], batch_per_rank: int) -> str:

@@ -80,7 +80,7 @@ Example = dict[str, Any]
 class Task(Protocol):
     """Made once a process, with the run's settings: `Task(config)`.
 
-    A setting that was given, that only tasks read and that this one does not is refused.
+    A setting that was chosen, that only tasks read and that this one does not is refused.
     """
 
     # The metric by which the best checkpoint is chosen: "loss", or a key of `metrics`.
@@ -274,10 +274,10 @@ def counted(
 
 
 def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[str]:
-    """Raises ValueError for a setting that was given, and that the task alone reads but did not.
+    """Raises ValueError for a setting that was chosen, and that the task alone reads but did not.
 
     Call it once all functions of the task were called or traced; or `among` the settings of those
-    that were. Returns a note about settings that nobody asked for.
+    that were. Returns a note for each file with which such settings came (`came_with_file`).
     """
     reads = getattr(settings_of(task, config), "_reads", None)
     if reads is None:
@@ -285,17 +285,16 @@ def check_read(task: Task, config: Settings, among: Sequence[str] = ()) -> list[
     flags_of_file: dict[str, list[str]] = {}
     for reader, names in _readers(task, config, among).items():
         for name in names:
-            if name in reads or not _counts(config, name):
+            if name in reads or not _has_effect(config, name):
                 continue
             value = config.not_defaults()[name]
-            if name not in config.unasked:
+            if name not in config.came_with_file:
                 raise ValueError(
                     f"--{name}={value}: {reader} does not read it: leave it out, also of the "
                     f"flagfile, or use config.{name} in tasks/{config.task}.py"
                 )
-            flags_of_file.setdefault(config.unasked[name], []).append(
-                f"--{name}={value}"
-            )
+            file = config.came_with_file[name]
+            flags_of_file.setdefault(file, []).append(f"--{name}={value}")
     notes = []
     for file, flags in flags_of_file.items():
         passed_over = ", ".join(flags)
@@ -318,8 +317,8 @@ def _readers(
     return readers
 
 
-def _counts(config: Settings, name: str) -> bool:
-    """Whether the setting was given, and has an effect."""
+def _has_effect(config: Settings, name: str) -> bool:
+    """Whether the setting is not its default, and no other setting takes its effect away."""
     return name in config.not_defaults() and name not in config.without_effect()
 
 
