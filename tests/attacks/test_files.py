@@ -26,7 +26,7 @@ from small_checkpoints import ALONE, save, variables
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import run_folder, writing
-from hvdkit.commands import examples, predict
+from hvdkit.commands import example_files, predict
 from hvdkit.commands.start import tables
 from hvdkit.data import source
 from hvdkit.data.place import Place
@@ -414,7 +414,7 @@ def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(
     tmp_path: Path, monkeypatch
 ):
     """A table with 4 KB of text that every row has, and zeros, which compress to a thousandth."""
-    for module in (tables, examples):
+    for module in (tables, example_files):
         assert module._MORE_BYTES == 2**30  # in a test a smaller one
         monkeypatch.setattr(module, "_MORE_BYTES", 2**24)
     text = pyarrow.array(["x" * 2**12], pyarrow.string())
@@ -436,7 +436,7 @@ def test_what_is_packed_small_and_grows_is_named_and_not_unpacked(
             lambda: table("of.parquet"), "of.parquet", "its values need more than 16,9"
         )
     refused(
-        lambda: examples.read(tmp_path / "x.npz", inputs),
+        lambda: example_files.read(tmp_path / "x.npz", inputs),
         "x.npz",
         "parts claim 33,554,",
     )

@@ -40,7 +40,7 @@ import tensorflow as tf
 
 from hvdkit import whole_files
 from hvdkit.checkpoint import files
-from hvdkit.commands import examples
+from hvdkit.commands import example_files
 from hvdkit.data.readers import pictures
 from hvdkit.logs import join, printable, quiet
 from hvdkit.ranks.interrupt import StopSignal
@@ -154,7 +154,7 @@ def export(
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
     with world.fail_together("exporting"):
         check: Path | None = arguments.check
-        gives_picture = check is not None and check.suffix not in examples.SUFFIXES
+        gives_picture = check is not None and check.suffix not in example_files.SUFFIXES
         # A file that is no picture is refused before the model is loaded.
         picture = _picture(check) if gives_picture else None
         inputs = [check] if check else []
@@ -200,7 +200,7 @@ def _of_examples(
     run: load_run.Trained, config: Settings, check: Path | None
 ) -> Exports:
     """The SavedModel takes the model's own inputs."""
-    arrays = examples.some(check, run.inputs)
+    arrays = example_files.some(check, run.inputs)
     example = run.inputs.nested(arrays)
     try:
         decode = load_run.decoder(run, config, example)
@@ -244,7 +244,7 @@ def _write(exports: Exports, folder: Path) -> list[str]:
     wanted = exports.signatures["serving_default"].get_concrete_function()(**tensors)
     outputs, fault = loaded_elsewhere(folder, exports.arguments, [*wanted])
     for name, tensor in wanted.items():
-        array = examples.kept(tensor.numpy())
+        array = example_files.kept(tensor.numpy())
         is_float = array.dtype.kind == "f"
         if not np.array_equal(array, outputs[name], equal_nan=is_float):
             raise Stop(
@@ -422,7 +422,7 @@ def loaded_elsewhere(
         outputs = Path(scratch, "outputs.npz")
         fault = Path(scratch, "fault")
         np.savez(inputs, *[_sent(array) for array in arguments.values()])
-        program = f"KINDS = {examples.KINDS}{_LOADER}"
+        program = f"KINDS = {example_files.KINDS}{_LOADER}"
         command = [sys.executable, "-I", "-c", program]
         command += [
             str(folder),
@@ -447,7 +447,7 @@ def loaded_elsewhere(
 def _sent(array: np.ndarray) -> np.ndarray:
     """An array as NumPy's files hold it; texts in base64, as they would lose zeros at their end."""
     if array.dtype != object:
-        return examples.kept(array)
+        return example_files.kept(array)
     texts = [base64.b64encode(value) for value in array.ravel()]
     return np.array(texts, "S").reshape(array.shape)
 

@@ -35,7 +35,7 @@ import tensorflow as tf
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hvdkit import logs, whole_files
-from hvdkit.commands import examples, predict_examples
+from hvdkit.commands import example_files, predict_examples
 from hvdkit.data.labels import COLOURS
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.readers import pictures
@@ -54,7 +54,8 @@ _BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")
 _BITS_PER_SAMPLE = 258  # number of the TIFF tag
 _SHOWN_CLASSES = 5  # so many of the most probable classes are written
 CSV = "predictions.csv"
-WRITTEN = ("labels", "overlays", CSV, examples.LINES, examples.ARRAYS)  # names in --out
+# Names in --out.
+WRITTEN = ("labels", "overlays", CSV, example_files.LINES, example_files.ARRAYS)
 # Takes a picture and returns the model's outputs by name.
 OutputsOf = Callable[[np.ndarray], dict[str, np.ndarray]]
 
@@ -81,7 +82,7 @@ def predict(
     """Every rank must call it. Raises Stop, on all ranks, where not all was predicted."""
     predictor_class: type[PicturePredictor] | type[predict_examples.ExamplePredictor]
     predictor_class = PicturePredictor
-    if any(path.suffix in examples.SUFFIXES for path in arguments.pictures):
+    if any(path.suffix in example_files.SUFFIXES for path in arguments.pictures):
         predictor_class = predict_examples.ExamplePredictor
     replaced = whole_files.replaced(arguments.out, WRITTEN, inputs=arguments.pictures)
     with load_run.written_by_chief(world, arguments.out, replaced) as folder_of_chief:
@@ -116,7 +117,7 @@ class PicturePredictor:
             task, model, path, decode = load_run.model_of(
                 config, arguments.checkpoint, arguments.ema
             )
-            self._class_names = examples.class_names(path)
+            self._class_names = example_files.class_names(path)
         world.check_same(
             world_lib.weights_sha256(model.variables), f"the weights of {path.name}"
         )
@@ -156,7 +157,7 @@ class PicturePredictor:
         with world.fail_together("predicting"):
             if failure:
                 raise failure
-        examples.check_stopped(world, stop_signal)
+        example_files.check_stopped(world, stop_signal)
 
         predictions: list[Prediction] = []
         faults: list[str] = []
@@ -322,7 +323,9 @@ def prediction(name: str, outputs: dict[str, Any], *, is_drawn: bool) -> Predict
     if is_drawn or likeliest:
         others.pop("classes", None)
         others.pop("probabilities", None)
-    plain_others = {output: examples.plain(value) for output, value in others.items()}
+    plain_others = {
+        output: example_files.plain(value) for output, value in others.items()
+    }
     return Prediction(name, likeliest, plain_others)
 
 
@@ -344,7 +347,7 @@ def record(
             lines.append(json.dumps({"file": file} | others) + "\n")
             print(logs.printable(f"{file}: {json.dumps(others):.200}"))
     if lines:
-        with whole_files.written(folder / examples.LINES) as partial:
+        with whole_files.written(folder / example_files.LINES) as partial:
             partial.write_text("".join(lines))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import logs, whole_files
-from hvdkit.commands import examples
+from hvdkit.commands import example_files
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.sampler import share
 from hvdkit.ranks import world as world_lib
@@ -28,14 +28,14 @@ class ExamplePredictor:
         with world.fail_together("reading the examples"):
             if len(arguments.pictures) > 1:
                 raise ValueError(
-                    f"give one file of examples ({' or '.join(examples.SUFFIXES)})"
+                    f"give one file of examples ({' or '.join(example_files.SUFFIXES)})"
                 )
             digest = whole_files.sha256(self._file)
             self._run = load_run.trained(config, arguments.checkpoint, arguments.ema)
-            self._columns = examples.read(self._file, self._run.inputs)
-            self.count = examples.count(self._columns)
+            self._columns = example_files.read(self._file, self._run.inputs)
+            self.count = example_files.count(self._columns)
             # The first example twice: with one alone, outputs that lack the batch's axis may pass.
-            batch = self._run.inputs.nested(examples.batch(self._columns, [0, 0]))
+            batch = self._run.inputs.nested(example_files.batch(self._columns, [0, 0]))
             try:
                 self._decode = load_run.decoder(self._run, config, batch)
             except ValueError as error:
@@ -52,14 +52,14 @@ class ExamplePredictor:
     def predict_into(self, folder: Path, stop_signal: StopSignal) -> list[str]:
         """Writes predictions.npz or .jsonl; nothing is skipped: what is wrong raises Stop."""
         world = self._world
-        name = examples.LINES if self._as_lines else examples.ARRAYS
+        name = example_files.LINES if self._as_lines else example_files.ARRAYS
         parts = [folder / f"{rank:06d}-{name}" for rank in range(world.size)]
         own_part = parts[world.rank]
-        class_names = examples.class_names(self._run.path)
+        class_names = example_files.class_names(self._run.path)
         own_indices = range(*share(self.count, world.rank, world.size))
-        predictions: list[examples.Batch] = []
+        predictions: list[example_files.Batch] = []
         with world.fail_together("predicting"):
-            for indices in examples.batches(
+            for indices in example_files.batches(
                 self._columns, own_indices, self._batch_size
             ):
                 if stop_signal.asked:
@@ -69,13 +69,13 @@ class ExamplePredictor:
                     done = indices.stop - own_indices.start
                     logs.progress("examples", done, len(own_indices))
             if predictions and self._as_lines:
-                examples.write_lines(own_part, predictions, class_names)
+                example_files.write_lines(own_part, predictions, class_names)
             elif predictions:
-                examples.write_arrays(own_part, predictions)
-        examples.check_stopped(world, stop_signal)
+                example_files.write_arrays(own_part, predictions)
+        example_files.check_stopped(world, stop_signal)
         written = [part for part in parts if part.exists()]
         world.from_chief(
-            f"writing {folder.parent}", examples.join_parts, folder / name, written
+            f"writing {folder.parent}", example_files.join_parts, folder / name, written
         )
         return []
 
@@ -84,9 +84,9 @@ class ExamplePredictor:
             task_checks.outputs(self._run.task, self._run.model, inputs)
         )
 
-    def _predicted(self, indices: range) -> list[examples.Batch]:
+    def _predicted(self, indices: range) -> list[example_files.Batch]:
         """Outputs by name; where a batch fails, each example by itself, to name it."""
-        inputs = self._run.inputs.nested(examples.batch(self._columns, indices))
+        inputs = self._run.inputs.nested(example_files.batch(self._columns, indices))
         try:
             outputs = self._outputs_of(inputs)
         except tf.errors.OpError as error:

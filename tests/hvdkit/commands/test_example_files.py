@@ -16,7 +16,7 @@ from small_runs import Small
 
 from hvdkit import whole_files
 from hvdkit.checkpoint.checkpoints import Checkpoints
-from hvdkit.commands import examples, export, predict
+from hvdkit.commands import example_files, export, predict
 from hvdkit.data.place import Place
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
@@ -280,13 +280,13 @@ def test_a_wrong_line_is_named(line, words, tmp_path):
     file = tmp_path / "lines.jsonl"
     text = line if isinstance(line, str) else json.dumps(line)
     file.write_text(f"{json.dumps(GOOD)}\n{text}\n")
-    refused(lambda: examples.read(file, SPECS), f"{file}, {words}")
+    refused(lambda: example_files.read(file, SPECS), f"{file}, {words}")
 
 
 def test_arrays_become_what_the_model_takes(tmp_path):
     file = tmp_path / "x.npz"
     np.savez(file, age=np.zeros(3), ids=np.ones([3, 4]), job=np.array(["a", "b", "c"]))
-    arrays = examples.read(file, SPECS)
+    arrays = example_files.read(file, SPECS)
     assert arrays["ids"].dtype == np.int32 and arrays["job"][1] == b"b"
 
 
@@ -311,7 +311,7 @@ def test_a_wrong_array_is_named(change, words, tmp_path):
         "job": np.array(["a", "b", "c"]),
     }
     np.savez(file, **(arrays | change))
-    refused(lambda: examples.read(file, SPECS), str(file), words)
+    refused(lambda: example_files.read(file, SPECS), str(file), words)
 
 
 def test_an_example_that_the_model_cannot_take_is_named_and_the_old_predictions_stay(
