@@ -46,7 +46,7 @@ class Rows(NamedTuple):
         return tf.add_n([tf.cast(x, dtype) for x in sums])
 
 
-class Passes:
+class FirstPasses:
     """The first two passes, and what goes between the ranks after each."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Passes:
 
     def learn(self, part: Any, rank: VirtualRank) -> list[tf.Tensor]:
         """What a virtual rank gathers of its own, by call."""
-        return self._turn(part, rank, ())[0].own
+        return self._forward(part, rank, ())[0].own
 
     def pull(self, part: Any, rank: VirtualRank, *everyone: tf.Tensor) -> tf.Tensor:
         """int64 [n + 2]: a virtual rank's gradients by the rows of all, n numbers on the grid.
@@ -76,7 +76,7 @@ class Passes:
         floats = _floats(everyone)
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(floats)
-            _, (targets, _) = self._turn(part, rank, everyone)
+            _, (targets, _) = self._forward(part, rank, everyone)
         self._targets = len(targets)
         gradients = []
         for target in targets:
@@ -120,7 +120,9 @@ class Passes:
             pulls.append(gradients[first : first + len(shapes)])
         return Rows(everyone, pulls, beyond=faults[1] > 0)
 
-    def _turn(self, part: Any, rank: VirtualRank, everyone: Sequence[tf.Tensor]) -> Any:
+    def _forward(
+        self, part: Any, rank: VirtualRank, everyone: Sequence[tf.Tensor]
+    ) -> Any:
         micro = tf.nest.map_structure(lambda t: t[0], part)
         return self._in_turn(micro, rank, everyone)
 

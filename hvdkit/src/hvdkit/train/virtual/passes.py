@@ -131,17 +131,17 @@ class Passes:
         start = [
             (v, v.read_value()) for v in [*self._untrained, *self._seeds.variables]
         ]
-        turn, found = self._traced(batch, start, shared=gathered.Rows())
+        compute, found = self._traced(batch, start, shared=gathered.Rows())
         if found.gathers and self._jit:
             raise ValueError(
                 "a loss that gathers rows, --jit and --virtual_ranks: leave out one"
             )
         if found.gathers:
             rows_of_all = self._exchange(batch, start)
-            turn, found = self._traced(batch, start, shared=rows_of_all)
-        total: _Sums | None = None
-        for size in self._own_sizes:
-            total = self._over(size, turn, total)
+            compute, found = self._traced(batch, start, shared=rows_of_all)
+        total = self._over(self._own_sizes[0], compute)
+        for size in self._own_sizes[1:]:
+            total = self._over(size, compute, total)
 
         # Other ranks add zeros to a row, which changes no bit. The rows are summed here, in order.
         ready = own_part(total.table)
@@ -174,12 +174,12 @@ class Passes:
         def body(part: Any, rank: gathered.VirtualRank) -> _Sums:
             return self._pass(part, rank, start=start, shared=shared, found=found)
 
-        turn = self._turn(body, batch, start)
+        compute = self._from_start(body, batch, start)
         for size in self._own_sizes:
-            turn.get_concrete_function(tf.TensorSpec([], tf.int64), size)
-        return turn, found
+            compute.get_concrete_function(tf.TensorSpec([], tf.int64), size)
+        return compute, found
 
-    def _turn(
+    def _from_start(
         self, body: Callable[..., Any], batch: Any, start: _Values
     ) -> tf.types.experimental.PolymorphicFunction:
         """`body(part of the batch, virtual rank, ...)`, from the state at the step's start.
@@ -214,19 +214,20 @@ class Passes:
     def _exchange(self, batch: Any, start: _Values) -> gathered.Rows:
         """Two passes more, where the loss gathers rows."""
         scale = self._state.loss_scale.read()
-        passes = gathered.Passes(
+        first_passes = gathered.FirstPasses(
             self._in_turn, scale, rows=self._samples, addends=self._count
         )
-        learn = self._turn(passes.learn, batch, start)
-        pull = self._turn(passes.pull, batch, start)
+        learn = self._from_start(first_passes.learn, batch, start)
+        pull = self._from_start(first_passes.pull, batch, start)
         numbers = [tf.constant(number, tf.int64) for number in self._own]
         sizes = [self._sizes[number] for number in self._own]
         learned = [learn(number, size) for number, size in zip(numbers, sizes)]
-        everyone = passes.over_ranks(learned)
+        everyone = first_passes.over_ranks(learned)
         if not any(rows.dtype.is_floating for rows in everyone):
             return gathered.Rows(everyone)
         pulls = [pull(number, size, *everyone) for number, size in zip(numbers, sizes)]
-        return passes.unpack(everyone, self._sum(tf.add_n(pulls), "virtual.pulls"))
+        total = self._sum(tf.add_n(pulls), "virtual.pulls")
+        return first_passes.unpack(everyone, total)
 
     def _in_turn(
         self, micro: Any, rank: gathered.VirtualRank, everyone: Sequence[tf.Tensor]
@@ -236,14 +237,14 @@ class Passes:
         return turn, self._forward(micro, turn=turn)
 
     def _over(
-        self, size: int, turn: Callable[..., _Sums], total: _Sums | None
+        self, size: int, compute: Callable[..., _Sums], total: _Sums | None = None
     ) -> _Sums:
         """Virtual ranks of one size, one after the other, added to `total`."""
         group = [v for v in self._own if self._sizes[v] == size]
         numbers = tf.constant(group, tf.int64)
         first = 0
         if total is None:
-            total = self._add(None, turn(numbers[0], size=size))
+            total = self._add(None, compute(numbers[0], size=size))
             first = 1
         if first == len(group):
             return total
@@ -251,7 +252,7 @@ class Passes:
             lambda index, _: index < len(group),
             lambda index, total: (
                 index + 1,
-                self._add(total, turn(numbers[index], size=size)),
+                self._add(total, compute(numbers[index], size=size)),
             ),
             (tf.constant(first), total),
             parallel_iterations=1,  # they set the same state; it also bounds memory
