@@ -5,6 +5,7 @@ import re
 import runpy
 import stat
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -375,6 +376,88 @@ def test_a_script_with_fit_becomes_a_task(forks):
     assert float(re.findall(r"accuracy ([\d.]+)", output)[-1]) > 0.6, output
     for name in ("tasks/scanned.py", "configs/scanned.cfg", "notebook.py"):
         (fork / name).unlink()
+
+
+TASK_OF_STEPS = """
+import keras
+import tensorflow as tf
+
+from tasks import blank
+
+
+class Task(blank.Task):
+    def __init__(self, config):
+        super().__init__(config)
+        draws = tf.random.stateless_normal([64, 3], [1, 2])
+        self.queue = tf.Variable(draws, trainable=False, name="queue")
+
+    def build_model(self):
+        model = super().build_model()
+        self.teacher = keras.models.clone_model(model)
+        self.teacher.trainable = False
+        return model
+
+    def compare(self, outputs, keys):
+        others = outputs @ tf.transpose(self.queue)
+        each = tf.reduce_logsumexp(others, -1) - tf.reduce_sum(outputs * keys, -1)
+        return each, tf.ones_like(each)
+
+
+class TwoTerms(blank.Task):
+    def loss(self, outputs, targets):
+        each, weights = super().loss(outputs, targets)
+        size = tf.reduce_mean(tf.square(outputs), -1)
+        return {"first": (each, weights), "second": (size, weights)}
+"""
+RUN_OF_STEPS = """
+import sys
+
+import hvdkit
+import {module}
+from settings import Settings
+
+settings = hvdkit.load_settings(
+    Settings,
+    flagfile="configs/blank.cfg",
+    task="{task}",
+    num_steps=2,
+    eval_every=0,
+    run_dir="runs/{module}",
+)
+sys.exit(hvdkit.main({module}.train, settings))
+"""
+
+
+@pytest.mark.slow
+def test_other_steps_train_as_their_page_has_them(forks):
+    """The code of docs/your-own-step.md, as written, for two steps each."""
+    fork = forks["blank"]
+    page = (ROOT / "docs" / "your-own-step.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names = ("looks", "teacher", "sharpness", "two_terms", "penalty")
+    template = (fork / "train.py").read_text()
+    head, _, rest = template.partition("def make_step")
+    _, _, tail = rest.partition("def train(")
+    head += "from hvdkit.train import across\n\n\n"
+    (fork / "tasks/steps.py").write_text(TASK_OF_STEPS)
+    two_terms = (
+        "from tasks.steps import TwoTerms\n\n\nclass Task(TwoTerms):\n    pass\n"
+    )
+    (fork / "tasks/terms.py").write_text(two_terms)
+    for name, block in zip(names, blocks, strict=True):
+        if not block.startswith("def make_step"):
+            body = textwrap.indent(f"{block}\nreturn step\n", "    ")
+            block = f"def make_step(run: hvdkit.Run):\n{body}"
+        code = f"{head}{block}\n\ndef train({tail}"
+        (fork / f"train_{name}.py").write_text(code)
+        task = "terms" if name == "two_terms" else "steps"
+        run = RUN_OF_STEPS.format(module=f"train_{name}", task=task)
+        (fork / "run_steps.py").write_text(run)
+        output = shell(f"{sys.executable} run_steps.py", fork)
+        assert "step 2/2  evaluated" in output, output
+        (fork / f"train_{name}.py").unlink()
+    for file in ("tasks/steps.py", "tasks/terms.py", "run_steps.py"):
+        (fork / file).unlink()
 
 
 def edit(path: Path, old: str, new: str) -> None:
