@@ -13,7 +13,7 @@ from refusals import refused
 from small_models import Block, Called, Cell, Net, functional
 
 from hvdkit.ranks import agreement
-from hvdkit.ranks.world import raw
+from hvdkit.ranks.world import kept_numbers, raw
 from hvdkit.train.layers import batch_norm
 
 bn = layers.BatchNormalization
@@ -28,7 +28,9 @@ def uneven(world, seed=0):
     return whole.astype(np.float32), slice(start, start + sizes[world.rank])
 
 
+@kept_numbers()
 def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
+    """Also of Keras's operations, which it has with op determinism."""
     layer = batch_norm.SyncBatchNormalization(name="b")
     layer.build((None, 4, 4, 3))
 
@@ -39,9 +41,14 @@ def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
             value = tf.reduce_sum(tf.sin(layer(x, training=True)))
         return tape.gradient(value, [x, raw(layer.gamma), raw(layer.beta)])
 
-    graph = run.get_concrete_function(tf.TensorSpec([2, 4, 4, 3])).graph
-    collectives = list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
-    assert len(collectives) == (2 if world.size > 1 else 0), collectives
+    for rows in (2, 4):
+        graph = run.get_concrete_function(tf.TensorSpec([rows, 4, 4, 3])).graph
+        collectives = list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
+        assert len(collectives) == (2 if world.size > 1 else 0), collectives
+        kernels = [op.type for op in graph.get_operations()]
+        is_fused = "FusedBatchNormGradV3" in kernels
+        assert is_fused == (world.size > 1 and rows == 2)
+        tf.config.experimental.enable_op_determinism()  # of the second trace
 
 
 def check_sync_batch_norm_keeps_float32_digits(world):
@@ -77,15 +84,14 @@ def check_a_batch_norm_fused_for_a_gpu_is_keras_s(world):
         ({"center": False}, pictures, "float32", True),
         ({}, (2, 3), "float32", False),
         ({"axis": 1}, (4, 3, 5, 5), "float32", False),
+        ({"renorm": True}, pictures, "float32", False),
         ({}, pictures, "float64", False),
         ({"trainable": False}, pictures, "float32", False),
     ]
     for settings, shape, policy, can_be_fused in cases:
         results = []
         for fuse in (False, True):
-            layer = layers.BatchNormalization(
-                dtype=policy, name="b", momentum=0.7, **settings
-            )
+            layer = bn(dtype=policy, name="b", momentum=0.7, **settings)
             model = keras.Sequential([keras.Input(shape[1:]), layer])
             if fuse:
                 batch_norm.fuse(model)

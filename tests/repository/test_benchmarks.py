@@ -1,4 +1,4 @@
-"""Benchmarks: the table of gpu.py, the short form of scale.py."""
+"""Benchmarks: the table of gpu.py, the short forms of scale.py and batch_norm.py."""
 
 import importlib.util
 import os
@@ -99,6 +99,23 @@ def test_the_small_form_of_gpu_runs():
         assert re.match(r"[\d.e+]+ ± [\d.e+]+$", line[4]), line
         assert bool(line[5]) == (line[1] == "float32")  # over the bare loop
         assert bool(line[10]) == (line[0] == "| 2")  # the reduction
+
+
+@pytest.mark.slow
+def test_the_short_form_of_batch_norm_compares_each_kind():
+    command = [sys.executable, "benchmarks/batch_norm.py", "--rounds=1", "--steps=1"]
+    ended = subprocess.run(
+        [*command, "19"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = [line.split(" | ") for line in ended.stdout.splitlines()[2:]]
+    assert [row[1] for row in rows] == ["mean", "full, Keras's formula", "full"]
+    assert all(float(row[2]) > 0 for row in rows)
 
 
 @pytest.mark.slow

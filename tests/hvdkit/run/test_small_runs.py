@@ -16,12 +16,13 @@ BOTH = (
     "objective",
     "own_step",
 )
+OF_THREE = ("objective", "reduction", "step", "world")
 OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")
 # By what starts the ranks and how many there are. Layers do not know what carries their sums.
 PARTS = {
     ("alone", 1): BOTH,
-    ("gloo", 2): (*BOTH, *OF_TWO),
-    ("gloo", 3): ("objective", "reduction", "step", "batch_norm", "world"),
+    ("gloo", 2): (*BOTH, *OF_TWO, "sync_batch_norm"),
+    ("gloo", 3): (*OF_THREE, "batch_norm", "sync_batch_norm"),
     ("mpirun", 2): ("world",),
     ("mpi", 2): ("reduction",),
 }

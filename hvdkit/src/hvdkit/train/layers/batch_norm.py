@@ -11,11 +11,12 @@ N ranks compute what one would.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
+from tensorflow.python.framework import config as tf_config
 
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
@@ -169,16 +170,10 @@ def _fused(
     layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None
 ) -> tf.Tensor:
     """A batch norm's `call`; Keras's where cuDNN has no kernel or none is needed."""
-    rank = len(inputs.shape)
-    dtype = inputs.dtype
-    fits = rank == 4 and layer.axis in (-1, 3) and dtype in _FUSED and mask is None
-    if not (fits and training and layer.trainable):
+    if not (training and _fits(layer, inputs, mask)):
         return type(layer).call(layer, inputs, training=training, mask=mask)
     channels = inputs.shape[-1]
-    gamma = raw(layer.gamma) if layer.scale else tf.ones([channels])
-    beta = raw(layer.beta) if layer.center else tf.zeros([channels])
-    scale = tf.cast(gamma, tf.float32)
-    offset = tf.cast(beta, tf.float32)
+    scale, offset = _scale_and_offset(layer, channels)
     normed = tf.raw_ops.FusedBatchNormV3(
         x=inputs,
         scale=scale,
@@ -188,17 +183,61 @@ def _fused(
         epsilon=layer.epsilon,
         is_training=True,
     )
-    # cuDNN's variance is the unbiased one, Keras's moving variance follows the biased one.
-    count = tf.cast(tf.size(inputs) // channels, tf.float32)
-    variance = tf.math.multiply_no_nan(normed.batch_variance, (count - 1) / count)
     _follow(layer.moving_mean, normed.batch_mean, layer.momentum)
-    _follow(layer.moving_variance, variance, layer.momentum)
+    _follow(layer.moving_variance, _biased(normed, inputs), layer.momentum)
     return tf.cast(normed.y, layer.compute_dtype)
+
+
+def _biased(normed: Any, inputs: tf.Tensor) -> tf.Tensor:
+    """The variance as Keras has it; that of the fused kernel is the unbiased one."""
+    count = tf.cast(tf.size(inputs) // inputs.shape[-1], tf.float32)
+    return tf.math.multiply_no_nan(normed.batch_variance, (count - 1) / count)
+
+
+def _own_moments(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Mean and biased variance of a rank's pictures, each [channels], in float32.
+
+    For 16 bits by the fused kernel, although its result is not used: operations would need a copy
+    in float32 and read it twice.
+    """
+    channels = x.shape[-1]
+    if x.dtype == tf.float32:
+        return tf.nn.moments(x, [0, 1, 2])
+    normed = tf.raw_ops.FusedBatchNormV3(
+        x=x,
+        scale=tf.ones([channels]),
+        offset=tf.zeros([channels]),
+        mean=[],
+        variance=[],
+        is_training=True,
+    )
+    return normed.batch_mean, _biased(normed, x)
+
+
+def _fits(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> bool:
+    """Whether TensorFlow's fused kernels compute what this layer does in training."""
+    is_picture = len(inputs.shape) == 4 and layer.axis in (-1, 3)
+    has_kernel = is_picture and inputs.dtype in _FUSED
+    return has_kernel and mask is None and layer.trainable and not layer.renorm
+
+
+def _scale_and_offset(layer: Any, channels: int) -> tuple[tf.Tensor, tf.Tensor]:
+    gamma = raw(layer.gamma) if layer.scale else tf.ones([channels])
+    beta = raw(layer.beta) if layer.center else tf.zeros([channels])
+    return tf.cast(gamma, tf.float32), tf.cast(beta, tf.float32)
 
 
 def _follow(average: keras.Variable, value: tf.Tensor, momentum: float) -> None:
     old = tf.cast(raw(average), tf.float32)
     average.assign(old * momentum + value * (1.0 - momentum))
+
+
+class _Statistics(NamedTuple):
+    """Of the global batch, each [channels]."""
+
+    count: tf.Tensor  # float64
+    mean: tf.Tensor
+    variance: tf.Tensor  # the biased one
 
 
 @saved_layers.register
@@ -210,17 +249,48 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     call. Every rank must make the same calls in training, with at least one sample.
     """
 
+    def call(
+        self, inputs: tf.Tensor, training: Any = None, mask: Any = None
+    ) -> tf.Tensor:
+        """Keras's formula, for pictures on several ranks by TensorFlow's fused kernels.
+
+        Those have no deterministic gradient on a GPU, so with op determinism it is Keras's own.
+        """
+        has_own_moments = type(self)._moments is not SyncBatchNormalization._moments
+        by_operations = has_own_moments or tf_config.is_op_determinism_enabled()
+        fits = training and _fits(self, inputs, mask)
+        if hvd.size() == 1 or by_operations or not fits:
+            return super().call(inputs, training=training, mask=mask)
+        name = self._collective()
+        statistics = self._joined(_own_moments(inputs), inputs, None, name)
+        scale, offset = _scale_and_offset(self, inputs.shape[-1])
+        batch_norm = _FusedBatchNorm(self, statistics, name)
+        _follow(self.moving_mean, statistics.mean, self.momentum)
+        _follow(self.moving_variance, statistics.variance, self.momentum)
+        return tf.cast(batch_norm(inputs, scale, offset), self.compute_dtype)
+
     def _moments(
         self, inputs: tf.Tensor, mask: tf.Tensor | None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Mean and biased variance over all ranks, each [channels], in float32 or float64.
-
-        The ranks' own moments are taken in two passes, then joined in float64: E[x^2] - E[x]^2
-        of the raw inputs in float32 would cancel.
-        """
-        mean, variance = super()._moments(inputs, mask)
+        """Mean and biased variance over all ranks, each [channels], in float32 or float64."""
+        moments = super()._moments(inputs, mask)
         if hvd.size() == 1:
-            return mean, variance
+            return moments
+        statistics = self._joined(moments, inputs, mask, self._collective())
+        return statistics.mean, statistics.variance
+
+    def _joined(
+        self,
+        moments: tuple[tf.Tensor, tf.Tensor],
+        inputs: tf.Tensor,
+        mask: tf.Tensor | None,
+        name: str,
+    ) -> _Statistics:
+        """Of the ranks' own moments, which are taken in two passes; joined in float64.
+
+        E[x^2] - E[x]^2 of the raw inputs in float32 would cancel.
+        """
+        mean, variance = moments
         dtype = mean.dtype
         shape = self.moving_mean.shape
         mean, variance = (
@@ -232,12 +302,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         total = mean * (count + extra)
         # sum x^2 = sum (x - m)^2 + 2 m sum x - n m^2
         square = variance * (count + extra) + 2 * mean * total - count * tf.square(mean)
-        sums = sum_over_ranks(tf.stack([count, total, square]), self._collective())
+        sums = sum_over_ranks(tf.stack([count, total, square]), name)
         count, total, square = tf.unstack(sums)
         mean = total / (count + extra)
         distance = square - 2 * mean * total + count * tf.square(mean)
         variance = tf.maximum(distance / (count + extra), 0.0)
-        return tf.cast(mean, dtype), tf.cast(variance, dtype)
+        return _Statistics(count, tf.cast(mean, dtype), tf.cast(variance, dtype))
 
     def _count(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
         """Positions of each channel that count on this rank, float64 [channels]."""
@@ -267,6 +337,109 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         return f"{self.moving_mean.path}.batch"
 
 
+class _FusedBatchNorm:
+    """One call of a batch norm by TensorFlow's fused kernels, with the global batch's statistics.
+
+    The kernels take statistics as constants. So the gradient adds what comes through them: for
+    normalized x, dx = scale / deviation * (dy - mean(dy) - x * mean(dy * x)), with means over
+    the global batch (Ioffe and Szegedy, 2015), which one exchange of two sums gives.
+    """
+
+    def __init__(
+        self, layer: SyncBatchNormalization, statistics: _Statistics, name: str
+    ) -> None:
+        self._layer = layer
+        self._statistics = statistics
+        self._name = name
+
+    def __call__(
+        self, inputs: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor
+    ) -> tf.Tensor:
+        @tf.custom_gradient
+        def normalized(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor):
+            def backward(upstream: tf.Tensor) -> list[tf.Tensor]:
+                return self._gradients(upstream, x, scale)
+
+            return self._affine(x, scale, offset), backward
+
+        return normalized(inputs, scale, offset)
+
+    def _affine(self, x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+        """`offset` + `scale` times the normalized x, in float32, of x's type."""
+        return tf.raw_ops.FusedBatchNormV3(
+            x=x,
+            scale=scale,
+            offset=offset,
+            mean=self._statistics.mean,
+            variance=self._statistics.variance,
+            epsilon=self._layer.epsilon,
+            is_training=False,
+        ).y
+
+    def _gradients(
+        self, upstream: tf.Tensor, x: tf.Tensor, scale: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """Of x, scale and offset; they have gradients of their own, as those of operations."""
+
+        @tf.custom_gradient
+        def gradients(upstream: tf.Tensor, x: tf.Tensor, scale: tf.Tensor):
+            def backward(*second: tf.Tensor) -> list[tf.Tensor]:
+                sources = [upstream, x, scale]
+                with tf.GradientTape() as tape:
+                    tape.watch(sources)
+                    first = self._plain_gradients(upstream, x, scale)
+                return tape.gradient(first, sources, second)
+
+            return self._fused_gradients(upstream, x, scale), backward
+
+        return gradients(upstream, x, scale)
+
+    def _fused_gradients(
+        self, upstream: tf.Tensor, x: tf.Tensor, scale: tf.Tensor
+    ) -> list[tf.Tensor]:
+        own = tf.raw_ops.FusedBatchNormGradV3(
+            y_backprop=upstream,
+            x=x,
+            scale=scale,
+            reserve_space_1=self._statistics.mean,
+            reserve_space_2=self._statistics.variance,
+            reserve_space_3=0.0,  # of cuDNN's training kernel
+            epsilon=self._layer.epsilon,
+            is_training=False,
+        )
+        sums = tf.stack([own.scale_backprop, own.offset_backprop])
+        sums = sum_over_ranks(tf.cast(sums, tf.float64), f"{self._name}.gradient")
+        means = tf.cast(sums / self._statistics.count, tf.float32)
+        factor = scale * tf.math.rsqrt(self._statistics.variance + self._layer.epsilon)
+        slope, level = tf.unstack(-factor * means)
+        dx = own.x_backprop + self._affine(x, slope, level)
+        return [dx, own.scale_backprop, own.offset_backprop]
+
+    def _plain_gradients(
+        self, upstream: tf.Tensor, x: tf.Tensor, scale: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """The same by operations that have gradients of their own."""
+        offset = tf.zeros_like(scale)
+        with tf.GradientTape() as tape:
+            tape.watch([x, scale, offset])
+            wide = tf.cast(x, tf.float32)
+            # tf.nn.moments takes the mean for a constant, so its second gradients are wrong.
+            mean = tf.reduce_mean(wide, [0, 1, 2])
+            moments = (mean, tf.reduce_mean(tf.square(wide - mean), [0, 1, 2]))
+            name = f"{self._name}.again"
+            statistics = self._layer._joined(moments, wide, None, name)
+            y = tf.nn.batch_normalization(
+                wide,
+                statistics.mean,
+                statistics.variance,
+                offset,
+                scale,
+                self._layer.epsilon,
+            )
+            y = tf.cast(y, x.dtype)
+        return tape.gradient(y, [x, scale, offset], upstream)
+
+
 class _BranchError(ValueError):
     # Without this Keras adds ten lines of call arguments to the message.
     _keras_call_info_injected = True
@@ -281,7 +454,7 @@ def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
     @tf.custom_gradient
     def summed(x: tf.Tensor):
         def backward(upstream: tf.Tensor) -> tf.Tensor:
-            return hvd.allreduce(upstream, op=hvd.Sum, name=f"{name}.gradient")
+            return sum_over_ranks(upstream, f"{name}.gradient")
 
         return hvd.allreduce(x, op=hvd.Sum, name=name), backward
 
