@@ -123,7 +123,7 @@ fill_wheelhouse() {
 stamp() {
     echo "$("$python" -VV) $(readlink -f "$python") $mpi"
     build_settings
-    cat "$lock" "$here/install-horovod.sh" "$here"/setup/*.*
+    cat "$lock" "$here/install-horovod.sh" "$here"/setup/*.* "$(find_engine)/src/hvdkit/ranks/exchange.cc"
 }
 
 # whole DIR: whether its set-up was completed, at that place: an environment cannot be moved.

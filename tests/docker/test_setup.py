@@ -171,12 +171,40 @@ def test_what_makes_another_environment(checkout, stopped, tmp_path):
     for file in (
         "docker/compat/tf_compat.h",
         "docker/setup/horovod.sh",
+        "hvdkit/src/hvdkit/ranks/exchange.cc",
         "template/uv.lock",
     ):
         with (checkout / file).open("a") as opened:
             opened.write("\n")
         found.append(name())
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("compiler", ["exit 1", ""])
+def test_without_batch_norm_s_operation_set_up_goes_on_with_a_note(tmp_path, compiler):
+    """Where its source does not compile, and where there is no compiler of MPI."""
+    if compiler:
+        executable(tmp_path / "mpicxx", f"echo 'error: no such header' >&2; {compiler}")
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    for program in ("bash", "cat", "mv", "rm"):
+        (tmp_path / program).symlink_to(shutil.which(program))
+    script = f"""
+        set -euo pipefail
+        . {ROOT}/docker/setup/machine.sh
+        . {ROOT}/docker/setup/horovod.sh
+        python={tmp_path}/env/bin/python work={tmp_path} log={tmp_path}/log
+        find_engine() {{ echo {ROOT}/hvdkit; }}
+        install_horovod_alone() {{ echo 'Horovod is built'; }}
+        install_horovod
+        echo 'set-up goes on'
+    """
+    ended = run("bash", "-c", script, PATH=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    first, note, last = ended.stdout.splitlines()
+    assert (first, last) == ("Horovod is built", "set-up goes on")
+    assert note.startswith("note: ") and "exchange.cc does not compile" in note
+    reason = "no such header" if compiler else "mpicxx: command not found"
+    assert reason in (tmp_path / "log").read_text()
 
 
 def test_a_second_set_up_waits_for_the_first(checkout, stopped):

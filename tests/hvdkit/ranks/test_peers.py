@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 
 import pytest
 
@@ -43,12 +44,13 @@ def test_what_ends_one_rank_ends_those_that_wait_for_it(ending: str):
     assert "does not answer" not in ended.output, last_lines(ended.output)
 
 
-# A training whose rank 1 hangs within its tenth step; limits are seconds here.
+# A training whose rank 1 hangs, or is killed, within its tenth step; limits are seconds here.
 HANGS = """
 import os, sys, time
 sys.path.insert(0, os.getcwd())
 import hvdkit
 from settings import Settings
+how = sys.argv.pop(1)
 hvdkit.check_flags(Settings)
 import tensorflow as tf
 import train
@@ -57,7 +59,9 @@ from hvdkit.launcher import launch_rank
 messages._LEAST_PATIENCE, messages._STEPS, steps = 4, 8, []
 def pass_on(numbers):
     steps.append(1)
-    if len(steps) == 10 and launch_rank() == 1: time.sleep(1000)
+    if len(steps) == 10 and launch_rank() == 1:
+        if how == "killed": os.kill(os.getpid(), 9)
+        time.sleep(1000)
     return numbers
 class Run(hvdkit.Run):
     def loss(self, batch):
@@ -73,11 +77,27 @@ sys.exit(hvdkit.main(train.train, Settings))
 def test_a_rank_that_hangs_within_a_step_is_named_in_the_time_of_some_steps(tiny):
     """All wait in the same line of train.py: what differs is that its own part is not done."""
     flags = [*tiny, "--num_steps=1000", "--eval_every=0", "--log_every=1"]
-    ended = launch(2, ["-c", HANGS, *flags], "mpirun", timeout=250)
+    ended = launch(2, ["-c", HANGS, "hangs", *flags], "mpirun", timeout=250)
     (message,) = ended.errors()
     assert ended.code == 1 and "step 9/" in ended.output, last_lines(ended.output)
     assert "its own part of the step not done: its GPU, driver or code hangs" in message
     assert f"hangs: rank 1 on {HOST}" in message
+
+
+def test_a_rank_that_is_killed_while_others_wait_in_an_exchange_is_named_at_once(tiny):
+    """They wait in the memory that they share, of which Horovod knows nothing."""
+    flags = [*tiny, "--num_steps=1000", "--eval_every=0", "--bn_sync=full"]
+    start = time.monotonic()
+    ended = launch(3, ["-c", HANGS, "killed", *flags], "gloo", timeout=250)
+    endings = [error for error in ended.errors() if "the run ends" in error]
+    assert len(endings) == 1 and ended.code != 0, last_lines(ended.output)
+    message = endings[0]
+    assert f"rank 1 on {HOST} ended before the others" in message
+    assert re.search(
+        r"rank 1 has ended while rank \d waited in exchange \d+ \(", message
+    )
+    assert ".batch" in message, message
+    assert time.monotonic() - start < 200
 
 
 # A training whose rank 1 reads from a disk of its own, which hangs once step 3 was made: whoever

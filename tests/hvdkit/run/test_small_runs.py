@@ -22,8 +22,8 @@ OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")
 PARTS = {
     ("alone", 1): BOTH,
     ("gloo", 2): (*BOTH, *OF_TWO, "sync_batch_norm"),
-    ("gloo", 3): (*OF_THREE, "batch_norm", "sync_batch_norm"),
-    ("mpirun", 2): ("world",),
+    ("gloo", 3): (*OF_THREE, "exchange", "batch_norm", "sync_batch_norm"),
+    ("mpirun", 2): ("exchange", "world"),
     ("mpi", 2): ("reduction",),
 }
 FILES = {

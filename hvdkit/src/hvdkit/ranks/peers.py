@@ -13,6 +13,7 @@ silent whose port still closes connections: no stopped process does that.
 import concurrent.futures
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -41,6 +42,10 @@ _SETTLE = 10.0
 _LATEST = 30
 _TOLD = 20.0  # The neighbour of a rank that ends learns of it within so many seconds.
 _ASKED_AT_ONCE = 64
+# Errors of a rank that others left alone: of Horovod, and of exchange.cc.
+_LEFT_ALONE = re.compile(
+    r"Horovod has been shut down|(a rank|rank \d+) [^:\n]* waited in exchange \d+ \([^)]*\)"
+)
 # How many lower ranks each rank that is left asks at once, where there are thousands.
 _LOWER_ASKED = 8
 
@@ -71,8 +76,8 @@ class _Answer(NamedTuple):
 class Peers:
     """This rank's answering thread; every rank makes one, at the same place.
 
-    For `with`: where the block ends because Horovod was shut down, the lowest rank that is left
-    names those that ended or hang, and the process exits with BUG.
+    For `with`: where the block ends because others left this rank alone, the lowest rank that is
+    left names those that ended or hang, and the process exits with BUG.
     """
 
     def __init__(
@@ -127,10 +132,8 @@ class Peers:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        if isinstance(error, tf.errors.OpError) and "Horovod has been shut down" in str(
-            error
-        ):
-            self._explain()
+        if reason := left_alone(error):
+            self._explain(reason)
             # Not Python's own way out: MPI would wait there for the missing rank.
             os._exit(BUG)
         if (
@@ -144,7 +147,7 @@ class Peers:
             sys.stderr.flush()
             os._exit(error.code)
 
-    def _explain(self) -> None:
+    def _explain(self, reason: str) -> None:
         self._asking = True
         sys.stdout.flush()
         end = time.monotonic() + _SETTLE
@@ -158,7 +161,8 @@ class Peers:
                 how == "gone" for how in missing.values()
             )
             if over and self._rank == min(set(range(len(self._places))) - set(missing)):
-                complain(self._sentence(missing))
+                of_exchange = f" ({reason})" if "exchange" in reason else ""
+                complain(self._sentence(missing) + of_exchange)
                 return
             time.sleep(0.5)
         # A launcher ends all ranks, who asks as well, when the first one ends.
@@ -371,6 +375,14 @@ class Peers:
                     "its process was stopped, or its host or network hangs"
                 )
                 os._exit(BUG)
+
+
+def left_alone(error: BaseException | None) -> str:
+    """What an operation says that waits in vain for other ranks; "" for other errors."""
+    if not isinstance(error, tf.errors.OpError):
+        return ""
+    found = _LEFT_ALONE.search(str(error))
+    return found[0].strip() if found else ""
 
 
 def _place_of(answer: _Answer, most: int) -> str:

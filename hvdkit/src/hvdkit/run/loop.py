@@ -23,6 +23,7 @@ from hvdkit.ranks import agreement, jit_cache
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.messages import heartbeat
+from hvdkit.ranks.peers import left_alone
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run import parts as parts_lib
@@ -152,7 +153,8 @@ class Run:
             try:
                 result = call_graph(batch, parts.health.votes())
             except tf.errors.OpError as error:
-                if "Horovod" in str(error):  # Another rank ended: see ranks/peers.py.
+                # Another rank ended: see ranks/peers.py.
+                if "Horovod" in str(error) or left_alone(error):
                     raise
                 reason = reason_of(error)
                 fault = jit_cache.fault(reason)

@@ -10,7 +10,7 @@ from hvdkit import logs, streams
 from hvdkit import settings as settings_lib
 from hvdkit.launcher import launch_rank, left_of_a_launch
 from hvdkit.logs import complain
-from hvdkit.ranks import agreement, start
+from hvdkit.ranks import agreement, exchange, start
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.peers import Peers
@@ -72,6 +72,8 @@ def run_on(
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
     fork_flags = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
     agreement.check_settings(world, settings, fork_flags)
+    if settings.bn_sync == "full":
+        exchange.start(world, settings.stall_shutdown_s)
     back = None
     with modes.folder(settings, world) as changed, world_lib.kept_numbers():
         while True:

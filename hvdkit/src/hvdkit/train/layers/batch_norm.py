@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.framework import config as tf_config
 
 from hvdkit.logs import join
+from hvdkit.ranks import exchange
 from hvdkit.ranks.world import raw
 from hvdkit.train.layers import saved_layers
 from hvdkit.train.step import across
@@ -456,7 +457,7 @@ def sum_over_ranks(tensor: tf.Tensor, name: str) -> tf.Tensor:
         def backward(upstream: tf.Tensor) -> tf.Tensor:
             return sum_over_ranks(upstream, f"{name}.gradient")
 
-        return hvd.allreduce(x, op=hvd.Sum, name=name), backward
+        return exchange.over_ranks(x, name), backward
 
     return summed(tensor)
 

@@ -17,6 +17,8 @@ import tensorflow as tf
 from horovod.common import process_sets
 from horovod.tensorflow import mpi_ops
 
+from hvdkit.ranks import exchange
+
 # What is no sum, by Horovod's operation.
 _REDUCED = {hvd.Max: tf.reduce_max, hvd.Min: tf.reduce_min, hvd.Product: tf.reduce_prod}
 _MOST_ROUNDS = 20  # collectives of a step do not form longer chains
@@ -172,6 +174,8 @@ def acting(rank: SimulatedRank) -> Iterator[None]:
     operations = mpi_ops.MPI_LIB
     library = basics.MPI_LIB_CTYPES
     ranks = everyone.ranks
+    in_use = exchange.in_use
+    exchange.in_use = None
     mpi_ops.MPI_LIB = rank
     basics.MPI_LIB_CTYPES = _Place(library, rank)
     everyone.ranks = list(range(rank.size))
@@ -181,6 +185,7 @@ def acting(rank: SimulatedRank) -> Iterator[None]:
         mpi_ops.MPI_LIB = operations
         basics.MPI_LIB_CTYPES = library
         everyone.ranks = ranks
+        exchange.in_use = in_use
 
 
 def outcomes(act: Callable[[int], Any], samples: Sequence[int]) -> list[Any]:
