@@ -260,7 +260,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         has_own_moments = type(self)._moments is not SyncBatchNormalization._moments
         by_operations = has_own_moments or tf_config.is_op_determinism_enabled()
         fits = training and _fits(self, inputs, mask)
-        if hvd.size() == 1 or by_operations or not fits:
+        # Where a saved model is only asked, Horovod has not begun.
+        if by_operations or not fits or hvd.size() == 1:
             return super().call(inputs, training=training, mask=mask)
         name = self._collective()
         statistics = self._joined(_own_moments(inputs), inputs, None, name)
