@@ -125,7 +125,9 @@ def check_a_synchronized_batch_norm_has_right_gradients_of_gradients(world):
         return tape.gradient(value, [x, raw(layer.gamma)])
 
     for function in (penalty, recomputed):
-        synchronized = batch_norm.SyncBatchNormalization(name=function.__name__)
+        synchronized = batch_norm.SyncBatchNormalization(
+            name=function.__name__, dtype="float32"
+        )
         synchronized.build(whole.shape)
         by_x, by_gamma = tf.function(function)(Formula(), tf.constant(whole))
         results = tf.function(function)(synchronized, tf.constant(whole[rows]))
