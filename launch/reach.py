@@ -52,7 +52,7 @@ class Answer:
     origin: str = ""  # this host's address, as ssh came from it
     network: str = ""  # the other host's address with its network, 10.0.0.7/24; or lo
     refused: dict[str, str] = dataclasses.field(default_factory=dict)  # why, by address
-    # Addresses of this host that the others have reached.
+    # Addresses of the launching host that this one has reached.
     reached: list[str] = dataclasses.field(default_factory=list)
     missing: str = ""  # a file or folder of the command that is not there
 

@@ -30,7 +30,7 @@ import train
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks import world as world_lib
-from hvdkit.run import loop
+from hvdkit.run import loop, modes
 from hvdkit.settings import project
 from hvdkit.settings.fields import Epochs
 from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
@@ -686,3 +686,22 @@ def check_an_optimizer_that_differs_between_ranks_is_refused(world):
             "momentum (0.0; 0.1)",
             code=WRONG_USE,
         )
+
+
+def check_a_profile_of_rank_0_gives_every_rank_the_same_actions(world):
+    """Steps are judged where an action settles, so ranks must not differ in them."""
+    counts = []
+    make_actions = modes.actions
+
+    def counted(*arguments, **keywords):
+        actions = make_actions(*arguments, **keywords)
+        counts.append(len(actions))
+        return actions
+
+    with mock.patch.object(modes, "actions", counted):
+        ended = fit(world, Small, profile="2:3")
+    assert ended.code == DONE
+    assert len(set(world.gather_objects(counts[0], "actions"))) == 1
+    if world.is_chief:
+        recorded = [path.name for path in (ended.folder / "profile").glob("rank-*")]
+        assert recorded == ["rank-0"]

@@ -21,7 +21,7 @@ _ORDERS = 1
 _KEYS = 2
 _SHARDS = 3
 _WINDOWS = 4
-# The word of a sample's key that draws partners; augmentation uses words 0 and 1.
+# The counter with which a sample's key draws its partner; augmentation uses 0 and 1.
 _PARTNERS = 2
 
 

@@ -35,12 +35,13 @@ _CONTAINERS = (
 class Recorder:
     """The profiler of this process; leaving its `with` ends what is recorded still.
 
-    `folder`: where this rank's record goes; `table`: the file with the costliest operations, or
-    None; `steps`: the first and the last. What it cannot record or write is a note: no run ends.
+    `folder`: where this rank's record goes, None where it records nothing; `table`: the file with
+    the costliest operations, or None; `steps`: the first and the last. What it cannot record or
+    write is a note: no run ends.
     """
 
     def __init__(
-        self, folder: Path, table: Path | None, *, steps: tuple[int, int]
+        self, folder: Path | None, table: Path | None, *, steps: tuple[int, int]
     ) -> None:
         self._folder = folder
         self._table = table
@@ -55,6 +56,8 @@ class Recorder:
             tf.profiler.experimental.stop(save=False)
 
     def start(self) -> None:
+        if not self._folder:
+            return
         try:
             tf.profiler.experimental.start(str(self._folder))
             self._is_on = True
@@ -63,20 +66,21 @@ class Recorder:
 
     def stop(self) -> None:
         """Writes what was recorded."""
-        if not self._is_on:
+        if not (self._is_on and self._folder):
             return
         self._is_on = False
         try:
             tf.profiler.experimental.stop()
-            say(f"profile of steps {self.first} to {self.last}: {self._write()}")
+            folder = self._write(self._folder)
+            say(f"profile of steps {self.first} to {self.last}: {folder}")
         except (OSError, tf.errors.OpError) as error:
             say(f"note: the profile is not written: {error}")
 
-    def _write(self) -> Path:
-        """The trace and the table, beside TensorFlow's record; returns their folder."""
-        records = sorted(self._folder.glob("plugins/profile/*/*.xplane.pb"))
+    def _write(self, folder: Path) -> Path:
+        """The trace and the table, beside TensorFlow's record in it; returns their folder."""
+        records = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
         if not records:
-            raise FileNotFoundError(f"TensorFlow left no record in {self._folder}")
+            raise FileNotFoundError(f"TensorFlow left no record in {folder}")
         events = [*_events(xplane_pb2.XSpace.FromString(records[-1].read_bytes()))]
         with gzip.open(records[-1].with_name("trace.json.gz"), "wt") as file:
             json.dump({"traceEvents": trace(events)}, file)

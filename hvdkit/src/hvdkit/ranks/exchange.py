@@ -37,7 +37,7 @@ def start(world: World, seconds: int) -> None:
     """
     global in_use
     in_use = None
-    if world.size == 1 or world_lib.gpu():
+    if world.size == 1 or any(world.gather_alike(world_lib.gpu(), "exchange.gpu")):
         return
     carrier = world.carrier
     one_host = world.local_size == world.size

@@ -99,7 +99,7 @@ def actions_of_task(context: RunContext) -> list[Action]:
 
 
 def profiler(parts: RunParts) -> profile.Recorder | None:
-    """The recorder of --profile, on the ranks that record."""
+    """The recorder of --profile, on every rank, so that all have the same actions."""
     config = parts.config
     world = parts.world
     steps = config.profiled_steps
@@ -113,11 +113,11 @@ def profiler(parts: RunParts) -> profile.Recorder | None:
             f"{config.num_steps} of this start",
         )
         return None
-    if not (world.is_chief or config.profile.endswith(":all")):
-        return None
+    records = world.is_chief or config.profile.endswith(":all")
     folder = Path(config.run_dir) / "profile"
     table = folder / "operations.json" if world.is_chief else None
-    return profile.Recorder(folder / f"rank-{world.rank}", table, steps=steps)
+    own_folder = folder / f"rank-{world.rank}" if records else None
+    return profile.Recorder(own_folder, table, steps=steps)
 
 
 def actions(

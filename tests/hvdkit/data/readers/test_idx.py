@@ -1,5 +1,6 @@
 """MNIST's files: read as written, packed or not; damaged ones are named."""
 
+import dataclasses
 import gzip
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from refusals import refused
 
 from hvdkit.data.open import reader_of
 from hvdkit.data.readers.idx import Idx
+from settings import Settings
+from tasks import classification
 
 IMAGES = "train-images-idx3-ubyte"
 LABELS = "train-labels-idx1-ubyte"
@@ -68,6 +71,12 @@ def test_a_split_may_lack_the_last_class(tmp_path: Path):
     labels = readers.write_idx(tmp_path)["val"][1]
     (tmp_path / name).write_bytes(readers.idx(np.minimum(labels, 2).astype(np.uint8)))
     assert [Idx(tmp_path, split).num_classes for split in ("train", "val")] == [4, 4]
+
+
+def test_nothing_says_whether_these_pictures_may_be_mirrored():
+    settings = dataclasses.replace(Settings(), data_format="idx", num_classes=10)
+    refused(lambda: classification.Task(settings), "--mirror=auto", "--mirror=off")
+    assert classification.Task(dataclasses.replace(settings, mirror="on")).mirror
 
 
 def test_another_split_is_refused(tmp_path: Path):

@@ -165,9 +165,9 @@ class Supervisor:
         self._newest_step = self._first_step
         self._seen_step = self._first_step
         self._newest_step_at = time.monotonic()
-        # The step at which a start ended that made no new step.
+        # The step that training had reached when the last start ended.
         self._reached_step = 0
-        # How many starts ended in which way since the newest step.
+        # Since the newest step: how many starts ended, by what followed (`rule.sequel`).
         self._counts: Counter[str] = Counter()
 
         self._hosts = Hosts(options.hosts_from, options.max_np, command)

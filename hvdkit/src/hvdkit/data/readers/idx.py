@@ -39,7 +39,7 @@ class Idx(Arrays):
                 f"{root}, split {split}: {len(images)} pictures and {len(labels)} labels: "
                 "download the files again"
             )
-        self.num_classes = _classes(root)
+        self.num_classes = max(_classes(labels), _classes_of_other(root, split))
         super().__init__(image=images, label=labels.astype(np.int64))
 
     def read(self, index: tf.Tensor) -> Parts:
@@ -48,15 +48,20 @@ class Idx(Arrays):
         return sample | {"image": tf.stack([grey, grey, grey], axis=-1)}
 
 
-def _classes(root: Path) -> int:
-    """The number of classes of all splits that are there: one of them may lack the last class."""
-    highest = 0
-    for prefix in _PREFIXES.values():
-        name = f"{prefix}-labels-idx1-ubyte"
-        if Path(root, name).is_file() or Path(root, f"{name}.gz").is_file():
-            labels = _values(root, name, dimensions=1)
-            highest = max(highest, int(labels.max(initial=0)))
-    return highest + 1
+def _classes(labels: np.ndarray) -> int:
+    return int(labels.max(initial=0)) + 1
+
+
+def _classes_of_other(root: Path, split: str) -> int:
+    """The number of classes of the other split, 0 where it is not there.
+
+    A split may lack the last class.
+    """
+    [prefix] = [_PREFIXES[other] for other in _PREFIXES if other != split]
+    name = f"{prefix}-labels-idx1-ubyte"
+    if not (Path(root, name).is_file() or Path(root, f"{name}.gz").is_file()):
+        return 0
+    return _classes(_values(root, name, dimensions=1))
 
 
 def _values(root: Path, name: str, *, dimensions: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import config as tf_config
+from tensorflow.python.util import _pywrap_determinism
 
 from hvdkit.logs import join
 from hvdkit.ranks import exchange
@@ -48,10 +48,6 @@ def normalizing(model: keras.Model) -> list[str]:
     return [_name(x) for x in layers if not isinstance(x, SyncBatchNormalization)]
 
 
-def no_sync() -> None:
-    """A sync where there is nothing to bring together."""
-
-
 def make_sync(
     model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0
 ) -> Callable:
@@ -74,7 +70,7 @@ def make_sync(
             )
     means, variances = moving_statistics(model)
     if mode == "full" or not means or hvd.size() == 1 or virtual_ranks:
-        return no_sync
+        return lambda: None
     if mode == "mean":
         weight = 1.0 / hvd.size()
     elif mode == "none":
@@ -262,7 +258,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         Those have no deterministic gradient on a GPU, so with op determinism it is Keras's own.
         """
         has_own_moments = type(self)._moments is not SyncBatchNormalization._moments
-        by_operations = has_own_moments or tf_config.is_op_determinism_enabled()
+        by_operations = has_own_moments or _pywrap_determinism.is_enabled()
         fits = training and _fits(self, inputs, mask)
         # Where a saved model is only asked, Horovod has not begun.
         if by_operations or not fits or hvd.size() == 1:
