@@ -181,17 +181,9 @@ def test_one_picture_under_two_names_is_refused(tmp_path: Path, kind: str):
 def faults_of(root: Path, *splits: str) -> list[str]:
     """What `hvdkit check` says against these splits of class folders."""
     faults: list[str] = []
-    sources: list[Source] = []
+    checker = check.Checker(root, "class_folders", tell=faults.append)
     for split in splits:
-        check.check(
-            root,
-            split,
-            "class_folders",
-            classes=0,
-            tell=faults.append,
-            names=[],
-            read=sources,
-        )
+        checker.check(split, has_same_classes=False)
     return faults
 
 

@@ -128,7 +128,7 @@ def parse(argv: Sequence[str], kind: type[Settings] = Settings) -> Settings:
 def _read(
     argv: Sequence[str], kind: type[Settings], past: Path | None = None
 ) -> tuple[Settings, list[Given]]:
-    """The settings, and the flags that are no settings."""
+    """The settings, and the flags that are no settings; --help ends the program."""
     if {"--help", "-h", "-help", "--helpshort"} & set(argv[1:]):
         absl_flags.end_with_help(absl_flags.help_text(argv[0], kind))
     known = fields.of(kind)
@@ -136,35 +136,47 @@ def _read(
     others = [flag for flag in flags if flag.name not in known]
     for flag in others:
         absl_flags.check(flag)
-    flags = [flag for flag in flags if flag.name in known]
-    flags += _folder_of_run(flags)
+    given = [flag for flag in flags if flag.name in known]
+    given += _folder_of_run(given)
 
-    folder = project.folder()
-    values = {
-        name: fields.placed(field, field.default, folder)
-        for name, field in known.items()
-    }
-    for flag in flags:
-        values[flag.name] = _value(flag, known[flag.name])
-    came_with_file = _came_with_file(flags, str(known["task"].default))
+    came_with_file = _came_with_file(given, str(known["task"].default))
+    values = _values(given, known)
     if came_with_file.get("run_dir") == _DEFAULTS:
         # The folder of default.cfg is that of another task's runs.
+        own_folder = f"runs/{values['task']}"
         values["run_dir"] = fields.placed(
-            known["run_dir"], f"runs/{values['task']}", folder
+            known["run_dir"], own_folder, project.folder()
         )
-    resumes = [flag.file for flag in flags if flag.name == "resume"]
-    if (
-        resumes
-        and resumes[-1]
-        and runs.has_begun(resumes[-1], folder / values["run_dir"])
-    ):
+    if _is_of_the_run_itself(given, values["run_dir"]):
         values["resume"] = "auto"
-    values[_unused_batch(flags, values["batch_per_rank"])] = 0
+    values[_unused_batch(given, values["batch_per_rank"])] = 0
+
     settings = kind(**values)
     object.__setattr__(settings, "came_with_file", came_with_file)
     settings = settings.implied()
     settings.check()
     return settings, others
+
+
+def _values(
+    given: Sequence[Given], known: Mapping[str, dataclasses.Field]
+) -> dict[str, Any]:
+    """The value of each setting: its default, or what its last flag says."""
+    folder = project.folder()
+    values = {}
+    for name, field in known.items():
+        values[name] = fields.placed(field, field.default, folder)
+    for flag in given:
+        values[flag.name] = _value(flag, known[flag.name])
+    return values
+
+
+def _is_of_the_run_itself(given: Sequence[Given], run_dir: str) -> bool:
+    """Whether the last --resume stands in the config.cfg of the run that goes on in `run_dir`."""
+    files = [flag.file for flag in given if flag.name == "resume"]
+    if not files or not files[-1]:
+        return False
+    return runs.has_begun(files[-1], project.folder() / run_dir)
 
 
 def _flags(

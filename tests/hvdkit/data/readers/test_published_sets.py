@@ -229,9 +229,7 @@ def test_train_ids_in_the_place_of_ids_are_refused(city: Path, values: int):
 
     def faults_of(split: str) -> list[str]:
         faults: list[str] = []
-        check.check(
-            city, split, "cityscapes", classes=0, tell=faults.append, names=[], read=[]
-        )
+        check.Checker(city, "cityscapes", tell=faults.append).check(split)
         return faults
 
     assert not faults_of("train") and not doubt(Cityscapes(city, "train"))

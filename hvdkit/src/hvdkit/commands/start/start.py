@@ -34,7 +34,6 @@ from hvdkit.data.labels import IGNORE
 from hvdkit.data.prepare import arrangement, check
 from hvdkit.data.prepare.arrangement import Item
 from hvdkit.data.readers import listing
-from hvdkit.data.source import Source
 from hvdkit.logs import join
 from hvdkit.settings import project
 from hvdkit.stop import DONE
@@ -101,22 +100,8 @@ def _check_splits(
 ) -> tuple[list[check.Counts], list[str]]:
     """Reads both splits: what they hold, and faults; `values`: as --label_map."""
     faults: list[str] = []
-    class_names: list[str] = []
-    sources: list[Source] = []
-    counts = []
-    for split in ("train", "val"):
-        counts.append(
-            check.check(
-                folder,
-                split,
-                layout,
-                classes=0,
-                tell=faults.append,
-                names=class_names,
-                read=sources,
-                values=values,
-            )
-        )
+    checker = check.Checker(folder, layout, tell=faults.append, values=values)
+    counts = [checker.check("train"), checker.check("val")]
     return counts, faults
 
 

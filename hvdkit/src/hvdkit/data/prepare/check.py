@@ -43,64 +43,102 @@ _VALUES = 256  # a label picture may hold so many values
 _SHOWN = 40  # at most so many classes are listed
 
 
-def check(
-    root: Path,
-    split: str,
-    layout: str,
-    *,
-    classes: int,
-    tell: Callable[[str], None],
-    names: list[str],
-    read: list[Source],
-    values: Mapping[int, int | None] | None = None,
-    hashes: bool = False,
-) -> "Counts":
-    """Reads one split, prints its counts; `tell` gets each fault, in a sentence.
+class Checker:
+    """Reads the splits of one data set, and remembers what a later split is compared with.
 
-    `layout`: a key of READERS; `classes`: their number, 0: as the reader says; `names` of the
-    training split's classes, filled by the first split that is read; `read`: the splits so far, to
-    which this is added; `values`: as --label_map; `hashes`: whether contents are written.
+    Attributes:
+      root: the data set's folder.
+      layout: how its files lie, a key of READERS.
+      tell: gets each fault, in a sentence.
+      classes: how many there are; 0: as the reader says.
+      values: what values of label pictures mean, as --label_map.
+      hashes: whether hashes of the contents are written.
     """
-    try:
-        # Values that are mapped need not be classes.
-        source = reader_of(layout)(root, split, 0 if values else classes)
-        read.append(source)
-        check_once(*read)
-        if values:
-            source = relabelled(source, values, classes or IGNORE)
-    except (ValueError, OSError) as error:
-        tell(str(error))
-        return Counts()
-    check_ids(kind_of(source), classes)
-    try:
-        source = numbered(source, root / split, names)
-    except ValueError as error:
-        tell(str(error))
-    names[:] = names or names_of(source)
-    reason = contents.why_not(source, split) if hashes else ""
-    if reason:
-        tell(reason)
-    if layout == "class_folders" and getattr(source, "num_classes", 0) == 1:
-        tell(one_class(root / split))
 
-    counts = _counted(
-        source, root / split, classes or getattr(source, "num_classes", 0), tell
-    )
-    # A folder of label pictures does not say how many classes there are.
-    if not classes and (values or isinstance(source, ImageLabelFolder)):
-        counts.classes = counts.highest + 1
-    if not values and counts.unit == "pixels":
-        fault = doubt(source, counts.of)
-        if fault:
-            tell(fault)
-    for line in counts.lines(names_of(source)):
-        _print(split, line)
-    if hashes and not reason and is_listed(source):
+    def __init__(
+        self,
+        root: Path,
+        layout: str,
+        *,
+        tell: Callable[[str], None],
+        classes: int = 0,
+        values: Mapping[int, int | None] | None = None,
+        hashes: bool = False,
+    ) -> None:
+        self.root = root
+        self.layout = layout
+        self.tell = tell
+        self.classes = classes
+        self.values = values
+        self.hashes = hashes
+        # Names of the first split's classes, and the splits so far.
+        self._names: list[str] = []
+        self._opened: list[Source] = []
+
+    def check(self, split: str, *, has_same_classes: bool = True) -> "Counts":
+        """Reads one split and prints its counts; they are empty where it cannot be read.
+
+        `has_same_classes`: whether the split has the classes of those before.
+        """
         try:
-            _print(split, contents.write(source, split))
-        except OSError as error:
-            tell(str(error))
-    return counts
+            source = self._open(split)
+        except (ValueError, OSError) as error:
+            self.tell(str(error))
+            return Counts()
+        check_ids(kind_of(source), self.classes)
+        source = self._as_first_numbered(source, split, has_same_classes)
+        unhashed = contents.why_not(source, split) if self.hashes else ""
+        if unhashed:
+            self.tell(unhashed)
+        if self.layout == "class_folders" and getattr(source, "num_classes", 0) == 1:
+            self.tell(one_class(self.root / split))
+
+        counts = self._count(source, split)
+        for line in counts.lines(names_of(source)):
+            _print(split, line)
+        if self.hashes and not unhashed and is_listed(source):
+            try:
+                _print(split, contents.write(source, split))
+            except OSError as error:
+                self.tell(str(error))
+        return counts
+
+    def _open(self, split: str) -> Source:
+        # Values that are mapped need not be classes.
+        classes = 0 if self.values else self.classes
+        source = reader_of(self.layout)(self.root, split, classes)
+        self._opened.append(source)
+        check_once(*self._opened)
+        if self.values:
+            source = relabelled(source, self.values, self.classes or IGNORE)
+        return source
+
+    def _as_first_numbered(
+        self, source: Source, split: str, has_same_classes: bool
+    ) -> Source:
+        """The split with the class numbers of the first one."""
+        if not has_same_classes:
+            self._names = []
+        try:
+            source = numbered(source, self.root / split, self._names)
+        except ValueError as error:
+            self.tell(str(error))
+        if not self._names:
+            self._names = names_of(source)
+        return source
+
+    def _count(self, source: Source, split: str) -> "Counts":
+        classes = self.classes or getattr(source, "num_classes", 0)
+        counts = _counted(source, self.root / split, classes, self.tell)
+        # A folder of label pictures does not say how many classes there are.
+        is_unsaid = self.values or isinstance(source, ImageLabelFolder)
+        if not self.classes and is_unsaid:
+            counts.classes = counts.highest + 1
+        if not self.values and counts.unit == "pixels":
+            fault = doubt(source, counts.of)
+            if fault:
+                self.tell(fault)
+        return counts
 
 
 def _counted(
@@ -370,24 +408,18 @@ def main(argv: list[str]) -> int:
     splits = (
         args.split or sorted(path.parent.name for path in packed) or ["train", "val"]
     )
-    names: list[str] = []
-    opened: list[Source] = []
+    checker = Checker(
+        args.data_dir,
+        layout,
+        tell=tell,
+        classes=args.num_classes,
+        values=values,
+        hashes=args.hash,
+    )
     trained = "train" if "train" in splits else splits[0]
     for split in sorted(splits, key=lambda name: name != trained):
         # Of two splits the second has the classes of the first; of more this is not known.
-        if len(splits) != 2:
-            names = []
-        counts = check(
-            args.data_dir,
-            split,
-            layout,
-            classes=args.num_classes,
-            tell=tell,
-            names=names,
-            read=opened,
-            values=values,
-            hashes=args.hash,
-        )
+        counts = checker.check(split, has_same_classes=len(splits) == 2)
         wrong = split_of_fault.count(split)
         verdict = f"{wrong:,} fault(s), listed above" if wrong else "all is well"
         _print(split, f"{counts.words} ({layout}): {verdict}")
