@@ -46,11 +46,6 @@ class Task:
                 f"--model={config.model}: classification has {sorted(MODELS)}"
             )
         # Mirrored digits are invalid. For other data, only you know.
-        if config.data_format == "idx" and config.mirror == "auto":
-            raise ValueError(
-                "--mirror=auto: MNIST's files may hold digits, letters or clothes: give "
-                "--mirror=off where a mirrored picture is none of its class, else --mirror=on"
-            )
         digits = config.data_format in ("", "digits")
         self.mirror = {"on": True, "off": False, "auto": not digits}[config.mirror]
         # The least share of its area that a crop keeps; None: pictures are shifted, not scaled.
@@ -66,9 +61,15 @@ class Task:
 
     def sources(self) -> tuple[Source, Source]:
         train, val = open_sources(self.config, default="digits")
-        # The demo's digits must not be mirrored.
-        if getattr(train, "is_demo", False) and self.config.mirror == "auto":
-            self.mirror = False
+        if self.config.mirror == "auto":
+            if getattr(train, "asks_mirror", False):
+                raise ValueError(
+                    "--mirror=auto: MNIST's files may hold digits, letters or clothes: give "
+                    "--mirror=off where a mirrored picture is none of its class, else --mirror=on"
+                )
+            # The demo's digits must not be mirrored.
+            if getattr(train, "is_demo", False):
+                self.mirror = False
         self.class_names = classes.of(train)
         return train, val
 

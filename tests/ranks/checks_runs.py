@@ -5,6 +5,7 @@ import json
 import re
 import time
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import horovod.tensorflow as hvd
@@ -33,7 +34,7 @@ from hvdkit.ranks import world as world_lib
 from hvdkit.run import loop, modes
 from hvdkit.settings import project
 from hvdkit.settings.fields import Epochs
-from hvdkit.stop import BUG, DIVERGED, DONE, WRONG_USE
+from hvdkit.stop import BUG, DIVERGED, DONE, PREEMPTED, WRONG_USE
 
 
 class AddsLosses(Small):
@@ -705,3 +706,24 @@ def check_a_profile_of_rank_0_gives_every_rank_the_same_actions(world):
     if world.is_chief:
         recorded = [path.name for path in (ended.folder / "profile").glob("rank-*")]
         assert recorded == ["rank-0"]
+
+
+def check_a_run_that_ends_within_the_profiled_steps_says_so(world):
+    stop = SimpleNamespace(asked=False)
+
+    def ask(run, step, batch):
+        usual(run, step, batch)
+        stop.asked = run.step == 2
+
+    ended = fit(
+        world,
+        Small,
+        "saved at step",
+        code=PREEMPTED,
+        stop_signal=stop,
+        own_train=loop_of(plain, ask),
+        profile="2:5",
+        num_steps=6,
+    )
+    if world.is_chief:
+        assert "no profile: the run ended before step 5" in ended.printed

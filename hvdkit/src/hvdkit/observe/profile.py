@@ -54,6 +54,9 @@ class Recorder:
     def __exit__(self, *error: object) -> None:
         if self._is_on:
             tf.profiler.experimental.stop(save=False)
+            say(
+                f"note: no profile: the run ended before step {self.last}, the last of --profile"
+            )
 
     def start(self) -> None:
         if not self._folder:

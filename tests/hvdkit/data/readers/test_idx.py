@@ -10,6 +10,7 @@ import readers
 from refusals import refused
 
 from hvdkit.data.open import reader_of
+from hvdkit.data.prepare import pack
 from hvdkit.data.readers.idx import Idx
 from settings import Settings
 from tasks import classification
@@ -73,10 +74,20 @@ def test_a_split_may_lack_the_last_class(tmp_path: Path):
     assert [Idx(tmp_path, split).num_classes for split in ("train", "val")] == [4, 4]
 
 
-def test_nothing_says_whether_these_pictures_may_be_mirrored():
-    settings = dataclasses.replace(Settings(), data_format="idx", num_classes=10)
-    refused(lambda: classification.Task(settings), "--mirror=auto", "--mirror=off")
-    assert classification.Task(dataclasses.replace(settings, mirror="on")).mirror
+def test_nothing_says_whether_these_pictures_may_be_mirrored(tmp_path: Path):
+    """Nor where they are packed."""
+    readers.write_idx(tmp_path)
+    for split in ("train", "val"):
+        pack.pack(Idx(tmp_path, split), tmp_path / "packed", split)
+    for format_, folder in (("idx", tmp_path), ("records", tmp_path / "packed")):
+        settings = dataclasses.replace(
+            Settings(), data_format=format_, data_dir=str(folder), num_classes=4
+        )
+        task = classification.Task(settings)
+        refused(task.sources, "--mirror=auto", "--mirror=off")
+        task = classification.Task(dataclasses.replace(settings, mirror="on"))
+        task.sources()
+        assert task.mirror
 
 
 def test_another_split_is_refused(tmp_path: Path):

@@ -175,7 +175,7 @@ def _join(
     class_names = getattr(source, "class_names", ())
     if class_names:
         meta["class_names"] = list(class_names)
-    for name in ("is_demo", "is_shuffled"):
+    for name in ("is_demo", "asks_mirror", "is_shuffled"):
         if getattr(source, name, False):
             meta[name] = True
     meta["shards"] = listed

@@ -27,6 +27,9 @@ class Idx(Arrays):
     Raises ValueError, naming the file, when one is missing, damaged, or does not fit the other.
     """
 
+    # Nothing says whether a mirrored picture is still one of its class.
+    asks_mirror = True
+
     def __init__(self, root: Path, split: str, _: int = 0) -> None:
         if split not in _PREFIXES:
             raise ValueError(

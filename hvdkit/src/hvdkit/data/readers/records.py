@@ -70,6 +70,8 @@ class Records(source.ReadAhead):
         self.class_names: list[str] = meta.get("class_names", [])
         # True where hvdkit made the samples itself.
         self.is_demo: bool = meta.get("is_demo", False)
+        # True where nothing says whether a mirrored picture is still one of its class.
+        self.asks_mirror: bool = meta.get("asks_mirror", False)
         self.is_shuffled: bool = meta.get("is_shuffled", False)
         self._index_sha256: str = meta["index_sha256"]
         self._shards = [(shard["name"], shard["bytes"]) for shard in meta["shards"]]
@@ -260,8 +262,8 @@ def write_meta(folder: Path, meta: dict[str, Any], index: np.ndarray) -> None:
     """Writes index.bin and pack.json; `index`: PLACE [n], in the order of samples.
 
     `meta`: kind ("map" or "class"), num_classes, packed_from (for people), shards (a list of
-    {name, records, bytes}); class_names (a list), is_demo and is_shuffled (True) where the source
-    has them.
+    {name, records, bytes}); class_names (a list), is_demo, asks_mirror and is_shuffled (True)
+    where the source has them.
     """
     index.tofile(folder / INDEX)
     sha256 = hashlib.sha256(index.tobytes()).hexdigest()
