@@ -3,6 +3,7 @@
     python benchmarks/cost.py [--ranks=2] [--rounds=3] [--steps=40] [NAME ...]
     python benchmarks/cost.py --steps=12 -- --virtual_ranks     the three rows of virtual ranks
     python benchmarks/cost.py --steps=12 -- --jit               forward and backward by XLA
+    python benchmarks/cost.py --steps=4000 --ranks=1 -- --steps_per_call    a small step
 
 Prints the ratio of medians and, in brackets, the smallest and largest of a round; 1.00 is no cost.
 The model is the demo's (0.55 million parameters, 64 pixels, 32 samples a step); rows that say so
@@ -33,6 +34,7 @@ class Row(NamedTuple):
     setting: str
 
 
+BLANK = "--flagfile=configs/blank.cfg --cpu_threads=1"
 DEMO = "--flagfile=configs/demo.cfg --global_batch_size=32 --warmup_steps=0 --data_dir={data}"
 RESNET = (
     "--flagfile=configs/imagenet.cfg --synthetic_data --cpu_threads=1 --image_size={size} "
@@ -55,6 +57,7 @@ def rows(ranks: int, data: Path) -> dict[str, Row]:
     rows = {name: Row(DEMO.format(data=data), "", name) for name in settings}
     resnet = RESNET.format(size=64, batch=8 * ranks)
     rows["--jit, ResNet-50, 64 px, 8 samples each"] = Row(resnet, "", "--jit")
+    rows["--steps_per_call=10, blank task"] = Row(BLANK, "", "--steps_per_call=10")
     rows["--virtual_ranks, 64 px, 8 samples each, V = N"] = _virtual(ranks, 64, 8, 1)
     rows["--virtual_ranks, 128 px, 16 samples each, V = N"] = _virtual(
         ranks, 128, 16, 1

@@ -103,6 +103,7 @@ VALUES: dict[str, list[str]] = {
     "keep": ["", "--keep=1"],
     "trackers": ["", "--trackers="],
     "profile": ["", "--profile=2:3:all"],
+    "steps_per_call": ["", "--steps_per_call=2"],
     "benchmark": ["", "--benchmark"],
 }
 
@@ -186,6 +187,7 @@ KEEPS = [
         "--profile=2:3:all",
     ),
     ("", "--pack_bytes=1000 --pack_count=2 --reduce_backend={carrier} --benchmark"),
+    ("--num_steps=6 --eval_every=6 --log_every=6", "--steps_per_call=3"),
 ]
 KEEPS_ON_ONE_RANK = [
     (

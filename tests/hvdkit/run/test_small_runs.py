@@ -15,6 +15,7 @@ BOTH = (
     "state",
     "objective",
     "own_step",
+    "calls",
 )
 OF_THREE = ("objective", "reduction", "step", "world")
 OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")

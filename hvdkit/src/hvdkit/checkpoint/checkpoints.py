@@ -59,6 +59,7 @@ _HARMLESS = {
     "reduce_backend",
     "resume",
     "run_dir",
+    "steps_per_call",
     "trackers",
 }
 # Settings that say what a score measures, besides the data and the metric.

@@ -308,7 +308,7 @@ class TrainingFeed:
 
     Use it in a `with`, which stops reading ahead: TensorFlow crashes if its threads still read when
     the process ends. `workers` threads read and augment an example each; batches are copied to the
-    GPU `device`, if it has a name.
+    GPU `device`, if it has a name. So many batches are read `ahead`, however much memory there is.
     """
 
     def __init__(
@@ -321,6 +321,7 @@ class TrainingFeed:
         workers: int = 2,
         device: str = "",
         replaces: bool = False,
+        ahead: int = 2,
     ) -> None:
         self.error: str | None = None
         self.replaced: list[Replaced] = []
@@ -331,6 +332,7 @@ class TrainingFeed:
         self._workers = workers
         self._device = device
         self._replaces = replaces
+        self._ahead = ahead
         # Seconds spent in `next`; the device may work on earlier steps then.
         self.waited = 0.0
         # Variables say what is read: the pipeline's graphs, which stay in memory, are made once,
@@ -376,15 +378,14 @@ class TrainingFeed:
         return self._reader.batches(groups, size, self._workers).map(fold)
 
     def _open(self) -> None:
-        # Two batches are read ahead, however much memory there is; a GPU gets them in its own
-        # memory, copied during the step before. GPUs hold no text.
+        # A GPU gets batches in its own memory, copied during the step before. GPUs hold no text.
         has_text = any(part.dtype == tf.string for part in tf.nest.flatten(self.spec))
         if self._device and not has_text:
             ahead = self._all.apply(
-                tf.data.experimental.prefetch_to_device(self._device, 2)
+                tf.data.experimental.prefetch_to_device(self._device, self._ahead)
             )
         else:
-            ahead = self._all.prefetch(2)
+            ahead = self._all.prefetch(self._ahead)
         self._batches = _begun(ahead)
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ pass (--bn_sync=full), ranks wait for each other in it, and only the time before
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -29,7 +29,17 @@ def own_part(after: tf.Tensor) -> tf.Tensor:
 
     Its heartbeat tells peers. The host waits for the value beside what the device does next.
     """
-    done = tf.numpy_function(lambda _: heartbeat.own_part_done(), [after], tf.float64)
+    return _moment(after, heartbeat.own_part_done)
+
+
+def whole_step(after: tf.Tensor) -> tf.Tensor:
+    """When a step has computed `after`, its last result: seconds since 1970, float64."""
+    return _moment(after, time.time)
+
+
+def _moment(after: tf.Tensor, clock: Callable[[], float]) -> tf.Tensor:
+    # TensorFlow refuses its own clock where operations are deterministic.
+    done = tf.numpy_function(lambda _: clock(), [after], tf.float64)
     return tf.ensure_shape(done, [])
 
 
@@ -47,9 +57,8 @@ class Pace:
         # For how many intervals in a row each rank was slow.
         self._slow = np.zeros(world.size, int)
 
-    def add(self, ready: float) -> None:
-        """At the end of each step's call, with the time at which own sums were ready."""
-        reduced = time.time()
+    def add(self, ready: float, reduced: float) -> None:
+        """With the times at which a step's own sums were ready, and at which it ended."""
         if self._reduced is not None:
             self._times.append((ready - self._reduced, reduced - self._reduced))
         self._reduced = reduced

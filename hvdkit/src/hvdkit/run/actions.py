@@ -2,7 +2,9 @@
 
 `due(step)`: whether it acts after a step. `settles`: whether the step must be known to be applied
 before. It returns why the run must end, or None. All ranks call the same actions at the same steps:
-an action may hold collectives.
+an action may hold collectives. With --steps_per_call `due` is asked before the steps of a call too,
+as a step after which an action is due ends its call; `ends_call(step)`, where there is one, says
+that instead.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Sync:
     def __init__(self, run: RunContext, sync: Callable[[], None]) -> None:
         # A sync at an unplanned step (a stop signal) changes no bit where every step has one.
         self._every = 1 if run.config.deterministic else run.config.bn_sync_every
+        if sync is batch_norm.no_sync:
+            self._every = 0
         self._sync = sync
 
     def due(self, step: int) -> bool:

@@ -27,7 +27,7 @@ from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
 from hvdkit.train.optim import optimizer as optimizers
-from hvdkit.train.step import objective
+from hvdkit.train.step import calls, objective
 from hvdkit.train.step.gradients import LossScale
 from hvdkit.train.step.step import Result
 from hvdkit.train.virtual import fixed_point
@@ -41,8 +41,8 @@ class Ending(NamedTuple):
 
     `code`: the exit code, see hvdkit/stop.py. `reason`: one or two words, for summary.json.
     `message`: a sentence for a person; "" where there is nothing to say. `save`: whether the
-    weights as they are now are worth a checkpoint. `bad_since`: the first of the steps that an
-    earlier checkpoint and other data may mend; 0 where there are none.
+    weights as they are now are worth a checkpoint. `bad_since`, `bad_until`: the first and the last
+    of the steps that an earlier checkpoint and other data may mend; 0 where there are none.
     """
 
     code: int
@@ -50,6 +50,7 @@ class Ending(NamedTuple):
     message: str
     save: bool
     bad_since: int = 0
+    bad_until: int = 0
 
 
 class Health:
@@ -78,13 +79,12 @@ class Health:
         self._fault: Ending | None = None  # This rank has it at the newest step.
         self._float16 = run.config.precision == "float16"
         self._noted = False  # Whether a note said that gradients are too small.
-        self._unjudged: Result | None = None  # The newest step's, until it is judged.
+        self._unjudged: Result | None = None  # The newest call's, until it is judged.
         # Verdicts waited so many seconds for steps to be done: a GPU works then.
         self.waited = 0.0
 
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
-        heartbeat.enter_step()
         self._saver.look()
         self._fault = self._fault_here()
         return agreement.votes(
@@ -110,7 +110,7 @@ class Health:
         return None
 
     def after_step(self, result: Result, *, at_once: bool) -> Ending | None:
-        """`verdict` one step late, so that a GPU already has the next step to work on, unless
+        """`verdict` one call late, so that a GPU already has the next one to work on, unless
         `at_once` or the run ends."""
         ending = self.verdict()
         self._unjudged = result
@@ -123,7 +123,7 @@ class Health:
         return ending
 
     def verdict(self) -> Ending | None:
-        """Why the run must end after the newest step, the same on every rank; None: it goes on.
+        """Why the run must end after the newest call, the same on every rank; None: it goes on.
 
         All ranks must call it after the same steps. Each step is judged once.
         """
@@ -133,10 +133,20 @@ class Health:
             return None
 
         start = time.perf_counter()
-        votes = result["votes"].numpy()
+        result["votes"].numpy()
         self.waited += time.perf_counter() - start
         heartbeat.beat()
+        ending = None
+        for of_step in calls.each(result):
+            newest = self._judge(of_step)
+            ending = newest or ending
+            if newest and newest.code != PREEMPTED:
+                return newest
+        return ending
 
+    def _judge(self, result: Result) -> Ending | None:
+        """`verdict` about one step."""
+        votes = result["votes"].numpy()
         if votes[agreement.DATA_FAILED]:
             return self._fault_anywhere()
         if votes[agreement.REPLACED]:
@@ -199,9 +209,14 @@ class Health:
         ranks = self._ranks_without_loss(result)
         if skipped >= most or is_untrained:
             message = _diverged(result) + ranks
-            first = step - skipped + 1
-            return Ending(DIVERGED, "diverged", message, save=False, bad_since=first)
-
+            return Ending(
+                DIVERGED,
+                "diverged",
+                message,
+                save=False,
+                bad_since=step - skipped + 1,
+                bad_until=step,
+            )
         # A gradient that float16's loss scale made too large is usual.
         loss = float(result["loss"])
         is_usual = self._float16 and math.isfinite(loss)

@@ -32,7 +32,7 @@ from hvdkit.run.context import begin, describe, find_start, make_task, notes, pr
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, DONE, NOT_NOW, PREEMPTED, WRONG_USE, GoBack, Stop
-from hvdkit.train.step import reduction
+from hvdkit.train.step import calls, reduction
 from hvdkit.train.step.step import Result
 from hvdkit.train.step.tracing import direct_call
 from hvdkit.train.task import protocol as tasks
@@ -95,6 +95,10 @@ class Run:
         # A run of another mode keeps no last checkpoint, and goes back to none.
         self._keeps_weights = modes.of(config) == "train"
         self._step = self.parts.start.step
+        self._per_call = context.config.steps_per_call
+        self._newest_function: Callable[[Any], Result] | None = None
+        # Whether make_step returned another function than that.
+        self._is_wrapped = False
         self._ending: Ending | None = None
         self._waits_for_result = False
         self._step_calls = 0  # The step was called so often since the newest batch.
@@ -103,7 +107,10 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Number of the step whose batch was given last, from 1; not for use in a graph."""
+        """Number of the step whose batch was given last, from 1; not for use in a graph.
+
+        With --steps_per_call, of the last step of the call.
+        """
         if tf.inside_function():
             raise ValueError(
                 f"run.step is a number of Python, which a graph would keep at {self._step}: in a "
@@ -140,6 +147,11 @@ class Run:
         parts = self.parts
         parts.traced_step = parts.step.trace(function)
         call_graph = direct_call(parts.traced_step, parts.feed.spec)
+        if self._per_call > 1:
+            with self.world.fail_together("making several steps one call"):
+                call_several = calls.several(
+                    parts.traced_step, parts.feed.spec, self._per_call
+                )
 
         # AutoGraph would hide the sentence of the Stop.
         @tf.autograph.experimental.do_not_convert
@@ -150,23 +162,35 @@ class Run:
                     WRONG_USE, "train.py: the step is a graph: leave tf.function out"
                 )
             self._step_calls += 1
+            heartbeat.enter_step()
             try:
-                result = call_graph(batch, parts.health.votes())
+                if not isinstance(batch, calls.Batches):
+                    result = call_graph(batch, parts.health.votes())
+                elif len(batch.batches) == 1:
+                    result = call_graph(batch.batches[0], batch.votes[0])
+                else:
+                    *earlier, last = call_several(batch.batches, *batch.votes)
+                    result = {**last, "earlier": earlier}
             except tf.errors.OpError as error:
                 # Another rank ended: see ranks/peers.py.
                 if "Horovod" in str(error) or left_alone(error):
                     raise
                 reason = reason_of(error)
                 fault = jit_cache.fault(reason)
+                place = f"at step {self._step}"
+                if self._per_call > 1:
+                    place = f"in the call that ends with step {self._step}"
                 logs.complain(
-                    f"the step failed on rank {self.world.rank}, at step {self._step}: "
-                    f"{fault or reason}"
+                    f"the step failed on rank {self.world.rank}, {place}: {fault or reason}"
                 )
                 sys.exit(NOT_NOW if fault else BUG)
             if self.world.size > 1:
-                parts.health.pace.add(float(result["ready"]))
+                for each in calls.each(result):
+                    ready = float(each["ready"])
+                    parts.health.pace.add(ready, float(each.get("ended", time.time())))
             return result
 
+        self._newest_function = step
         return step
 
     def make_step(self, make: Callable[["Run"], Callable]) -> Callable[[Any], Result]:
@@ -179,7 +203,9 @@ class Run:
         engine_step = step_parts.own_step()
         step_parts.of_template = reduction.is_template(make)
         if engine_step is None:
-            return make(self)
+            step = make(self)
+            self._is_wrapped = step is not self._newest_function
+            return step
         with self.world.fail_together("making the step"):
             reduction.check_make_step(make, step_parts.special)
         return self._trace(engine_step)
@@ -190,7 +216,8 @@ class Run:
         """This rank's batches, from where the run begins to its end; each needs one `after_step`.
 
         The run's folder is opened at the first `next`: until then nothing on disk has changed. A
-        stop signal, a fault or an early stop ends it sooner.
+        stop signal, a fault or an early stop ends it sooner. With --steps_per_call each is the
+        `calls.Batches` of a call.
         """
         parts = self.parts
         if not hasattr(parts, "traced_step"):
@@ -202,13 +229,23 @@ class Run:
             raise Stop(
                 WRONG_USE, "train.py: run.batches() yields the whole run: call it once"
             )
+        needs_python = self._is_wrapped or len(parts.step.functions) > 1
+        if self._per_call > 1 and needs_python:
+            raise Stop(
+                WRONG_USE,
+                f"--steps_per_call={self._per_call} needs a train.py with one run.function, "
+                "called by nothing but the loop: leave the flag out",
+            )
         self._open_folder()
-        for step in range(parts.start.step + 1, parts.config.num_steps + 1):
-            if self._ending:
-                return
-            self._step = step
+        while self._step < parts.config.num_steps and not self._ending:
+            first = self._step + 1
+            self._step = self._end_of_call(first)
             heartbeat.enter_step()
-            batch = parts.feed.next()
+            batch: Any
+            if self._per_call > 1:
+                batch = self._batches_of_call(self._step - first + 1)
+            else:
+                batch = parts.feed.next()
             heartbeat.pause_step()
             self._waits_for_result = True
             self._step_calls = 0
@@ -216,6 +253,26 @@ class Run:
             yield batch
             if self._waits_for_result:
                 raise Stop(WRONG_USE, _ONE_EACH)
+
+    def _end_of_call(self, first: int) -> int:
+        """The last step of the call that begins with step `first`, where nothing is due before."""
+        last = first + self._per_call - 1
+        if last > self.parts.config.num_steps:
+            return first
+        for step in range(first, last):
+            for action in self._actions:
+                if getattr(action, "ends_call", action.due)(step):
+                    return first
+        return last
+
+    def _batches_of_call(self, count: int) -> calls.Batches:
+        parts = self.parts
+        batches = []
+        votes = []
+        for _ in range(count):
+            batches.append(parts.feed.next())
+            votes.append(parts.health.votes())
+        return calls.Batches(batches, votes)
 
     def after_step(self, result: Result) -> None:
         """Judges the step, then logs, saves and evaluates as is due; every rank must call it."""
@@ -349,7 +406,7 @@ class Run:
         """
         checkpoint = self.context.checkpoints.sound_before(ending.bad_since)
         if checkpoint and not self.parts.start.place.passed_over:
-            step = int(self.state.step)
+            step = ending.bad_until
             say(
                 self.world,
                 f"note: {ending.message}. Going back to step {checkpoint.step}; the batches of "

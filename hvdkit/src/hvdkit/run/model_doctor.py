@@ -18,13 +18,14 @@ import tensorflow as tf
 
 from hvdkit.data import classes
 from hvdkit.logs import join, one_line
+from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import say, weights_sha256
 from hvdkit.run.context import RunContext
 from hvdkit.run.health import Ending
 from hvdkit.run.parts import RunParts
 from hvdkit.stop import PREEMPTED
 from hvdkit.train.optim import groups, schedule
-from hvdkit.train.step import objective
+from hvdkit.train.step import calls, objective
 from hvdkit.train.step.step import Result
 from hvdkit.train.task import outputs
 
@@ -186,23 +187,29 @@ class FirstSteps:
         self._parts = parts
         self._losses: list[tf.Tensor] = []
         self._rates: list[tf.Tensor] = []
+        self._moved = parts.config.warmup_steps + _MOVED_AFTER
         self._last = parts.config.warmup_steps + _JUDGED_AFTER
         self._digests = _digests(parts.context) if self.due(1) else {}
 
     def due(self, step: int) -> bool:
         return self._parts.start.source == "new" and step <= self._last
 
+    def ends_call(self, step: int) -> bool:
+        """It needs the figures of every step, and the weights only after some."""
+        return self.due(step) and step in (1, self._moved, self._last)
+
     def __call__(self, step: int, result: Result) -> None:
         parts = self._parts
         run = parts.context
         texts = []
-        self._losses.append(result["loss"])
-        self._rates.append(result["lr"])
+        for of_step in calls.each(result):
+            self._losses.append(of_step["loss"])
+            self._rates.append(of_step["lr"])
         if step == 1:
             texts = _first_step(
                 parts, float(result["loss"]), float(result["grad_norm"])
             )
-        should_have_moved = step == _MOVED_AFTER + run.config.warmup_steps
+        should_have_moved = step == self._moved
         if should_have_moved and any(float(rate) for rate in self._rates):
             texts = _unmoved(run, self._digests, step)
         if step == self._last and not parts.step.own_losses:
@@ -346,6 +353,7 @@ def by_heart(parts: RunParts) -> Ending | None:
     start = time.monotonic()
     while len(losses) < count:
         run.state.step.assign(step_of_highest_rate)
+        heartbeat.enter_step()
         result = parts.traced_step(batch, parts.health.votes())
         losses.append(float(result["loss"]))
         ending = parts.health.after_step(result, at_once=True)

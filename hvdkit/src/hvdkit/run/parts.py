@@ -85,6 +85,7 @@ def build(context: RunContext, start: Start, stop_signal: StopSignal) -> RunPart
         num_steps=config.num_steps,
         workers=workers,
         replaces=config.most_bad_samples(len(context.train_source)) > 0,
+        ahead=max(2, config.steps_per_call),
     )
     with world.fail_together("reading the validation data"):
         val_feed = EvaluationFeed(

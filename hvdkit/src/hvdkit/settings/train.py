@@ -55,6 +55,12 @@ class TrainSettings(Room):
     jit_cache: str = setting(
         "", "folder of compiled programs for later starts", path=True
     )
+    steps_per_call: int = setting(
+        1,
+        "steps in one call, for small models; a stop comes up to twice so many later",
+        low=1,
+        below=101,
+    )
     bn_sync: str = setting(
         "mean",
         "across ranks: mean or moments sync moving statistics, full normalizes the global batch",

@@ -48,6 +48,10 @@ def normalizing(model: keras.Model) -> list[str]:
     return [_name(x) for x in layers if not isinstance(x, SyncBatchNormalization)]
 
 
+def no_sync() -> None:
+    """A sync where there is nothing to bring together."""
+
+
 def make_sync(
     model: keras.Model, mode: str, *, weight: float, virtual_ranks: int = 0
 ) -> Callable:
@@ -70,7 +74,7 @@ def make_sync(
             )
     means, variances = moving_statistics(model)
     if mode == "full" or not means or hvd.size() == 1 or virtual_ranks:
-        return lambda: None
+        return no_sync
     if mode == "mean":
         weight = 1.0 / hvd.size()
     elif mode == "none":

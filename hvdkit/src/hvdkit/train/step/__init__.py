@@ -2,6 +2,7 @@
 
 step.Step               loss and update of a step, for train.py
 tracing                 a step while its function is traced; the direct call of its graph
+calls                   several steps in one call
 objective               terms of a loss, each a mean over the global batch
 losses                  cross-entropy; losses that a model adds by itself
 across                  rows of the whole global batch in a loss

@@ -39,6 +39,7 @@ from hvdkit.train.optim import optimizer as optimizers
 from hvdkit.train.optim import schedule
 from hvdkit.train.step import (
     across,
+    calls,
     combine,
     graph_checks,
     objective,
@@ -507,9 +508,16 @@ class Step:
         """`function` as one graph of (batch, votes), traced once; Stop where ranks trace others."""
         signature = [self.spec, tf.TensorSpec([agreement.NUM_VOTES], tf.float64)]
 
-        @tf.function(input_signature=signature, autograph=False)
+        @tf.function(
+            input_signature=signature,
+            autograph=False,
+            experimental_attributes=calls.CALLED_AS_A_WHOLE,
+        )
         def train_step(batch: Example, votes: tf.Tensor) -> Result:
-            return self.call(function, batch, votes)[0]
+            result, _ = self.call(function, batch, votes)
+            if self.settings.steps_per_call > 1:
+                calls.name_shapes(tf.compat.v1.get_default_graph())
+            return result
 
         with (
             self.world.fail_together("making the step"),

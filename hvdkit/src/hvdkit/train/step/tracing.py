@@ -102,15 +102,15 @@ class Tracing:
 
 def direct_call(
     traced: tf.types.experimental.ConcreteFunction, spec: Any
-) -> Callable[..., Result]:
-    """`traced` of (batch, votes), for batches as `spec` says; Stop for others.
+) -> Callable[..., Any]:
+    """`traced` of a batch and other tensors, for batches as `spec` says; Stop for others.
 
     A ConcreteFunction binds its arguments in Python at each call, a quarter of a small step; what
     is called here instead is no public part of TensorFlow.
     """
     forms = [(form.dtype, form.shape) for form in tf.nest.flatten(spec)]
 
-    def call(batch: Example, votes: tf.Tensor) -> Result:
+    def call(batch: Any, *others: tf.Tensor) -> Any:
         tensors = []
         try:
             tf.nest.assert_same_structure(batch, spec)
@@ -126,7 +126,7 @@ def direct_call(
                 f"train.py: step(batch) takes what run.batches() gives: {spec}",
             )
         return traced.inference_fn.call_preflattened(
-            [*tensors, votes, *traced.captured_inputs]
+            [*tensors, *others, *traced.captured_inputs]
         )
 
     return call
