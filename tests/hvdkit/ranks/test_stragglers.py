@@ -33,7 +33,7 @@ def test_a_rank_is_slow_after_three_intervals_in_a_row_and_reported_once(pace):
 
 def test_one_rank_alone_keeps_no_times_of_steps_that_were_logged(pace):
     for step in range(5):
-        pace.add(step + 0.4, step + 1.0)
+        pace.add([step + 0.4], [step + 1.0])
     assert len(pace._times) == 4
     assert pace.interval(0.0) == ({}, "") and not pace._times
 

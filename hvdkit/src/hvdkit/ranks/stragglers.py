@@ -51,27 +51,36 @@ class Pace:
         self._world = world
         self._samples = max(samples, 1)
         self._hosts = world.gather_objects(hostname(), "pace.hosts")
-        self._reduced: float | None = None
-        # For each step: seconds of this rank's own part, and of the whole.
+        self._ended: float | None = None  # When the newest step did.
+        self._steps = 0  # So many are in the times.
+        # Of each call, for a step: seconds of this rank's own part, and of the whole.
         self._times: list[tuple[float, float]] = []
         # For how many intervals in a row each rank was slow.
         self._slow = np.zeros(world.size, int)
 
-    def add(self, ready: float, reduced: float) -> None:
-        """With the times at which a step's own sums were ready, and at which it ended."""
-        if self._reduced is not None:
-            self._times.append((ready - self._reduced, reduced - self._reduced))
-        self._reduced = reduced
+    def add(self, ready: Sequence[float], ended: Sequence[float]) -> None:
+        """With the times at which own sums were ready, and at which steps ended, of a call's steps.
+
+        Its steps share their input, which comes before the first, so a call counts by its mean.
+        """
+        if self._ended is not None:
+            began = [self._ended, *ended[:-1]]
+            own = sum(ready) - sum(began)
+            self._times.append((own / len(ready), (ended[-1] - began[0]) / len(ended)))
+            self._steps += len(ended)
+        self._ended = ended[-1]
 
     def interval(self, waited: float) -> tuple[dict[str, float], str]:
         """All ranks' figures since the last call, and a note; `waited`: this one's for input."""
         times = np.array(self._times or [(0.0, 0.0)])
+        steps = max(self._steps, 1)
         self._times = []
+        self._steps = 0
         if self._world.size == 1:
             return {}, ""
         # Medians, as one of the steps may hold an evaluation.
         own_part, step = np.median(times, axis=0)
-        numbers = [own_part, waited / len(times), own_part / self._samples, step]
+        numbers = [own_part, waited / steps, own_part / self._samples, step]
         by_rank = self._world.gather_numbers(numbers, "pace.interval")
         figures = {}
         for name, value in _spread(by_rank[:, 0]).items():

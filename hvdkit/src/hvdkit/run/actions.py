@@ -2,9 +2,8 @@
 
 `due(step)`: whether it acts after a step. `settles`: whether the step must be known to be applied
 before. It returns why the run must end, or None. All ranks call the same actions at the same steps:
-an action may hold collectives. With --steps_per_call `due` is asked before the steps of a call too,
-as a step after which an action is due ends its call; `ends_call(step)`, where there is one, says
-that instead.
+an action may hold collectives. `due` is asked once for each step, in order; with --steps_per_call
+before the step is made, since a step after which an action is due ends its call.
 """
 
 from __future__ import annotations
@@ -37,6 +36,15 @@ class Action(Protocol):
     def due(self, step: int) -> bool: ...
 
     def __call__(self, step: int, result: Result) -> Ending | None: ...
+
+
+def ends_call(action: Action, step: int) -> bool:
+    """Whether an action that is due after a step acts before the next one is made.
+
+    One that looks at figures of all steps, but not at weights, has `ends_call(step)`.
+    """
+    asked = getattr(action, "ends_call", None)
+    return asked is None or asked(step)
 
 
 class Sync:

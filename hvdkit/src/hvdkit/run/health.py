@@ -86,7 +86,7 @@ class Health:
     def votes(self) -> tf.Tensor:
         """This rank's votes on the batch it was given last, float64 [NUM_VOTES]."""
         self._saver.look()
-        self._fault = self._fault_here()
+        self._fault = self._fault or self._fault_here()
         return agreement.votes(
             data_failed=self._fault is not None,
             stop_asked=self.stop_signal.asked,
@@ -136,17 +136,18 @@ class Health:
         result["votes"].numpy()
         self.waited += time.perf_counter() - start
         heartbeat.beat()
-        ending = None
+        endings = []
         for of_step in calls.each(result):
-            newest = self._judge(of_step)
-            ending = newest or ending
-            if newest and newest.code != PREEMPTED:
-                return newest
-        return ending
+            ending = self._judge(of_step)
+            if ending:
+                endings.append(ending)
+        # Any other ending is graver than a stop signal's.
+        graver = [ending for ending in endings if ending.code != PREEMPTED]
+        return next(iter(graver or endings), None)
 
     def _judge(self, result: Result) -> Ending | None:
         """`verdict` about one step."""
-        votes = result["votes"].numpy()
+        votes = np.asarray(result["votes"])
         if votes[agreement.DATA_FAILED]:
             return self._fault_anywhere()
         if votes[agreement.REPLACED]:
@@ -321,8 +322,12 @@ def losses(world: World, virtual_ranks: int, result: Result) -> np.ndarray:
 
     It is not in the step, whose messages must not grow with the number of ranks.
     """
-    values = result["losses"].numpy()
-    return values if virtual_ranks else world.gather_numbers(values, "losses")[:, 0]
+    values = np.asarray(result["losses"])
+    return (
+        values
+        if virtual_ranks
+        else world.gather_numbers(values.tolist(), "losses")[:, 0]
+    )
 
 
 def _diverged(result: Result) -> str:

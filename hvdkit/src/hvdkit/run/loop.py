@@ -27,7 +27,7 @@ from hvdkit.ranks.peers import left_alone
 from hvdkit.ranks.world import World, say
 from hvdkit.run import modes
 from hvdkit.run import parts as parts_lib
-from hvdkit.run.actions import Action, Evaluate, Save, evaluates_first
+from hvdkit.run.actions import Action, Evaluate, Save, ends_call, evaluates_first
 from hvdkit.run.context import begin, describe, find_start, make_task, notes, prepare
 from hvdkit.run.health import Ending
 from hvdkit.settings import Settings
@@ -96,6 +96,9 @@ class Run:
         self._keeps_weights = modes.of(config) == "train"
         self._step = self.parts.start.step
         self._per_call = context.config.steps_per_call
+        self._first = self._step  # The first step of the newest call.
+        self._batches: calls.Batches | None = None  # Of the newest call.
+        self._due: list[Action] = []  # What acts after the newest call.
         self._newest_function: Callable[[Any], Result] | None = None
         # Whether make_step returned another function than that.
         self._is_wrapped = False
@@ -149,9 +152,7 @@ class Run:
         call_graph = direct_call(parts.traced_step, parts.feed.spec)
         if self._per_call > 1:
             with self.world.fail_together("making several steps one call"):
-                call_several = calls.several(
-                    parts.traced_step, parts.feed.spec, self._per_call
-                )
+                call_several = calls.several(parts.traced_step, parts.feed.spec)
 
         # AutoGraph would hide the sentence of the Stop.
         @tf.autograph.experimental.do_not_convert
@@ -164,13 +165,12 @@ class Run:
             self._step_calls += 1
             heartbeat.enter_step()
             try:
-                if not isinstance(batch, calls.Batches):
+                if self._per_call == 1:
                     result = call_graph(batch, parts.health.votes())
-                elif len(batch.batches) == 1:
-                    result = call_graph(batch.batches[0], batch.votes[0])
+                elif isinstance(batch, calls.Batches) and batch is self._batches:
+                    result = call_several(batch)
                 else:
-                    *earlier, last = call_several(batch.batches, *batch.votes)
-                    result = {**last, "earlier": earlier}
+                    raise Stop(WRONG_USE, calls.REFUSED)
             except tf.errors.OpError as error:
                 # Another rank ended: see ranks/peers.py.
                 if "Horovod" in str(error) or left_alone(error):
@@ -178,16 +178,14 @@ class Run:
                 reason = reason_of(error)
                 fault = jit_cache.fault(reason)
                 place = f"at step {self._step}"
-                if self._per_call > 1:
-                    place = f"in the call that ends with step {self._step}"
+                if self._first < self._step:
+                    place = f"at one of the steps {self._first} to {self._step}"
                 logs.complain(
                     f"the step failed on rank {self.world.rank}, {place}: {fault or reason}"
                 )
                 sys.exit(NOT_NOW if fault else BUG)
             if self.world.size > 1:
-                for each in calls.each(result):
-                    ready = float(each["ready"])
-                    parts.health.pace.add(ready, float(each.get("ended", time.time())))
+                parts.health.pace.add(*calls.times(result))
             return result
 
         self._newest_function = step
@@ -238,12 +236,12 @@ class Run:
             )
         self._open_folder()
         while self._step < parts.config.num_steps and not self._ending:
-            first = self._step + 1
-            self._step = self._end_of_call(first)
+            self._first = self._step + 1
+            self._step = self._end_of_call()
             heartbeat.enter_step()
             batch: Any
             if self._per_call > 1:
-                batch = self._batches_of_call(self._step - first + 1)
+                batch = self._batches = self._batches_of_call()
             else:
                 batch = parts.feed.next()
             heartbeat.pause_step()
@@ -254,24 +252,26 @@ class Run:
             if self._waits_for_result:
                 raise Stop(WRONG_USE, _ONE_EACH)
 
-    def _end_of_call(self, first: int) -> int:
-        """The last step of the call that begins with step `first`, where nothing is due before."""
-        last = first + self._per_call - 1
-        if last > self.parts.config.num_steps:
-            return first
-        for step in range(first, last):
-            for action in self._actions:
-                if getattr(action, "ends_call", action.due)(step):
-                    return first
+    def _end_of_call(self) -> int:
+        """The last step of the next call: one after which something is due, if none is too many.
+
+        Actions are asked once for each step, in order, as they may count.
+        """
+        if self._per_call == 1:
+            return self._first
+        last = min(self._first + self._per_call - 1, self.parts.config.num_steps)
+        for step in range(self._first, last + 1):
+            self._due = [action for action in self._actions if action.due(step)]
+            if any(ends_call(action, step) for action in self._due):
+                return step
         return last
 
-    def _batches_of_call(self, count: int) -> calls.Batches:
-        parts = self.parts
+    def _batches_of_call(self) -> calls.Batches:
         batches = []
         votes = []
-        for _ in range(count):
-            batches.append(parts.feed.next())
-            votes.append(parts.health.votes())
+        for _ in range(self._first, self._step + 1):
+            batches.append(self.parts.feed.next())
+            votes.append(self.parts.health.votes())
         return calls.Batches(batches, votes)
 
     def after_step(self, result: Result) -> None:
@@ -282,7 +282,9 @@ class Run:
             raise Stop(WRONG_USE, _ONE_STEP)
         self._waits_for_result = False
         self.parts.seconds_in_steps += time.perf_counter() - self._step_began
-        due = [action for action in self._actions if action.due(self.step)]
+        if self._per_call == 1:
+            self._due = [action for action in self._actions if action.due(self.step)]
+        due = self._due
         # An action that settles looks at the weights.
         at_once = any(action.settles for action in due)
         ending = self.parts.health.after_step(result, at_once=at_once)

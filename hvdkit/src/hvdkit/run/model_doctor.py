@@ -196,7 +196,7 @@ class FirstSteps:
 
     def ends_call(self, step: int) -> bool:
         """It needs the figures of every step, and the weights only after some."""
-        return self.due(step) and step in (1, self._moved, self._last)
+        return step in (1, self._moved, self._last)
 
     def __call__(self, step: int, result: Result) -> None:
         parts = self._parts

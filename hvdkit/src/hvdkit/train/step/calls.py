@@ -1,10 +1,11 @@
 """Several steps in one call of a graph: --steps_per_call.
 
-The result of a call is that of its last step; "earlier" in it are those of the steps before.
+A loop over batches calls the step once for them, and gets the result of the last one.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Never
 
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
@@ -12,18 +13,57 @@ from tensorflow.python.ops import handle_data_util
 
 from hvdkit.ranks import agreement
 from hvdkit.ranks.stragglers import whole_step
-from hvdkit.train.step.tracing import Result, direct_call
+from hvdkit.stop import WRONG_USE, Stop
+from hvdkit.train.step.tracing import Result
 
 # With it TensorFlow calls a function as a whole, rewritten by itself: the callers' operations would
 # change what it is rewritten to, and so its last digits.
 CALLED_AS_A_WHOLE = {"_noinline": True}
 
 
-class Batches(NamedTuple):
-    """The batch of each step of a call, and this rank's votes on each."""
+REFUSED = (
+    "--steps_per_call: what the loop of train.py gets are the batches of several steps, which only "
+    "the step takes, as they are: leave the flag out"
+)
 
-    batches: list[Any]
-    votes: list[tf.Tensor]
+
+class Batches:
+    """The batches of a call and this rank's votes on each; a train.py cannot look into them.
+
+    Raises Stop where it tries to.
+    """
+
+    def __init__(self, batches: Sequence[Any], votes: Sequence[tf.Tensor]) -> None:
+        stacked = tf.nest.map_structure(lambda *parts: tf.stack(parts), *batches)
+        self._tensors = [*tf.nest.flatten(stacked), tf.stack(votes)]
+
+    def tensors(self) -> list[tf.Tensor]:
+        """Parts of the batches, then the votes, each [steps, ...]."""
+        return self._tensors
+
+    def _refuse(self, *_: Any) -> Never:
+        raise Stop(WRONG_USE, REFUSED)
+
+    __getitem__ = __iter__ = __len__ = __array__ = keys = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python itself asks for these.
+            raise AttributeError(name)
+        self._refuse()
+
+
+class CallResult(dict[str, Any]):
+    """What the last step of a call returned.
+
+    Attributes:
+      steps: tensors that each step returned, with a first axis of steps.
+      ended: when each step ended, seconds since 1970, float64 [steps].
+    """
+
+    def __init__(self, last: Result, *, steps: Result, ended: tf.Tensor) -> None:
+        super().__init__(last)
+        self.steps = steps
+        self.ended = ended
 
 
 def name_shapes(graph: tf.Graph) -> None:
@@ -48,29 +88,86 @@ def name_shapes(graph: tf.Graph) -> None:
 
 
 def several(
-    step: tf.types.experimental.ConcreteFunction, spec: Any, count: int
-) -> Callable[..., list[Result]]:
-    """`count` calls of `step`, of (batch, votes), as one call of the batches and the votes."""
+    step: tf.types.experimental.ConcreteFunction, spec: Any
+) -> Callable[[Batches], CallResult]:
+    """Any number of calls of `step`, of (batch, votes), as one call.
+
+    `spec`: of a batch. Raises ValueError where results of steps cannot be stacked.
+    """
     votes_spec = tf.TensorSpec([agreement.NUM_VOTES], tf.float64)
-    signature = [[spec] * count, [votes_spec] * count]
+    signature = tf.nest.map_structure(_stacked, [spec, votes_spec])
+    returned: dict[str, Any] = {}
+    absent: dict[str, None] = {}
+    for name, value in step.structured_outputs.items():
+        if value is None:
+            absent[name] = None
+        else:
+            returned[name] = _specs(name, value)
+
+    def one(inputs: tuple[Any, tf.Tensor]) -> tuple[dict[str, Any], tf.Tensor]:
+        result = step(*inputs)
+        tensors = {name: result[name] for name in returned}
+        if "ready" not in result:  # No rank waits for this one.
+            return tensors, tf.constant(0.0, tf.float64)
+        return tensors, whole_step(result["step"])
 
     @tf.function(input_signature=signature, autograph=False)
-    def steps(batches: list[Any], votes: list[tf.Tensor]) -> list[Result]:
-        results: list[Result] = []
-        done: list[tf.Tensor] = []
-        for batch, votes_on_it in zip(batches, votes):
-            # Collectives of two steps have the same names.
-            with tf.control_dependencies(done):
-                result: dict[str, Any] = dict(step(batch, votes_on_it))
-            done = [result["step"]]
-            if "ready" in result:  # Ranks wait for each other.
-                result["ended"] = whole_step(result["step"])
-            results.append(result)
-        return results
+    def steps(
+        batches: Any, votes: tf.Tensor
+    ) -> tuple[dict[str, Any], dict[str, Any], tf.Tensor]:
+        # One after the other: collectives of two steps have the same names.
+        results, ended = tf.map_fn(
+            one,
+            (batches, votes),
+            parallel_iterations=1,
+            fn_output_signature=(returned, tf.TensorSpec([], tf.float64)),
+        )
+        last = tf.nest.map_structure(lambda values: values[-1], results)
+        return last, results, ended
 
-    return direct_call(steps.get_concrete_function(), [spec] * count)
+    traced = steps.get_concrete_function()
+
+    def call(batches: Batches) -> CallResult:
+        last, results, ended = traced.inference_fn.call_preflattened(
+            [*batches.tensors(), *traced.captured_inputs]
+        )
+        return CallResult({**last, **absent}, steps=results, ended=ended)
+
+    return call
+
+
+def _stacked(part: tf.TensorSpec) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *part.shape], part.dtype)
+
+
+def _specs(name: str, value: Any) -> Any:
+    """Of what a step returns under `name`."""
+
+    def spec(part: Any) -> tf.TensorSpec:
+        if isinstance(part, tf.Tensor) and part.shape.is_fully_defined():
+            return tf.TensorSpec(part.shape, part.dtype)
+        raise ValueError(
+            f"--steps_per_call: the step returns {name!r}, which is no tensor of a fixed shape: "
+            "leave it or the flag out"
+        )
+
+    return tf.nest.map_structure(spec, value)
 
 
 def each(result: Result) -> list[Result]:
-    """The results of all steps of a call, in order."""
-    return [*result.get("earlier", ()), result]
+    """The result of each step of a call, in order; as NumPy arrays where they are several."""
+    if not isinstance(result, CallResult):
+        return [result]
+    arrays = tf.nest.map_structure(lambda part: part.numpy(), result.steps)
+
+    def of_step(place: int) -> Result:
+        return tf.nest.map_structure(lambda part: part[place], arrays)
+
+    return [of_step(place) for place in range(len(arrays["step"]))]
+
+
+def times(result: Result) -> tuple[list[float], list[float]]:
+    """When own sums of each step of a call were ready, and when the step ended; since 1970."""
+    if isinstance(result, CallResult):
+        return result.steps["ready"].numpy().tolist(), result.ended.numpy().tolist()
+    return [float(result["ready"])], [time.time()]

@@ -146,7 +146,7 @@ def require_weights(weights: tf.Tensor, name: str) -> tf.Tensor:
 def refused_weights(result: Mapping[str, Any]) -> tuple[int, str, str] | None:
     """Weights that no step can use: exit code, a word or two, a sentence; or None."""
     for name, figures in result["refused_weights"].items():
-        number, total = figures.numpy().tolist()
+        number, total = np.asarray(figures).tolist()
         if number:
             average = " on average" if number > 1 else ""
             message = (
