@@ -320,6 +320,16 @@ def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):
     lines = [json.loads(line) for line in text.splitlines()]
     assert {line["sample"] for line in lines} == {0, 12} and len(lines) > 4
     assert "zero bytes" in text and "cat/0.png cannot be decoded" in text
+    several = trained(
+        world,
+        root,
+        num_steps=6,
+        run_dir=str(root / "several"),
+        max_bad_samples="12%",
+        steps_per_call=3,
+    )
+    same(whole.weights(), several.weights())
+    assert (several.folder / "bad_samples.jsonl").read_text() == text
     trained(world, root, num_steps=2, run_dir=str(root / "twice"), max_bad_samples="2")
     again = trained(
         world, root, num_steps=6, run_dir=str(root / "twice"), max_bad_samples="2"
