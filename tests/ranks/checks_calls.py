@@ -77,7 +77,13 @@ def check_what_is_due_ends_a_call(world):
 
 
 def check_bad_steps_within_a_call_are_judged_as_single_ones(world):
-    single, several = both(world, bad(of_batch(2, 12)), **SEVERAL)
+    """Also where a loop makes another mapping of the result."""
+
+    def copy(run, step, batch):
+        run.after_step({**step(batch)})
+
+    task = bad(of_batch(2, 12))
+    single, several = both(world, task, own_train=loop_of(plain, copy), **SEVERAL)
     if world.is_chief:
         assert several.summary["skipped_steps"] == 2
         assert skips(single) == skips(several)
@@ -229,6 +235,7 @@ def check_a_step_may_return_entries_of_any_name(world):
 
     def note(run, step, batch):
         result = step(batch)
+        assert type(result) is dict
         run.after_step(result)
         values.append((run.step, int(result["ended"]), result["steps"].shape))
 

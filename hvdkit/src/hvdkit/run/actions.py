@@ -204,7 +204,7 @@ class TaskAction:
             self._world.fail_together(f"step {step}"),
             task_checks.user_code_errors(self._name),
         ):
-            ending = self._action(step, result)
+            ending = self._action(step, dict(result))
             if not isinstance(ending, Ending | None):
                 raise ValueError(
                     f"{self._name} returned {ending!r}: it must return None, or an Ending "

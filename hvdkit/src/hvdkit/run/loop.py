@@ -98,6 +98,7 @@ class Run:
         self._per_call = context.config.steps_per_call
         self._first = self._step  # The first step of the newest call.
         self._batches: calls.Batches | None = None  # Of the newest call.
+        self._call: calls.CallResult | None = None  # What the newest call returned.
         self._due: list[Action] = []  # What acts after the newest call.
         self._newest_function: Callable[[Any], Result] | None = None
         # Whether make_step returned another function than that.
@@ -168,7 +169,7 @@ class Run:
                 if self._per_call == 1:
                     result = call_graph(batch, parts.health.votes())
                 elif isinstance(batch, calls.Batches) and batch is self._batches:
-                    result = call_several(batch)
+                    result = self._call = call_several(batch)
                 else:
                     raise Stop(WRONG_USE, calls.REFUSED)
             except tf.errors.OpError as error:
@@ -186,7 +187,7 @@ class Run:
                 sys.exit(NOT_NOW if fault else BUG)
             if self.world.size > 1:
                 parts.health.pace.add(*calls.times(result))
-            return result
+            return result if self._per_call == 1 else dict(result)
 
         self._newest_function = step
         return step
@@ -284,6 +285,9 @@ class Run:
         self.parts.seconds_in_steps += time.perf_counter() - self._step_began
         if self._per_call == 1:
             self._due = [action for action in self._actions if action.due(self.step)]
+        elif self._call:
+            # A train.py may have made another mapping of the last step's result.
+            result = self._call.with_last(result)
         due = self._due
         # An action that settles looks at the weights.
         at_once = any(action.settles for action in due)

@@ -53,7 +53,7 @@ class Batches:
 
 
 class CallResult(dict[str, Any]):
-    """What the last step of a call returned.
+    """What the last step of a call returned; code of the user gets a plain dict of it.
 
     Attributes:
       steps: tensors that each step returned, with a first axis of steps.
@@ -64,6 +64,9 @@ class CallResult(dict[str, Any]):
         super().__init__(last)
         self.steps = steps
         self.ended = ended
+
+    def with_last(self, last: Result) -> "CallResult":
+        return CallResult(last, steps=self.steps, ended=self.ended)
 
 
 def name_shapes(graph: tf.Graph) -> None:
