@@ -431,3 +431,29 @@ def slow_check_what_xla_cannot_compile_is_told(world):
             return change(losses), weights
 
         refused(world, task_with(loss=loss), "--jit", *words, jit=True)
+
+
+def check_a_batch_norm_that_a_layer_compiles_is_refused_where_it_sums_over_ranks(world):
+    class Compiled(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+
+        def build(self, shape):
+            self.norm.build(shape)
+
+        def call(self, inputs, training=False):
+            normalized = tf.function(self.norm, jit_compile=True, autograph=False)
+            return normalized(inputs, training=training)
+
+    class Normed(Small):
+        def build_model(self):
+            return classifier(keras.layers.Dense(5), Compiled())
+
+    fit(
+        world,
+        Normed,
+        "jit_compile=True sums over ranks",
+        code=WRONG_USE,
+        bn_sync="full",
+    )

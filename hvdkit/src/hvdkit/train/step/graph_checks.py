@@ -1,7 +1,7 @@
 """Checks of traced functions: what would silently break a promise of the run is refused."""
 
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -232,6 +232,36 @@ def check_sums(graph: tf.Graph, ranks: int) -> None:
             "the step sums no gradients over ranks, whose weights would drift apart: wrap its "
             "tape, tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)"
         )
+
+
+def check_compiled_sums(graph: tf.Graph) -> None:
+    """Raises ValueError where a part that the model compiles by itself sums over ranks."""
+    library = {f.signature.name: f for f in graph.as_graph_def().library.function}
+    for function in library.values():
+        if not function.attr["_XlaMustCompile"].b:
+            continue
+        for node in _nodes_of(function, library):
+            if node.op.startswith("Horovod"):
+                raise ValueError(
+                    f"a tf.function with jit_compile=True sums over ranks ({node.name}), which XLA "
+                    "cannot compile: leave out jit_compile=True, or --bn_sync=full"
+                )
+
+
+def _nodes_of(function: Any, library: Mapping[str, Any]) -> list[tf.compat.v1.NodeDef]:
+    """Those of a function's definition, and of the functions of the library that it calls."""
+    called = [function]
+    names = {function.signature.name}
+    found = []
+    for each in called:  # The list grows meanwhile.
+        found += each.node_def
+        for node in each.node_def:
+            for attribute in node.attr.values():
+                name = attribute.func.name
+                if name in library and name not in names:
+                    names.add(name)
+                    called.append(library[name])
+    return found
 
 
 def check_compiles(functions: Iterable[tf.types.experimental.ConcreteFunction]) -> None:

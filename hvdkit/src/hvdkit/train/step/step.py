@@ -546,6 +546,7 @@ class Step:
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
         )
         graph_checks.check_sums(graph, self.world.size)
+        graph_checks.check_compiled_sums(graph)
         graph_checks.check_compiles(self._programs.compiled)
 
     def call(
