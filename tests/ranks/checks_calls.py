@@ -218,6 +218,22 @@ def check_an_action_is_asked_once_for_each_step_and_sees_the_same_steps(world):
     assert seen[0] == seen[1] == [3, 6, 9, 12]
 
 
+def check_an_action_whose_due_fails_is_told(world):
+    class Failing:
+        settles = True
+
+        def due(self, step):
+            raise KeyError("histogram")
+
+    class Acting(Small):
+        def actions(self, run):
+            return [Failing()]
+
+    for per_call in (1, PER_CALL):
+        words = "Failing.due(1) failed: checks_calls.py, line"
+        fit(world, Acting, words, code=WRONG_USE, steps_per_call=per_call)
+
+
 def check_a_step_may_return_entries_of_any_name(world):
     values = []
 

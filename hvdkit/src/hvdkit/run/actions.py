@@ -24,7 +24,7 @@ from hvdkit.run.health import Ending
 from hvdkit.run.parts import RunParts
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
-from hvdkit.stop import DONE, PREEMPTED
+from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, Stop
 from hvdkit.train.layers import batch_norm
 from hvdkit.train.step.step import Result
 from hvdkit.train.task import checks as task_checks
@@ -194,8 +194,15 @@ class TaskAction:
         self._world = world
         self._action = action
         self.settles = action.settles
-        self.due = action.due
         self._name = f"the task's action {type(action).__name__}"
+
+    def due(self, step: int) -> bool:
+        """Raises Stop where it fails: on all ranks, as all ask alike."""
+        try:
+            with task_checks.user_code_errors(f"{self._name}.due({step})"):
+                return bool(self._action.due(step))
+        except (ValueError, OSError) as error:
+            raise Stop(WRONG_USE, str(error)) from error
 
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""

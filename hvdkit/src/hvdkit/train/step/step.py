@@ -546,7 +546,8 @@ class Step:
             "use keras.random with a keras.random.SeedGenerator that the layer makes in __init__",
         )
         graph_checks.check_sums(graph, self.world.size)
-        graph_checks.check_compiled_sums(graph)
+        if self.world.size > 1:
+            graph_checks.check_compiled_sums(graph)
         graph_checks.check_compiles(self._programs.compiled)
 
     def call(
