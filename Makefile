@@ -10,8 +10,8 @@ train: setup ## the demo on all GPUs, else on two ranks; NP=4, ARGS=--num_steps=
 		--flagfile=configs/demo.cfg $(ARGS)
 
 # A test with a time limit may fail because the file beside it took its core.
-test: setup ## all tests, two files at a time; what fails runs once more, alone; ARGS='-k sampler'
-	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) || \
+test: setup ## all tests, two files at a time, and the twenty slowest; what fails runs once more, alone; ARGS='-k sampler'
+	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS) || \
 		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 $(ARGS); }
 
 slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; half an hour
