@@ -17,7 +17,7 @@ BOTH = (
     "own_step",
     "calls",
 )
-OF_THREE = ("objective", "reduction", "step", "world")
+OF_THREE = ("reduction", "step", "world")
 OF_TWO = ("tasks", "stragglers", "errors", "model_doctor")
 # By what starts the ranks and how many there are. Layers do not know what carries their sums.
 PARTS = {
@@ -26,12 +26,13 @@ PARTS = {
     ("gloo", 3): (*OF_THREE, "exchange", "batch_norm", "sync_batch_norm"),
     ("mpirun", 2): ("exchange", "world"),
     ("mpi", 2): ("reduction",),
+    ("mpirun", 3): ("objective",),
 }
 FILES = {
     launch: [CHECKS / f"checks_{p}.py" for p in parts]
     for launch, parts in PARTS.items()
 }
-SLOW = (("alone", 1), ("mpi", 2))
+SLOW = (("alone", 1), ("mpi", 2), ("mpirun", 3))
 
 
 @pytest.fixture(scope="module")
