@@ -76,7 +76,7 @@ class Health:
         self.bad_samples = BadSamples(run.world, run.config, sampler.num_samples)
         self._run_dir = Path(run.config.run_dir)
         self._trainable = run.state.trainable_flags()
-        self._fault: Ending | None = None  # This rank has it at the newest step.
+        self._fault: Ending | None = None  # This rank's first, with which the run ends.
         self._float16 = run.config.precision == "float16"
         self._noted = False  # Whether a note said that gradients are too small.
         self._unjudged: Result | None = None  # The newest call's, until it is judged.

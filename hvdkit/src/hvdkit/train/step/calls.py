@@ -16,11 +16,9 @@ from hvdkit.ranks.stragglers import whole_step
 from hvdkit.stop import WRONG_USE, Stop
 from hvdkit.train.step.tracing import Result
 
-# With it TensorFlow calls a function as a whole, rewritten by itself: the callers' operations would
-# change what it is rewritten to, and so its last digits.
+# TensorFlow rewrites a function with this attribute by itself. Else it would put the function's
+# operations into the caller's graph and rewrite them there, to other last digits.
 CALLED_AS_A_WHOLE = {"_noinline": True}
-
-
 REFUSED = (
     "--steps_per_call: what the loop of train.py gets are the batches of several steps, which only "
     "the step takes, as they are: leave the flag out"

@@ -198,10 +198,10 @@ class Task(Protocol):
         """More to do after a step, in this order, before it is saved and evaluated. Optional.
 
         Each is an Action (hvdkit/run/actions.py): `due(step)` says when, by its argument alone, as
-        it may be asked before the step; `settles = True` says that it
-        reads weights, and action(step, result) does it. `run` holds model, world, config. What an
-        action changes is in the checkpoint of its step; one that raises ends the run, and the step
-        is not saved. Every rank calls them; check `run.world.is_chief` before writing a file.
+        it may be asked before the step; `settles = True` says that it reads weights, and
+        action(step, result) does it. `run` holds model, world, config. What an action changes is in
+        the checkpoint of its step; one that raises ends the run, and the step is not saved. Every
+        rank calls them; check `run.world.is_chief` before writing a file.
         examples/byol has one.
         """
 
