@@ -66,12 +66,13 @@ def launch(
 
     Args:
       backend: gloo or mpi (through horovodrun), mpirun, or alone (no launcher, one rank). By
-        default what takes least of the cores: alone for one rank, mpirun for more.
+        default what starts soonest: MPI's ranks get in each other's way where they are more than
+        cores.
       kill_when: SIGKILL everything as soon as this is true; the code is then -9.
     Raises:
       AssertionError: it was killed after `timeout` seconds; with each rank's last lines.
     """
-    backend = backend or ("alone" if ranks == 1 else "mpirun")
+    backend = backend or {1: "alone", 2: "mpirun"}.get(ranks, "gloo")
     prefix = {
         "alone": [],
         "mpirun": ["mpirun", "-np", str(ranks), "--bind-to", "none", "--tag-output"],
