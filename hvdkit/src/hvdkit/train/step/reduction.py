@@ -263,25 +263,39 @@ def _groups(
         if gradient is not None:
             by_type.setdefault(gradient.dtype, []).append(place)
 
-    groups: list[list[int]] = []
-    large: list[int] = []
+    if config.pack_bytes and not config.deterministic:
+        return _small_ones_together(list(by_type.values()), config, variables)
+    groups = []
     for places in by_type.values():
-        if config.deterministic or not (config.pack_bytes or config.gradient_groups):
-            groups.append(places)
-        elif config.pack_bytes:
-            # As tf_cnn_benchmarks: agg_small_grads_max_bytes ("at most"), agg_small_grads_max_group
-            small = []
-            for place in places:
-                value = variables[place].value
-                size = value.shape.num_elements() * value.dtype.size
-                if size <= config.pack_bytes:
-                    small.append(place)
-                else:
-                    large.append(place)
-            for first in range(0, len(small), config.pack_count):
-                groups.append(small[first : first + config.pack_count])
-        else:
+        if config.gradient_groups and not config.deterministic:
             groups += split_list(places, min(config.gradient_groups, len(places)))
+        else:
+            groups.append(places)
+    return groups
+
+
+def _small_ones_together(
+    places_by_type: list[list[int]],
+    config: Settings,
+    variables: Sequence[keras.Variable],
+) -> list[list[int]]:
+    """--pack_count gradients of at most --pack_bytes in a message, larger ones alone.
+
+    As tf_cnn_benchmarks has it: agg_small_grads_max_bytes, agg_small_grads_max_group.
+    """
+    groups = []
+    large = []
+    for places in places_by_type:
+        small = []
+        for place in places:
+            value = variables[place].value
+            size = value.shape.num_elements() * value.dtype.size
+            if size <= config.pack_bytes:
+                small.append(place)
+            else:
+                large.append(place)
+        for first in range(0, len(small), config.pack_count):
+            groups.append(small[first : first + config.pack_count])
     return groups + [[place] for place in sorted(large)]
 
 
