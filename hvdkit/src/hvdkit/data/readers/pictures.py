@@ -87,24 +87,27 @@ def limit(pixels: int) -> None:
     most_pixels = Image.MAX_IMAGE_PIXELS = pixels
 
 
-def _stored_size(data: tf.Tensor) -> tf.Tensor:
-    """Height and width by the header of a PNG, JPEG or WebP, int32 [2]; zeros for other files."""
+def _stored_shape(data: tf.Tensor) -> tf.Tensor:
+    """Height and width by the header of a PNG, JPEG or WebP, and a JPEG's number of colours.
 
-    def size_of_png() -> tf.Tensor:
+    int32 [3]; zeros for other files, and for the number of colours of other pictures.
+    """
+
+    def shape_of_png() -> tf.Tensor:
         # Width and height follow signature, length and name of the first chunk, big-endian.
         part = tf.strings.substr(data, 16, 8)
         width_and_height = tf.io.decode_raw(
             part, tf.int32, little_endian=False, fixed_length=8
         )
-        return width_and_height[::-1]
+        return tf.pad(width_and_height[::-1], [[0, 1]])
 
     is_png = tf.strings.substr(data, 0, 16) == PNG_START
     cases = [
-        (tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)[:2]),
-        (is_png, size_of_png),
-        (is_webp(data), lambda: _size_of_webp(data)),
+        (tf.io.is_jpeg(data), lambda: tf.io.extract_jpeg_shape(data)),
+        (is_png, shape_of_png),
+        (is_webp(data), lambda: tf.pad(_size_of_webp(data), [[0, 1]])),
     ]
-    return tf.case(cases, default=lambda: tf.zeros([2], tf.int32))
+    return tf.case(cases, default=lambda: tf.zeros([3], tf.int32))
 
 
 @seldom(input_signature=[tf.TensorSpec([], tf.string)])
@@ -138,23 +141,13 @@ def fit(data: tf.Tensor) -> tf.Tensor:
 
     An assertion might run after the decoder.
     """
-    size = tf.cast(_stored_size(data), tf.int64)
+    shape = _stored_shape(data)
+    size = tf.cast(shape[:2], tf.int64)
     fits = tf.reduce_all(size > 0) & (tf.reduce_prod(size) <= most_pixels)
     is_deep = tf.strings.regex_full_match(tf.strings.substr(data, 0, 25), _DEEP)
-    has_known_colours = tf.cond(
-        _has_four_colours(data), lambda: _of_adobe(data), lambda: True
-    )
+    # Four are those of printing.
+    has_known_colours = tf.cond(shape[2] == 4, lambda: _of_adobe(data), lambda: True)
     return tf.where(fits & ~is_deep & has_known_colours, data, b"")
-
-
-def _has_four_colours(data: tf.Tensor) -> tf.Tensor:
-    """Whether this is a JPEG of four colours, as for printing, bool scalar."""
-    shape = tf.cond(
-        tf.io.is_jpeg(data),
-        lambda: tf.io.extract_jpeg_shape(data),
-        lambda: tf.zeros([3], tf.int32),
-    )
-    return shape[2] == 4
 
 
 def require(condition: tf.Tensor, *facts: str | tf.Tensor) -> None:
@@ -177,18 +170,19 @@ def decode_image(data: tf.Tensor) -> tf.Tensor:
     only, which loses nearly all of a 12-bit camera's picture: such a PNG fails the sample, as do
     pictures of more than --max_pixels and other kinds of files. Of several pictures the first.
     """
+    fitting = fit(data)
     image = tf.cond(
         is_webp(data),
         # The decoder of WebP gives the number of channels that the file has, and no other.
-        lambda: tf.io.decode_image(fit(data), expand_animations=False)[..., :3],
-        lambda: tf.io.decode_image(fit(data), channels=3, expand_animations=False),
+        lambda: tf.io.decode_image(fitting, expand_animations=False)[..., :3],
+        lambda: tf.io.decode_image(fitting, channels=3, expand_animations=False),
     )
     return _upright(tf.ensure_shape(image, [None, None, 3]), data)
 
 
 def size(data: tf.Tensor) -> tf.Tensor:
     """Height and width, int32 [2], of `decode_image`'s result, from the header."""
-    stored = _stored_size(data)
+    stored = _stored_shape(data)[:2]
     return tf.where(swaps(orientation(data)), stored[::-1], stored)
 
 
@@ -325,12 +319,12 @@ def refused(data: bytes) -> str:
     if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
         return f"has more than {_MOST_SCANS} scans, which take hours: save it again"
     try:
-        if _has_four_colours(tf.constant(data)) and not _of_adobe(tf.constant(data)):
+        height, width, colours = _stored_shape(tf.constant(data)).numpy().tolist()
+        if colours == 4 and not _of_adobe(tf.constant(data)):
             return (
                 "is a JPEG of four colours without Adobe's segment, which says how to read them: "
                 "save it as RGB"
             )
-        height, width = _stored_size(tf.constant(data)).numpy().tolist()
     except (tf.errors.OpError, UnicodeDecodeError):
         # An OpError's text may hold bytes of the file.
         return ""
