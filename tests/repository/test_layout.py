@@ -102,5 +102,6 @@ def test_configs_say_how_to_run_them_and_what_to_expect(path: Path):
     if re.search(r"arXiv:\d{4}\.\d{5}", head):
         assert "not run here" in head and "GPU" in head
     else:
-        seen = r"Seen on two CPU cores, (one rank|two ranks): validation (mIoU|accuracy) [\d.]+"
+        ranks = "(one rank|two ranks|one and two ranks)"
+        seen = rf"Seen on two CPU cores, {ranks}: validation (mIoU|accuracy) [\d.]+"
         assert "horovodrun -np 2 python train.py" in head and re.search(seen, head)
