@@ -222,7 +222,7 @@ def test_foreign_bytes_are_read_or_refused_by_name(name: str, tmp_path: Path):
     # The first file that a process reads traces the reader's graph.
     file.write_bytes(raw(whole))
     parse(file)
-    for data in FOUND:
+    for data in [*FOUND, raw(whole)]:
         attempt(data)
     settings_of_tests = hypothesis.settings(
         max_examples=-(-INPUTS // len(PARSERS)),

@@ -263,15 +263,17 @@ def _groups(
         if gradient is not None:
             by_type.setdefault(gradient.dtype, []).append(place)
 
-    if config.pack_bytes and not config.deterministic:
-        return _small_ones_together(list(by_type.values()), config, variables)
-    groups = []
-    for places in by_type.values():
-        if config.gradient_groups and not config.deterministic:
+    of_one_type = list(by_type.values())
+    if config.deterministic:
+        return of_one_type
+    if config.pack_bytes:
+        return _small_ones_together(of_one_type, config, variables)
+    if config.gradient_groups:
+        groups = []
+        for places in of_one_type:
             groups += split_list(places, min(config.gradient_groups, len(places)))
-        else:
-            groups.append(places)
-    return groups
+        return groups
+    return of_one_type
 
 
 def _small_ones_together(
