@@ -48,7 +48,6 @@ def main() -> None:
         launch_well(
             args.ranks,
             [str(part) for part in command],
-            env={"HOROVOD_CYCLE_TIME": "0.1"},
             timeout=1200,
         )
         seconds = json.loads(out.read_text())
@@ -73,10 +72,12 @@ def worker(out: str, rounds: str, steps: str, *networks: str) -> None:
     # isort: split
     import tensorflow as tf
 
+    from hvdkit.ranks import exchange
     from hvdkit.ranks import world as world_lib
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     world = world_lib.connect()
+    exchange.start(world, seconds=60)
     seconds: dict[str, dict[str, list[float]]] = {}
     for network in networks:
         made = {kind: make_step(network, kind) for kind in KINDS}

@@ -29,6 +29,15 @@ _MOST = 32 << 10  # numbers of one tensor; exchange.cc knows it too
 in_use: Callable[..., tf.Tensor] | None = None
 
 
+def is_expected() -> bool:
+    """Whether this run's ranks can use the operation, as far as one knows before they meet.
+
+    On GPUs, which NCCL stands for here, they cannot.
+    """
+    is_compiled = os.path.exists(library_file()) and not os.environ.get(_VARIABLE)
+    return is_compiled and not hvd.nccl_built()
+
+
 def start(world: World, seconds: int) -> None:
     """Has this run's ranks use the operation, if all of them can; every rank must call it.
 

@@ -100,7 +100,8 @@ def with_ranks(
     if fault:
         complain(fault)
         return WRONG_USE
-    start.set_cycle(config.bn_sync)
+    if config.bn_sync == "full" and not exchange.is_expected():
+        start.shorten_cycle()
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
