@@ -14,7 +14,9 @@ def test_a_packed_sequence_has_the_scores_that_it_has_alone():
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     lengths = (50, 3, 129, 40, 30, 1, 5, 200, 77)
-    texts = [bytes([number] * length) for number, length in enumerate(lengths, start=1)]
+    texts = []
+    for number, length in enumerate(lengths, start=1):
+        texts.append(np.full(length, number, np.uint8).tobytes())
     together = example.packed(texts)
     assert len(together) == 5  # 535 bytes fill 4.1 windows
     windows = together._arrays

@@ -1,6 +1,7 @@
 """Before the ranks know each other: who waits says for what and for whom, and ends by itself."""
 
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -142,6 +143,35 @@ def test_a_cycle_that_is_set_is_not_shortened(monkeypatch, set_by_user, cycle):
     monkeypatch.setattr(start, "os", SimpleNamespace(environ=environment))
     start.shorten_cycle()
     assert environment.get("HOROVOD_CYCLE_TIME") == cycle
+
+
+# Prints Horovod's cycle as it is when ranks connect.
+CYCLES = """
+import os
+import hvdkit.ranks.quiet
+import horovod.tensorflow as hvd
+from hvdkit.ranks import world
+from hvdkit.run import main
+from hvdkit.settings import Settings
+from hvdkit.stop import DONE, Stop
+
+def connect(limit):
+    raise Stop(DONE, "cycle " + os.environ.pop("HOROVOD_CYCLE_TIME", "is Horovod's"))
+
+world.connect = connect
+for bn_sync, carrier in (("mean", "horovod"), ("full", "horovod"), ("full", "")):
+    os.environ["HVDKIT_EXCHANGE"] = carrier
+    main.with_ranks(Settings(bn_sync=bn_sync), None)
+print("with NCCL" if hvd.nccl_built() else "without NCCL")
+"""
+
+
+def test_horovod_looks_more_often_only_where_it_sums_for_batch_norms():
+    ended = run([sys.executable, "-c", CYCLES], timeout=120)
+    cycles = re.findall("cycle (.*)", ended.output)
+    # On GPUs Horovod sums for batch norms too.
+    last = "0.1" if "with NCCL" in ended.output else "is Horovod's"
+    assert cycles == ["is Horovod's", "0.1", last], ended.output
 
 
 # Adds up over the world that it gets, or says why there is none.
