@@ -341,9 +341,8 @@ class TrainingFeed:
             self._start = tf.Variable(first_step, dtype=tf.int64)
             # The number of the step that reads `_instead`.
             self._mended = tf.Variable(-1, dtype=tf.int64)
-            self._instead = tf.Variable(
-                tf.zeros_like(order.local_samples(self._start)[0])
-            )
+            size = order.micro_batches * order.local_micro_size
+            self._instead = tf.Variable(tf.zeros([size], tf.int64))
         self._all = self._read(self._groups())
         self.spec = self._all.element_spec
         self._open()
