@@ -71,7 +71,7 @@ def plain_sgd(
     Figures are the task's loss, the loss that the model adds, and the gradient's norm.
     """
     source = numbers(1, size)
-    model = [tf.Variable(weight) for weight in weights]
+    model = [tf.Variable(array) for array in weights]
     kernel, bias, head_kernel, head_bias = model
     figures = []
     for step in steps:

@@ -411,7 +411,7 @@ class Checkpoints:
         different = {
             json.dumps(files.without_mode(m), sort_keys=True): m for m in measures
         }
-        return [files.best(scored, measure) for measure in different.values()]
+        return [files.best(scored, one) for one in different.values()]
 
 
 def _built(fields: list[Any]) -> CheckpointInfo | None:

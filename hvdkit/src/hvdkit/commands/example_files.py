@@ -270,7 +270,9 @@ def write_arrays(file: Path, batches: Sequence[Batch]) -> None:
     """
     arrays = {}
     for name in batches[0]:
-        arrays[name] = _joined(name, [batch[name] for batch in batches])
+        arrays[name] = _joined(
+            name, [arrays_of_batch[name] for arrays_of_batch in batches]
+        )
     _save(file, arrays)
 
 

@@ -338,7 +338,7 @@ def record(
     folder: Path, predictions: Sequence[Prediction], names: Sequence[str]
 ) -> None:
     """Writes and prints predictions; `names` of the classes, if any."""
-    classified = [prediction for prediction in predictions if prediction.likeliest]
+    classified = [one for one in predictions if one.likeliest]
     if classified:
         _write_table(folder / CSV, classified, names)
     lines = []

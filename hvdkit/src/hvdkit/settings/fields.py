@@ -176,7 +176,8 @@ def _narrowed(
 def _check_fields(cls: type[Room], inherited: Fields) -> None:
     """Raises ValueError for a field that cannot be a flag or hides what the engine uses."""
     new_kinds = {
-        name: _name(kind) for name, kind in inspect.get_annotations(cls).items()
+        name: _name(annotation)
+        for name, annotation in inspect.get_annotations(cls).items()
     }
     kinds = {name: kind(field) for name, field in inherited.items()}
     for name in kinds:
@@ -238,7 +239,7 @@ def numbers(
     text = getattr(settings, name)
     with contextlib.suppress(ValueError):
         values = [float(part) for part in text.split(",")]
-        if all(math.isfinite(value) for value in values) and fits(values):
+        if all(math.isfinite(number) for number in values) and fits(values):
             return values
     raise ValueError(f"--{name}={text!r} must be {must_be}")
 

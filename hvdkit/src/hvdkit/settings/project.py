@@ -81,7 +81,8 @@ def enter() -> None:
 
 def nearest(start: Path) -> Path | None:
     """The nearest fork, from a folder upward, whoever it belongs to."""
-    return next((folder for folder in (start, *start.parents) if is_fork(folder)), None)
+    places = (start, *start.parents)
+    return next((place for place in places if is_fork(place)), None)
 
 
 def above(start: Path) -> Path | None:
