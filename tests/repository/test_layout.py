@@ -45,7 +45,7 @@ def splats(function: ast.AST) -> list[str]:
 
 
 def hidden_names(module: ast.Module) -> list[str]:
-    """The module's functions, classes and imports whose names a comprehension's variable takes.
+    """The module's own names that a comprehension's variable takes.
 
     A function that also uses the hidden one fails in Python 3.12.1, not in 3.11 or 3.13.
     """
@@ -54,7 +54,11 @@ def hidden_names(module: ast.Module) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name for alias in node.names)
+            for alias in node.names:
+                names.add(alias.asname or alias.name.split(".")[0])
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names.update(ast.unparse(target) for target in targets)
     hidden = []
     for node in ast.walk(module):
         if isinstance(node, ast.comprehension):

@@ -326,6 +326,8 @@ class TrainingFeed:
         self.error: str | None = None
         self.replaced: list[Replaced] = []
         self._order = order
+        # Samples that this rank reads for a step.
+        self._size = order.micro_batches * order.local_micro_size
         self._reader = reader
         self._step = first_step
         self._num_steps = num_steps
@@ -341,15 +343,14 @@ class TrainingFeed:
             self._start = tf.Variable(first_step, dtype=tf.int64)
             # The number of the step that reads `_instead`.
             self._mended = tf.Variable(-1, dtype=tf.int64)
-            size = order.micro_batches * order.local_micro_size
-            self._instead = tf.Variable(tf.zeros([size], tf.int64))
+            self._instead = tf.Variable(tf.zeros([self._size], tf.int64))
         self._all = self._read(self._groups())
         self.spec = self._all.element_spec
         self._open()
 
     def _groups(self) -> tf.data.Dataset:
         """(ids [n], keys [n, 2]) of this rank's samples of each step from `_start` on."""
-        size = self._order.micro_batches * self._order.local_micro_size
+        size = self._size
 
         def of_step(step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             ids, keys = self._order.local_samples(step)
@@ -373,8 +374,7 @@ class TrainingFeed:
                 lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch
             )
 
-        size = order.micro_batches * order.local_micro_size
-        return self._reader.batches(groups, size, self._workers).map(fold)
+        return self._reader.batches(groups, self._size, self._workers).map(fold)
 
     def _open(self) -> None:
         # A GPU gets batches in its own memory, copied during the step before. GPUs hold no text.

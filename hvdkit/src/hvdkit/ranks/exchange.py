@@ -30,9 +30,9 @@ in_use: Callable[..., tf.Tensor] | None = None
 
 
 def is_expected() -> bool:
-    """Whether this run's ranks can use the operation, as far as one knows before they meet.
+    """Whether the operation will carry the sums, as far as a rank knows before it meets others.
 
-    On GPUs, which NCCL stands for here, they cannot.
+    Horovod was built with NCCL for GPUs, and there it carries the sums itself.
     """
     is_compiled = os.path.exists(library_file()) and not os.environ.get(_VARIABLE)
     return is_compiled and not hvd.nccl_built()

@@ -99,9 +99,9 @@ def tell_networks() -> None:
 
 
 def shorten_cycle() -> None:
-    """Before Horovod starts: it looks for sums ten times in a millisecond, where it would once.
+    """Has Horovod look for sums every 0.1 ms, not every millisecond; call it before Horovod starts.
 
-    For batch norms whose statistics Horovod sums: they come one by one, and each waits for a look.
+    It is for batch norms whose statistics Horovod sums: each sum waits until Horovod looks.
     """
     # Autotuning would take a cycle that is set for fixed.
     if "HOROVOD_AUTOTUNE" not in os.environ:
