@@ -77,7 +77,8 @@ try_wheel() {
     [ "$DEVICE" = cpu ] ||
         ln -sfn ../../cusolver/lib/libcusolver.so.11 "$(site_packages)/nvidia/cusparse/lib/libcusolver.so.11"
     # Else each rank compiles TensorFlow anew, 6 s of a core, wherever Python may not write beside it.
-    "$python" -m compileall -q -j 0 --invalidation-mode checked-hash "$(site_packages)" || true
+    "$python" -m compileall -q -j 0 --invalidation-mode checked-hash \
+        "$(site_packages)" "$(find_engine)/src" || true
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 CUDA_VISIBLE_DEVICES=''
     for via in gloo mpi; do
         timeout -k 5 600 horovodrun -np 2 "--$via" --disable-cache \

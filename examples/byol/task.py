@@ -22,7 +22,8 @@ def network(name):
     """Encoder and projector: [..., FEATURES] -> [..., SIZE]."""
     hidden = keras.layers.Dense(32, activation="relu")
     return keras.Sequential(
-        [keras.Input((2, FEATURES)), hidden, keras.layers.Dense(SIZE)], name
+        [keras.Input((2, FEATURES)), hidden, keras.layers.Dense(SIZE)],
+        name=name,
     )
 
 

@@ -96,7 +96,7 @@ KINDS = {
             models.adds_loss, body=dense(), aside=layers.Dense(2), head=layers.Dense(2)
         )
     ),
-    "state equal on all ranks": Kind(
+    "state equal on all ranks": micro(
         lambda: between(dense(), Step(models.anneal, CALLS))
     ),
     "batch norm in functions": micro(models.InFunctions, (6, 3)),

@@ -70,12 +70,13 @@ def run_checks(
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
+        variables = {"CHECKS": " ".join(names), "CHECKS_FOLDER": folder}
         ended = launch(
             ranks,
             [Path(__file__), results, *files],
             backend,
             timeout=timeout,
-            env=(env or {}) | {"CHECKS": " ".join(names)},
+            env=(env or {}) | variables,
         )
         if not results.exists():
             raise AssertionError(f"exit code {ended.code}\n{last_lines(ended.output)}")

@@ -168,10 +168,12 @@ def same(
 
 
 def folder(world: World) -> Path:
-    """A new folder, the same one on every rank; it is left for the system to clear."""
+    """A new folder, the same one on every rank, which goes with the launch of checks."""
     # Threads are chosen before TensorFlow's first operation, which the exchange below may be.
     world_lib.set_up(world, Settings())
-    path = tempfile.mkdtemp(prefix="small-run-") if world.is_chief else None
+    path = None
+    if world.is_chief:
+        path = tempfile.mkdtemp(prefix="small-run-", dir=os.environ.get("CHECKS_FOLDER"))
     return Path(world.broadcast_object(path, "small_runs.folder"))
 
 

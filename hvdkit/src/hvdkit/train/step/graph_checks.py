@@ -37,7 +37,8 @@ _LEFT_OUT = {"Assert", "CheckNumerics", "CheckNumericsV2"}
 _GROWS = "resize_if_index_out_of_bounds"
 # In XLA's messages.
 _NO_KERNEL = re.compile(
-    r"No registered '(\w+)' OpKernel .*? with node {{node ([^}]+)}}"
+    r"No registered '(\w+)' OpKernel .*? with node "
+    r"(?:{{function_node [^}]+}})?{{node ([^}]+)}}"
 )
 # Names of the collectives of a step's figures and state; of synchronized batch norm and `gather`.
 _OF_STEP = re.compile(r"(^|/)(step\.totals|state\.)")

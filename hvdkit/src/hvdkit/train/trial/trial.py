@@ -205,25 +205,29 @@ def compare(
 
         return simulated_ranks.outcomes(on_rank, sizes)
 
+    halves = []
+    for rank in range(2):
+        first, last = share(plan.samples, rank, 2)
+        halves.append(last - first)
     state_before = combiner.values()
     (whole,) = on_ranks([plan.samples])
-    if plan.by_steps:
+    # State that a forward pass changes is another one in the next micro-batch, as in the next step.
+    # That says nothing of the samples, so their two parts begin alike: as on two ranks.
+    if plan.by_steps and not combiner.changes():
         parts = on_ranks([plan.samples], steps=2)
         _check_sums(plan, whole, parts)
         _check_gradients(plan, whole, parts[0])
+        if not plan.by_ranks:
+            return []
+
+    parts = on_ranks(halves)
+    _check_sums(plan, whole, parts)
     if not plan.by_ranks:
         return []
-
-    sizes = []
-    for rank in range(2):
-        first, last = share(plan.samples, rank, 2)
-        sizes.append(last - first)
-    parts = on_ranks(sizes)
-    _check_sums(plan, whole, parts)
     notes = []
     different = _different_state(state_before, whole, parts, near=plan.near)
     if different:
-        without_rules = on_ranks(sizes, combines=False)
+        without_rules = on_ranks(halves, combines=False)
         still_different = _different_state(
             state_before, whole, without_rules, near=plan.near
         )
