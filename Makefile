@@ -14,8 +14,9 @@ test: setup ## all tests, two files at a time, and the twenty slowest; what fail
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS) || \
 		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 $(ARGS); }
 
-slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; half an hour
-	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; an hour and a quarter
+	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS) || \
+		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 -m slow $(ARGS); }
 
 fuzz: setup ## 200,000 inputs to all parsers of foreign bytes; 15 minutes
 	@$(IN_VENV) FUZZ_INPUTS=200000 pytest -q -n 2 --timeout=3600 tests/attacks/test_fuzz.py $(ARGS)

@@ -173,7 +173,9 @@ def folder(world: World) -> Path:
     world_lib.set_up(world, Settings())
     path = None
     if world.is_chief:
-        path = tempfile.mkdtemp(prefix="small-run-", dir=os.environ.get("CHECKS_FOLDER"))
+        path = tempfile.mkdtemp(
+            prefix="small-run-", dir=os.environ.get("CHECKS_FOLDER")
+        )
     return Path(world.broadcast_object(path, "small_runs.folder"))
 
 

@@ -307,6 +307,43 @@ def check_state_combines_as_one_process_has_it(world):
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-9, 1e-12)
 
 
+class Centred(keras.layers.Layer):
+    """Inputs without the mean that earlier batches had."""
+
+    combines: ClassVar = {"mean": "mean"}
+
+    def build(self, shape):
+        self.mean = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False, name="mean"
+        )
+
+    def call(self, x, training=False):
+        centred = x - self.mean
+        if training:
+            self.mean.assign(0.5 * self.mean + 0.5 * keras.ops.mean(x, axis=0))
+        return centred
+
+
+def check_a_micro_batch_must_not_read_what_samples_of_another_changed(world):
+    """Ranks would read their own; what a pass changes alike on all of them is no matter."""
+
+    class Task(Small):
+        def build_model(self):
+            return classifier(Centred())
+
+    class Turned(Small):
+        def build_model(self):
+            dense = keras.layers.Dense(FEATURES)
+            return classifier(keras.layers.SpectralNormalization(dense))
+
+    fit(world, Turned, accumulation_steps=2)
+    if world.size == 1:
+        fit(world, Task, accumulation_steps=2)
+        return
+    fit(world, Task)
+    refused(world, Task, "centred/mean", "--accumulation_steps=1", accumulation_steps=2)
+
+
 def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
     def keeping(rules: dict) -> type:
         class Ruled(Keeping):

@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdkit.data.sampler import share
+from hvdkit.logs import join
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import raw, say
 from hvdkit.train.layers import batch_norm, dropout
@@ -211,14 +212,20 @@ def compare(
         halves.append(last - first)
     state_before = combiner.values()
     (whole,) = on_ranks([plan.samples])
-    # State that a forward pass changes is another one in the next micro-batch, as in the next step.
-    # That says nothing of the samples, so their two parts begin alike: as on two ranks.
-    if plan.by_steps and not combiner.changes():
+    state_matters = False
+    if plan.by_steps:
         parts = on_ranks([plan.samples], steps=2)
-        _check_sums(plan, whole, parts)
-        _check_gradients(plan, whole, parts[0])
-        if not plan.by_ranks:
-            return []
+        try:
+            _check_sums(plan, whole, parts)
+            _check_gradients(plan, whole, parts[0])
+        except ValueError:
+            # State that a forward pass changes is another one in the next micro-batch, which says
+            # nothing of the samples: as on two ranks, their two parts begin with the same state.
+            state_matters = combiner.changes()
+            if not state_matters:
+                raise
+    if not plan.by_ranks and not state_matters:
+        return []
 
     parts = on_ranks(halves)
     _check_sums(plan, whole, parts)
@@ -226,12 +233,18 @@ def compare(
         return []
     notes = []
     different = _different_state(state_before, whole, parts, near=plan.near)
-    if different:
+    if different or state_matters:
         without_rules = on_ranks(halves, combines=False)
-        still_different = _different_state(
+        by_samples = _different_state(
             state_before, whole, without_rules, near=plan.near
         )
-        notes = combiner.judge(different, set(different) - set(still_different))
+        if by_samples and state_matters:
+            raise ValueError(
+                "the model reads in a micro-batch what the samples of the one before have changed "
+                f"({join(by_samples)}), which other ranks do not know: use --accumulation_steps=1, "
+                "or one rank"
+            )
+        notes = combiner.judge(different, set(different) - set(by_samples))
     _check_gradients(plan, whole, parts[0])
     return notes
 
