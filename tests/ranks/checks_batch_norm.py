@@ -13,7 +13,7 @@ from refusals import refused
 from small_models import Block, Called, Cell, Net, functional
 
 from hvdkit.ranks import agreement
-from hvdkit.ranks.world import kept_numbers, raw
+from hvdkit.ranks.world import raw
 from hvdkit.train.layers import batch_norm
 
 bn = layers.BatchNormalization
@@ -28,7 +28,6 @@ def uneven(world, seed=0):
     return whole.astype(np.float32), slice(start, start + sizes[world.rank])
 
 
-@kept_numbers()
 def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
     """Also of Keras's operations, which it has with op determinism."""
     layer = batch_norm.SyncBatchNormalization(name="b")

@@ -363,7 +363,6 @@ def slow_check_a_tasks_optimizers_are_those_of_plain_keras_and_resume(world):
         same(ended.weights(), [v.numpy() for v in model.variables], 1e-12)
 
 
-@kept_numbers()
 def check_averages_of_groups_are_kerass_and_resume_and_a_changed_rule_is_named(world):
     settings = WITHOUT_MOMENTUM | {"base_lr": 0.05, "ema_decay": 0.5, "eval_every": 1}
     train = partial(fit, world, **settings)
@@ -469,7 +468,6 @@ class ByPlateau:
         return model
 
 
-@kept_numbers()
 def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
     """A run that goes on, one that ended after an evaluation, two that a signal stopped."""
     folder(world)

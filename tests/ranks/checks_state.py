@@ -22,7 +22,7 @@ from small_runs import (
 )
 
 from hvdkit.data.sampler import Sampler
-from hvdkit.ranks.world import kept_numbers, set_precision
+from hvdkit.ranks.world import set_precision
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.stop import DIVERGED, WRONG_USE
@@ -72,7 +72,6 @@ def plain(model: keras.Model, batches=((X, Y),) * 3) -> list[np.ndarray]:
     return [v.numpy() for v in model.trainable_variables]
 
 
-@kept_numbers()
 def slow_check_layers_compute_with_the_constants_of_restored_and_broadcast_variables(
     world,
 ):
@@ -285,7 +284,6 @@ class Keeping12(Keeping):
     size = 12
 
 
-@kept_numbers()
 def check_state_combines_as_one_process_has_it(world):
     """Resumed once on real ranks; virtual ones weigh shares alike."""
     train = partial(fit, world, seed=1, **WHOLE)
