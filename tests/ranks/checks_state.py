@@ -323,7 +323,7 @@ class Centred(keras.layers.Layer):
 
 
 def check_a_micro_batch_must_not_read_what_samples_of_another_changed(world):
-    """Ranks would read their own; what a pass changes alike on all of them is no matter."""
+    """Each rank would read its own; what a pass changes alike on all ranks may be read."""
 
     class Task(Small):
         def build_model(self):
