@@ -25,7 +25,8 @@ import psutil
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WRONG_USE, SAVED, NOT_NOW, ENDED_BY_CTRL_C = 2, 75, 76, 130
-# Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
+# Codes of a launcher whose ranks a request ended before they had a handler: there is nothing yet to
+# save. Over Gloo Horovod's own may end with 0 then.
 TOO_EARLY = {128 + number for number in REQUESTS}
 # SIGINTs this close together, in seconds, are one: make passes the terminal's on.
 ONE_PRESS = 0.5
@@ -40,6 +41,7 @@ class Stop:
 
     def __init__(self, launcher: int) -> None:
         self.asked = False
+        self.came_too_early = False  # for any rank to save
         self._launcher = launcher
         self._pressed: float | None = None  # when Ctrl-C came first
         for number in REQUESTS:
@@ -78,6 +80,7 @@ class Stop:
 
     def _end(self, *_: object) -> None:
         """Ends a launcher that has no rank to save: its process group is it and mpirun."""
+        self.came_too_early = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._launcher, signal.SIGTERM)
 
@@ -146,8 +149,15 @@ def launch() -> None:
         launcher.run_commandline()
     except Exception as error:
         # Over Gloo, the first rank that failed: Horovod has printed its number and code.
-        code = re.search(r"^Exit code: (\d+)$", str(error), re.MULTILINE)
-        sys.exit(int(code[1]) if code else f"error: horovodrun: {error}")
+        ended = re.search(r"^Exit code: (-?\d+)$", str(error), re.MULTILINE)
+        if not ended:
+            sys.exit(f"error: horovodrun: {error}")
+        sys.exit(exit_code(int(ended[1])))
+
+
+def exit_code(of_child: int) -> int:
+    """A shell's code for a child's, which is negative where a signal ended it."""
+    return of_child if of_child >= 0 else 128 - of_child
 
 
 def refuse(text: str, code: int = WRONG_USE) -> NoReturn:
@@ -248,9 +258,9 @@ def main() -> int:
             return 0
         stop = Stop(launcher)
         _, status = os.waitpid(launcher, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        code = 128 - code
+    code = exit_code(os.waitstatus_to_exitcode(status))
+    if stop.came_too_early and code == 0:
+        return SAVED
     return SAVED if stop.asked and code in TOO_EARLY else code
 
 

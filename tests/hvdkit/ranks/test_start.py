@@ -184,7 +184,8 @@ from hvdkit.stop import Stop
 try:
     ranks = world.connect(30)
     total = hvd.allreduce(tf.constant(2.0), op=hvd.Sum, name="total")
-    print("connected", ranks.size, ranks.broadcast_object({"sum": float(total)}, "total"))
+    total = ranks.broadcast_object({"sum": float(total)}, "total")
+    print(f"connected {ranks.size} {total}")
     world.finish(ranks)
 except Stop as stop:
     print("stopped", stop.code, stop)
