@@ -14,7 +14,7 @@ test: setup ## all tests, two files at a time, and the twenty slowest; what fail
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(ARGS) || \
 		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 $(ARGS); }
 
-slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; an hour and a quarter
+slow-test: setup ## what make test leaves out: set-ups of every kind, forks' own tests; 80 minutes
 	@$(IN_VENV) pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS) || \
 		{ [ $$? = 1 ] && $(IN_VENV) pytest --last-failed --maxfail=3 -m slow $(ARGS); }
 

@@ -25,8 +25,7 @@ import psutil
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 WRONG_USE, SAVED, NOT_NOW, ENDED_BY_CTRL_C = 2, 75, 76, 130
-# Codes of a launcher whose ranks a request ended before they had a handler: there is nothing yet to
-# save. Over Gloo Horovod's own may end with 0 then.
+# Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
 TOO_EARLY = {128 + number for number in REQUESTS}
 # SIGINTs this close together, in seconds, are one: make passes the terminal's on.
 ONE_PRESS = 0.5
@@ -41,7 +40,7 @@ class Stop:
 
     def __init__(self, launcher: int) -> None:
         self.asked = False
-        self.came_too_early = False  # for any rank to save
+        self.came_too_early = False  # no rank had a handler yet
         self._launcher = launcher
         self._pressed: float | None = None  # when Ctrl-C came first
         for number in REQUESTS:
@@ -259,7 +258,7 @@ def main() -> int:
         stop = Stop(launcher)
         _, status = os.waitpid(launcher, 0)
     code = exit_code(os.waitstatus_to_exitcode(status))
-    if stop.came_too_early and code == 0:
+    if stop.came_too_early and code == 0:  # Horovod's own over Gloo, now and then
         return SAVED
     return SAVED if stop.asked and code in TOO_EARLY else code
 

@@ -1,7 +1,7 @@
 """Builds the image and trains in it: in one container, and in two over ssh.
 
 make image-test    as root, with buildah and debootstrap; 25 minutes; with Docker, compose too
-IMAGE_DEVICE=gpu make image-test    the image for GPUs, trained in on CPUs; 30 GB
+IMAGE_DEVICE=gpu make image-test    the image for GPUs, trained in on CPUs; 60 GB
 """
 
 import importlib.metadata

@@ -269,9 +269,9 @@ def check_a_weight_that_is_negative_or_no_number_ends_the_run_by_name(world):
     scored = weighted({}, evaluated=-2.0)
     words = "a weight of the task's loss is -2 but weights are finite numbers from 0 up"
     # One rank divides no batch, so that it tries no samples before its first step.
-    place = "evaluating " + (
-        "a few samples" if world.size > 1 else "the validation data"
-    )
+    place = "evaluating the validation data"
+    if world.size > 1:
+        place = "evaluating a few samples"
     trained(world, scored, place, words, code=WRONG_USE)
     # Of none of the samples that are tried.
     scored = weighted({}, evaluated=-2.0, place=8)

@@ -116,8 +116,8 @@ def assert_same_weights(
       AssertionError: a run did not end well, or a weight differs by more than 1e-9 of the largest
         of its array; the message names it. An array counts as no smaller than a millionth of the
         largest weight: what attention adds to all keys has no gradient but rounding. A weight that
-        the model keeps in another type in any case, as Keras does factors of LoRA, may differ by
-        100 times that type's rounding.
+        is not float64, as Keras's factors of LoRA never are, may differ by 100 times its type's
+        rounding.
     """
     first, *others = ranks
     expected = _weights(flags, first, steps)

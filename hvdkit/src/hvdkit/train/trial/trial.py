@@ -219,8 +219,8 @@ def compare(
             _check_sums(plan, whole, parts)
             _check_gradients(plan, whole, parts[0])
         except ValueError:
-            # State that a forward pass changes is another one in the next micro-batch, which says
-            # nothing of the samples: as on two ranks, their two parts begin with the same state.
+            # The cause may be state: a forward pass changes it, and the next micro-batch reads it.
+            # Two ranks, below, begin with the same state, so there only the samples count.
             state_matters = combiner.changes()
             if not state_matters:
                 raise
