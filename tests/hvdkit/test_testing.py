@@ -1,10 +1,13 @@
 """hvdkit.testing in a fork: its own flags, its default.cfg, a train.py without make_step."""
 
+import math
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hvdkit import testing
@@ -20,6 +23,7 @@ def fork(tmp_path):
         shutil.copy(PROJECT / name, tmp_path / name)
     (tmp_path / "configs").mkdir()
     lines = "--task=blank\n--num_classes=3\n--global_batch_size=8\n--virtual_ranks=2\n--jit\n"
+    lines += "--early_stop_evals=2\n"
     (tmp_path / "configs/default.cfg").write_text(lines)
     project.use(tmp_path)
     yield tmp_path
@@ -78,3 +82,20 @@ def test_a_test_is_of_the_project_that_it_lies_in(tmp_path):
         )
         count = 2 if tests == "models" else 1
         assert f"{count} passed" in ended.stdout, (folder, ended.stdout)
+
+
+def test_weights_are_compared_by_weights_not_by_seeds_or_masks():
+    """A seed's state is a large number, by which any weights would be near each other."""
+    seed = np.array([909925048, 3])
+    weight = np.array([0.1, -0.2])
+    assert testing._largest(seed) == 0.0
+    difference = partial(testing._relative_difference, least_scale=1e-30)
+    assert difference(weight, weight * [1, 1 + 5e-6]) == pytest.approx(5e-6)
+    assert difference(seed, seed + 1) == math.inf
+
+    mask = np.array([0.0, -np.inf])
+    assert difference(mask, mask) == 0.0
+    assert difference(mask, np.zeros(2)) == math.inf
+    flags = np.array([True, False])
+    assert difference(flags, flags) == 0.0
+    assert difference(flags, ~flags) == math.inf

@@ -342,6 +342,149 @@ def check_a_micro_batch_must_not_read_what_samples_of_another_changed(world):
     refused(world, Task, "centred/mean", "--accumulation_steps=1", accumulation_steps=2)
 
 
+class Codes(keras.layers.Layer):
+    """Trained factors that a forward pass moves too, as codes of a vector quantization."""
+
+    def build(self, shape):
+        self.codes = self.add_weight(
+            shape=(shape[-1],), initializer="ones", name="codes"
+        )
+
+    def call(self, x, training=False):
+        scaled = x * self.codes
+        if training:
+            self.codes.assign(0.5 * self.codes + 0.5 * keras.ops.mean(x, axis=0))
+        return scaled
+
+
+def check_a_weight_that_a_forward_pass_sets_is_state(world):
+    """It comes together by a rule or is refused, and a step that is skipped leaves it alone."""
+
+    class Task(Small):
+        def sources(self):
+            training, validation = numbers(1, 60), numbers(2, 20)
+            training._arrays["x"][7] = np.nan  # one step of each epoch
+            return training, validation
+
+        def build_model(self):
+            return classifier(Codes())
+
+    class Ruled(Task):
+        combines: ClassVar = {"*/codes": "mean"}
+
+    ended = fit(world, Ruled, num_steps=5, global_batch_size=12)
+    if world.is_chief:
+        assert ended.summary["skipped_steps"] == 1
+    assert all(np.isfinite(weight).all() for weight in ended.weights())
+    if world.size > 1:
+        refused(world, Task, "codes", "`combines`")
+
+
+class Counts(keras.layers.Layer):
+    """How often each input was positive, which nothing reads."""
+
+    combines = "sum"
+
+    def build(self, shape):
+        self.seen = self.add_weight(
+            shape=(shape[-1],), initializer="zeros", trainable=False, name="seen"
+        )
+
+    def call(self, x, training=False):
+        if training:
+            positive = keras.ops.cast(x > 0, self.seen.dtype)
+            self.seen.assign_add(keras.ops.sum(positive, axis=0))
+        return x
+
+
+def check_accumulation_takes_draws_and_counters_beside_state_that_is_read(world):
+    """No micro-batch reads the counter; others draw other numbers, and other kernels are used."""
+
+    class Task(Small):
+        def build_model(self):
+            dense = keras.layers.Dense(FEATURES, activity_regularizer="l2")
+            return classifier(
+                keras.layers.SpectralNormalization(dense),
+                Counts(),
+                keras.layers.Dropout(0.5),
+            )
+
+    fit(world, Task, accumulation_steps=2)
+
+
+class Redrawn(keras.layers.Layer):
+    """A random projection, drawn anew at each step."""
+
+    def __init__(self, seeds: type):
+        super().__init__()
+        self.seeds = seeds(3)
+
+    def build(self, shape):
+        self.projection = self.add_weight(
+            shape=(shape[-1], 5),
+            initializer="zeros",
+            trainable=False,
+            name="projection",
+        )
+
+    def call(self, x, training=False):
+        if training:
+            drawn = keras.random.normal(self.projection.shape, seed=self.seeds)
+            self.projection.assign(drawn)
+        return x @ self.projection
+
+
+def check_state_of_random_numbers_is_drawn_alike_on_all_ranks(world):
+    class SharedSeeds(keras.random.SeedGenerator):
+        pass
+
+    def task(seeds: type) -> type:
+        class Task(Small):
+            def build_model(self):
+                return classifier(Redrawn(seeds))
+
+        return Task
+
+    fit(world, task(SharedSeeds))
+    own = task(keras.random.SeedGenerator)
+    if world.size > 1:
+        refused(world, own, "projection", "SharedSeeds")
+    else:
+        refused(world, own, "projection", "SharedSeeds", virtual_ranks=2)
+
+
+class Newest(keras.layers.Layer):
+    """The newest samples' hashes, which have more digits than a float64."""
+
+    combines = "concatenate"
+
+    def build(self, shape):
+        self.hashes = self.add_weight(
+            shape=(12,),
+            dtype="int64",
+            initializer="zeros",
+            trainable=False,
+            name="hashes",
+        )
+
+    def call(self, x, training=False):
+        if training:
+            hashes = 2**62 + tf.cast(tf.round(1000 * x[:, 0]), tf.int64)
+            self.hashes.assign(tf.concat([self.hashes, hashes], 0)[-12:])
+        return x
+
+
+def check_virtual_ranks_keep_whole_numbers_to_the_last_digit(world):
+    class Task(Small):
+        def build_model(self):
+            return classifier(Newest())
+
+    ended = fit(world, Task, num_steps=1, virtual_ranks=3, global_batch_size=12)
+    hashes = next(v.numpy() for v in ended.model.variables if v.name == "hashes")
+    known = 2**62 + np.round(1000 * numbers(1, 60)._arrays["x"][:, 0]).astype(np.int64)
+    assert set(hashes.tolist()) <= set(known.tolist())
+
+
 def slow_check_state_without_a_rule_is_refused_before_the_first_step(world):
     def keeping(rules: dict) -> type:
         class Ruled(Keeping):

@@ -5,12 +5,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import changes
 from hvdkit.checkpoint.files import Manifest
 from hvdkit.observe import compare
+from hvdkit.train.step.combine import Rule, from_ordered, to_ordered
+from hvdkit.train.virtual import passes
 from ranks import CHECKS, PROJECT, names_of_checks, run_checks
 
 FILE = CHECKS / "checks_virtual.py"
@@ -167,3 +171,29 @@ def test_a_resume_names_what_makes_other_bits_but_not_the_number_of_ranks():
         "--virtual_ranks was 4, is 6",
         "--cpu_threads was 1, is 2",
     ]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        tf.constant([-(2**62) - 1, -1, 0, 2**62 + 1], tf.int64),
+        tf.constant([-np.inf, -1.5, -1e-300, 0.0, 2.0, np.inf], tf.float64),
+        tf.constant([-1.5, 0.0, 2.0], tf.bfloat16),
+    ],
+    ids=lambda values: values.dtype.name,
+)
+@pytest.mark.parametrize("kind", ["max", "min", "concatenate"])
+def test_numbers_of_state_are_in_its_order_and_give_it_back(values, kind):
+    rule = Rule(kind)
+    numbers = to_ordered(rule, values)
+    back = from_ordered(rule, tf.zeros_like(values), numbers)
+    np.testing.assert_array_equal(back.numpy(), values.numpy())
+    steps = np.diff(numbers.numpy().astype(object))
+    assert all(step < 0 if kind == "min" else step > 0 for step in steps)
+
+
+def test_state_that_virtual_ranks_change_each_in_its_own_way_ends_the_run():
+    variable = tf.Variable([1.0, np.nan], name="projection")
+    passes._check_same(variable, tf.constant([1.0, np.nan]))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="projection"):
+        passes._check_same(variable, tf.constant([0.5, np.nan]))

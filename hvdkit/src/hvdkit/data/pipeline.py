@@ -328,7 +328,7 @@ class TrainingFeed:
         self._order = order
         # Samples that this rank reads for a step.
         self._size = order.micro_batches * order.local_micro_size
-        self._reader = reader
+        self.reader = reader
         self._step = first_step
         self._num_steps = num_steps
         self._workers = workers
@@ -374,7 +374,7 @@ class TrainingFeed:
                 lambda t: tf.reshape(t, [*shape, *t.shape[1:]]), batch
             )
 
-        return self._reader.batches(groups, self._size, self._workers).map(fold)
+        return self.reader.batches(groups, self._size, self._workers).map(fold)
 
     def _open(self) -> None:
         # A GPU gets batches in its own memory, copied during the step before. GPUs hold no text.
@@ -418,7 +418,7 @@ class TrainingFeed:
                 # The first time, the bad samples are searched for below. Once all are good by
                 # themselves, the disk failed again, or no sample alone causes the error.
                 if good is not None and not pause(error, pauses):
-                    raise ValueError(self._reader.explain(good, error)) from None
+                    raise ValueError(self.reader.explain(good, error)) from None
             if good is None:
                 ids, keys = self._order.local_samples(tf.constant(self._step, tf.int64))
                 good = [
@@ -436,12 +436,12 @@ class TrainingFeed:
 
         Its key is [draw, 0]. Raises ValueError where none can be read.
         """
-        size = len(self._reader.source)
+        size = len(self.reader.source)
         key = tf.constant([draw, 0], tf.int32)
         number = place
         while True:
             try:
-                return self._reader.read_one(number % size, key)
+                return self.reader.read_one(number % size, key)
             except BadSample:
                 number += 1
                 if not self._replaces or number == place + size:
@@ -476,7 +476,7 @@ class TrainingFeed:
     def _fault(self, index: int, key: tf.Tensor) -> BadSample | None:
         """Why a sample or its partner cannot be read; ValueError: the disk fails time and again."""
         try:
-            self._reader.read_one(index, key)
+            self.reader.read_one(index, key)
             return None
         except BadSample as fault:
             return fault

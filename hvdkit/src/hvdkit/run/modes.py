@@ -62,7 +62,8 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
     config = parts.config
     world = parts.world
     mode = of(config)
-    trial.try_out(parts.step, parts.feed.sample)
+    size = len(parts.feed.reader.source)
+    trial.try_out(parts.step, parts.feed.sample, size=size)
     with world.fail_together("reading the settings"):
         trackers.kinds(config.tracker_names if world.is_chief else ())
     if mode == "benchmark":

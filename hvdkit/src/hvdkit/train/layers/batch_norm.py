@@ -9,6 +9,7 @@ N ranks compute what one would.
 """
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -165,10 +166,12 @@ def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
                 object.__setattr__(layer, "call", call)
 
 
-def _resting(
-    layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None
-) -> tf.Tensor:
-    return type(layer).call(layer, inputs, training=False, mask=mask)
+def _resting(layer: Any, *inputs: Any, **others: Any) -> tf.Tensor:
+    """Its `call` as in evaluation. A subclass may take more inputs, in an order of its own."""
+    call = type(layer).call
+    given = inspect.signature(call).bind(layer, *inputs, **others)
+    given.arguments["training"] = False
+    return call(*given.args, **given.kwargs)
 
 
 def _fused(

@@ -50,6 +50,11 @@ def draw_by_rank(model: keras.Model) -> None:
             generator.__class__ = RankSeedGenerator
 
 
+def draws_by_rank(generator: keras.random.SeedGenerator) -> bool:
+    """Whether `draw_by_rank` makes it one that does: subclasses of Keras's stay as they are."""
+    return type(generator) in (keras.random.SeedGenerator, RankSeedGenerator)
+
+
 @contextlib.contextmanager
 def same_in_each_row(layers: Sequence[keras.Layer]) -> Iterator[None]:
     """Inside, each row of a batch draws what the first one does, alike on all ranks."""
@@ -69,15 +74,21 @@ def same_in_each_row(layers: Sequence[keras.Layer]) -> Iterator[None]:
 
 
 def _repeating(draw: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """`draw` of a shape, whose rows are all the first one."""
+    """`draw` of a shape, whose rows are all the first one.
+
+    In three dimensions and more its columns too: samples may lie along the second dimension, as in
+    [time, batch, features].
+    """
 
     def drawn(shape: Any, *arguments: Any, **options: Any) -> tf.Tensor:
         shape = tf.convert_to_tensor(shape)
-        if not shape.shape[0]:
+        rank = shape.shape[0]
+        if not rank:
             return draw(shape, *arguments, **options)
-        shape_of_one = tf.concat([tf.ones([1], shape.dtype), shape[1:]], 0)
-        row = draw(shape_of_one, *arguments, **options)
-        return tf.repeat(row, shape[0], 0)
+        repeated = 2 if rank > 2 else 1
+        ones = tf.ones([repeated], shape.dtype)
+        once = draw(tf.concat([ones, shape[repeated:]], 0), *arguments, **options)
+        return tf.broadcast_to(once, shape)
 
     return drawn
 

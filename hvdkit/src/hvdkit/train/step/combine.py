@@ -83,6 +83,13 @@ def rules(state: State, task: Any) -> dict[int, Rule]:
         )
         if rule:
             rule_of[id(raw(variable))] = _rule(rule, name)
+    for name, variable in state.variables.items():
+        found = rule_of.get(id(raw(variable)), SAME)
+        if raw(variable).dtype.is_complex and found.kind != "same":
+            raise ValueError(
+                f"{name} combines by {found.kind!r}, which complex numbers do not: keep its real "
+                "and imaginary part in variables of their own"
+            )
     for key in patterns:
         if key in unused:
             raise ValueError(f"the task's combines: no variable's name is like {key!r}")
@@ -141,10 +148,33 @@ class Combiner:
         """State as it is, by name, but for what ranks may hold for themselves in between."""
         return {name: raw(v).numpy() for name, v in self._named().items()}
 
+    def kept(
+        self, names: Collection[str], draw: int
+    ) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """State of these names that a forward pass changes, and the seeds; each with its value.
+
+        `draw`: added to the seeds that differ between ranks (`RankSeedGenerator`).
+        """
+        pairs = []
+        for name, variable in self._named().items():
+            if name in names and self.assigns(raw(variable)):
+                pairs.append((raw(variable), raw(variable).read_value()))
+        for generator in dropout.generators(self._state.task_state.layers):
+            seed = raw(generator.state)
+            value = seed.read_value()
+            if draw and dropout.draws_by_rank(generator):
+                value += tf.constant([draw, 0], value.dtype)
+            pairs.append((seed, value))
+        return pairs
+
     def _named(self) -> dict[str, Any]:
         untrained = {id(variable) for variable in self._state.untrained}
         shared = untrained - moving_ids(self._state.model) - self._seeds
+        shared |= {id(weight) for weight in self._weights() if self.assigns(weight)}
         return {n: v for n, v in self._state.variables.items() if id(raw(v)) in shared}
+
+    def _weights(self) -> list[tf.Variable]:
+        return [raw(weight) for weight in self._state.model.trainable_variables]
 
     def over_ranks(
         self,
@@ -163,7 +193,8 @@ class Combiner:
         steps = 1
         if variables is None:
             steps = self._steps
-            variables = [v for v in self._state.of_forward if self.assigns(v)]
+            candidates = [*self._state.of_forward, *self._weights()]
+            variables = [v for v in candidates if self.assigns(v)]
         changed = self._changed(variables, before)
         check_micro_batches(changed, self._steps)
 
@@ -171,13 +202,13 @@ class Combiner:
         largest = []
         rows: list[tf.Tensor] = []
         for variable, rule, start in changed:
-            value = tf.cast(variable.read_value(), tf.float64)
             if rule.kind == "mean":
-                sums.append(value * self._share)
+                sums.append(tf.cast(variable, tf.float64) * self._share)
             elif rule.kind == "sum":
-                sums.append(value - rule.number**steps * tf.cast(start, tf.float64))
+                old = rule.number**steps * tf.cast(start, tf.float64)
+                sums.append(tf.cast(variable, tf.float64) - old)
             elif rule.kind in ("max", "min"):
-                largest.append(value if rule.kind == "max" else -value)
+                largest.append(to_ordered(rule, variable.read_value()))
             elif rule.kind == "concatenate":
                 added = variable.read_value()[-self._samples * int(rule.number) :]
                 rows.append(hvd.allgather(added, name=f"state.rows.{len(rows)}"))
@@ -188,7 +219,7 @@ class Combiner:
             if rule.kind == "concatenate":
                 variable.assign(joined(start, rows.pop(0)))
             elif rule.kind in ("max", "min"):
-                variable.assign(settled(rule, start, largest.pop(0), steps=steps))
+                variable.assign(from_ordered(rule, start, largest.pop(0)))
             elif rule.kind in ("mean", "sum"):
                 variable.assign(settled(rule, start, sums.pop(0), steps=steps))
 
@@ -254,6 +285,16 @@ class Combiner:
             )
         return notes
 
+    def refuse_draws(self, names: Sequence[str]) -> None:
+        """Raises ValueError for state that ranks change otherwise, as each draws for itself."""
+        raise ValueError(
+            f"the forward pass changes {join(names)} by random numbers, which each rank draws for "
+            "itself: declare how the ranks' values come together, `combines` in the layer or the "
+            f"task: {join(KINDS[:-1], 9)} (hvdkit/train/step/combine.py), or draw them alike on "
+            "all ranks, with a generator of a class of your own, "
+            "class SharedSeeds(keras.random.SeedGenerator)"
+        )
+
 
 def _seeds(state: State) -> list[tf.Variable]:
     return [
@@ -288,15 +329,44 @@ def joined(start: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
 def settled(
     rule: Rule, before: tf.Tensor, value: tf.Tensor, *, steps: int
 ) -> tf.Tensor:
-    """From a float64 total, in a row, to the new value."""
+    """From a float64 total of means or sums, in a row, to the new value."""
     value = tf.reshape(value, before.shape)
     if rule.kind == "sum":
         value += rule.number**steps * tf.cast(before, tf.float64)
-    if rule.kind == "min":
-        value = -value
     if before.dtype.is_integer:
         value = tf.round(value)
     return tf.cast(value, before.dtype)
+
+
+def to_ordered(rule: Rule, value: tf.Tensor) -> tf.Tensor:
+    """int64 numbers of a value's size: the largest one is the rule's choice, to the last bit.
+
+    float64 would round whole numbers above 2**53, such as hashes.
+    """
+    if value.dtype.is_floating:
+        numbers = _in_order(tf.bitcast(tf.cast(value, tf.float64), tf.int64))
+    else:
+        numbers = tf.cast(value, tf.int64)
+    return tf.bitwise.invert(numbers) if rule.kind == "min" else numbers
+
+
+def from_ordered(rule: Rule, before: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    """The value that `to_ordered` made numbers of, which may be in a row."""
+    numbers = tf.reshape(numbers, before.shape)
+    if rule.kind == "min":
+        numbers = tf.bitwise.invert(numbers)
+    if before.dtype.is_floating:
+        numbers = tf.bitcast(_in_order(numbers), tf.float64)
+    return tf.cast(numbers, before.dtype)
+
+
+def _in_order(bits: tf.Tensor) -> tf.Tensor:
+    """Bits of doubles as whole numbers in their order, and back.
+
+    Of two negative doubles the bits of the smaller one are the larger.
+    """
+    reversed_bits = tf.bitwise.bitwise_xor(bits, tf.constant(tf.int64.max, tf.int64))
+    return tf.where(bits < 0, reversed_bits, bits)
 
 
 def split_by_change(

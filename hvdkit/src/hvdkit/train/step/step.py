@@ -22,7 +22,7 @@ model adds losses, the backward pass waits for all ranks' sums and takes the who
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,6 +75,9 @@ class SimulatedShare(NamedTuple):
     samples: Sequence[int]  # how many each rank has
     steps: int = 1  # number of micro-batches
     combines: bool = True  # whether state is combined by its rules
+    # Names of state with which each forward pass begins as the first one did.
+    kept: Collection[str] = ()
+    draw: int = 0  # to draw other random numbers than with 0
 
 
 class Step:
@@ -130,8 +133,9 @@ class Step:
         self._rows = across.Batch(
             settings.global_batch_size, world.rank, world.size, refused
         )
-        # What a forward pass in training changes: moving statistics, seeds, a layer's counters.
-        self._untrained = state.of_forward
+        # What a forward pass in training may change: moving statistics, seeds, a layer's counters,
+        # and weights, as Keras's SpectralNormalization does.
+        self._of_forward = [*state.of_forward, *self.weights]
         # What a step's function may change by itself, outside of forward passes.
         self._guarded = [*self.weights, *state.untrained]
         # For each variable: whether it has a gradient. Empty until the step is traced.
@@ -140,6 +144,8 @@ class Step:
         self._terms: tuple[str, ...] = ()  # names of the newest loss's terms
         self._tracing: Tracing | None = None
         self._is_tried = False  # whether it is a simulated rank's, in a trial
+        # In a trial: state with which each forward pass begins, and its values.
+        self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
 
     # ---- what a step calls ------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ class Step:
         # On a GPU, XLA reads no variable that is on the host.
         device = self.weights[0].device
         readable = [
-            variable for variable in self._untrained if variable.device == device
+            variable for variable in self._of_forward if variable.device == device
         ]
 
         def passes(batch: Example, votes: tf.Tensor):
@@ -334,7 +340,7 @@ class Step:
     def _update_or_undo(self, inputs: updating.UpdateInputs) -> Result:
         tracing = self._tracing_for("run.update")
         undo = []
-        for variable in self._untrained:
+        for variable in self._of_forward:
             if self.combiner.assigns(variable):
                 place = id(variable)
                 undo.append(
@@ -440,6 +446,8 @@ class Step:
         """Of a micro-batch: scalars to differentiate, and its sums (`Forward`)."""
         tracing = self._tracing_for("run.loss")
         model = self.state.model
+        for variable, value in self._kept:
+            variable.assign(value)
         samples = tf.nest.flatten(micro)[0].shape[0]  # of this rank, in a micro-batch
         graph = tf.compat.v1.get_default_graph()
         names_before = graph_checks.names(graph)
@@ -622,7 +630,8 @@ class Step:
     ) -> Iterator[None]:
         """Inside, this is the step of a simulated rank, of a small batch; afterwards as it was.
 
-        `batch` is the rank's; `changed`: what the step's function changes by itself.
+        `batch` is the rank's; `changed`: what the step's function changes by itself. Each forward
+        pass draws the same random numbers.
         """
         attributes = dict(vars(self))
         samples = sum(share.samples)
@@ -646,6 +655,7 @@ class Step:
             self.combiner = self.combiner.of_part(
                 self.world, self.settings, batch, uses=share.combines
             )
+            self._kept = self.combiner.kept(share.kept, share.draw)
             yield
         finally:
             vars(self).update(attributes)

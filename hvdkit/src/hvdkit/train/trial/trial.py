@@ -8,7 +8,7 @@ SGD: it makes no large step of a rounding error.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -48,24 +48,26 @@ class Outcome(NamedTuple):
 class Plan(NamedTuple):
     """How a step is tried.
 
-    `samples` in all; `by_ranks`: on two ranks; `by_steps`: in two micro-batches; `near`: relative
-    difference that sums in another order may have; `whose`: loss it is, for messages.
+    `samples` in all; `by_ranks`: on two ranks; `by_steps`: in two micro-batches; `compares`: the
+    whole with its parts, which does not do where a sample's place decides what it draws; `near`:
+    relative difference that sums in another order may have; `whose`: loss it is, for messages.
     """
 
     samples: int
+    compares: bool
     by_ranks: bool
     by_steps: bool
     near: float
     whose: str
 
 
-def try_out(step: Step, sample: Callable[..., Example]) -> None:
+def try_out(step: Step, sample: Callable[..., Example], *, size: int) -> None:
     """Stop, on all ranks, where the step is another on parts of a batch than on the whole.
 
     Steps that are the template's, of a loss that compares no samples, are tried in evaluation
     (`Evaluator.check_loss`), which takes less time.
 
-    `sample(place, draw=...)`: one example of the training set.
+    `sample(place, draw=...)`: one example of the training set, which has `size`.
     """
     mixes = bool(getattr(step.task, "mixes", False))
     if not _is_needed(step, mixes):
@@ -75,13 +77,27 @@ def try_out(step: Step, sample: Callable[..., Example]) -> None:
         examples = []
         for number in range(plan.samples):
             place = step.world.rank * plan.samples + number
-            examples.append(sample(place, draw=place if mixes else 0))
+            example = sample(
+                _spread(place, plan.samples * step.world.size, size),
+                draw=place if mixes else 0,
+            )
+            examples.append(example)
         with at_rest(step.state.task_state.layers):
             for function, changed in step.functions:
                 for number in _steps_to_try(step):
                     run = partial(_outcome, step, function, changed, number)
-                    for note in compare(plan, examples, run, combiner=step.combiner):
+                    comparison = Comparison(plan, examples, run, combiner=step.combiner)
+                    for note in comparison.notes():
                         say(step.world, f"note: {note}")
+
+
+def _spread(number: int, count: int, size: int) -> int:
+    """Where sample `number` of `count` lies in a set of `size`: pairs, far from each other.
+
+    Neighbours are often of one class, and others of another: a loss may compare only these.
+    """
+    pairs = -(-count // 2)
+    return number // 2 * max(size // pairs, 2) + number % 2
 
 
 def _is_of_user(step: Step) -> bool:
@@ -93,8 +109,10 @@ def _by_ranks(step: Step) -> bool:
 
 
 def _is_needed(step: Step, mixes: bool) -> bool:
-    if not objective.divides(step.settings, step.world.size) or step.draws_by_place:
+    if not objective.divides(step.settings, step.world.size):
         return False
+    if step.draws_by_place:
+        return _by_ranks(step) and step.combiner.changes()
     if _is_of_user(step) or across.used or step.adds_of_samples or mixes:
         return True
     return _by_ranks(step) and step.combiner.changes()
@@ -111,6 +129,7 @@ def _plan(step: Step) -> Plan:
     most = tf.nest.flatten(step.spec)[0].shape[1]
     return Plan(
         samples=_number_of_samples(most, is_uneven),
+        compares=not step.draws_by_place,
         by_ranks=by_ranks,
         by_steps=by_steps,
         near=objective.nearness(settings),
@@ -157,7 +176,8 @@ def _outcome(
         user_code,
     ):
         step.state.step.assign(number)
-        leave_zero(step.weights)
+        # Where a forward pass sets a weight, 0 may mean that it has not done so yet.
+        leave_zero([w for w in step.weights if not step.combiner.assigns(w)])
         _, tracing = step.call(
             function, batch, tf.zeros([agreement.NUM_VOTES], tf.float64)
         )
@@ -184,69 +204,123 @@ def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
         tf.config.run_functions_eagerly(eager)
 
 
-def compare(
-    plan: Plan,
-    examples: Sequence[Example],
-    run: Callable[[Example, SimulatedShare], Outcome],
-    *,
-    combiner: combine.Combiner,
-) -> list[str]:
-    """Runs the step on the whole and on parts; notes, a sentence each.
+class Comparison:
+    """A step on the whole of a few samples, and on parts of them; it raises ValueError.
 
-    Raises ValueError where they do not come out alike.
+    `run`: what the step makes of a batch, as a simulated rank.
     """
 
-    def on_ranks(
-        sizes: Sequence[int], *, steps: int = 1, combines: bool = True
+    def __init__(
+        self,
+        plan: Plan,
+        examples: Sequence[Example],
+        run: Callable[[Example, SimulatedShare], Outcome],
+        *,
+        combiner: combine.Combiner,
+    ) -> None:
+        self._plan = plan
+        self._examples = examples
+        self._run = run
+        self._combiner = combiner
+        self._state_before = combiner.values()
+        self._halves = []
+        for rank in range(2):
+            first, last = share(plan.samples, rank, 2)
+            self._halves.append(last - first)
+
+    def notes(self) -> list[str]:
+        """Compares all; notes, a sentence each."""
+        notes = []
+        if self._plan.compares:
+            (whole,) = self._outcomes([self._plan.samples])
+            if self._plan.by_steps:
+                self._check_micro_batches(whole)
+            if self._plan.by_ranks:
+                notes = self._check_ranks(whole)
+        if self._plan.by_ranks and self._combiner.changes():
+            self._check_draws()
+        return notes
+
+    def _outcomes(
+        self,
+        sizes: Sequence[int],
+        *,
+        steps: int = 1,
+        combines: bool = True,
+        kept: Collection[str] = (),
+        draws: bool = False,
     ) -> list[Outcome]:
+        """Of ranks with so many samples; `draws`: whether their random numbers differ."""
+
         def on_rank(rank: int) -> Outcome:
-            first, last = share(plan.samples, rank, len(sizes))
-            batch = _batch(examples[first:last], steps)
-            return run(batch, SimulatedShare(rank, sizes, steps, combines))
+            first, last = share(self._plan.samples, rank, len(sizes))
+            simulated = SimulatedShare(
+                rank=rank,
+                samples=sizes,
+                steps=steps,
+                combines=combines,
+                kept=kept,
+                draw=rank if draws else 0,
+            )
+            return self._run(_batch(self._examples[first:last], steps), simulated)
 
         return simulated_ranks.outcomes(on_rank, sizes)
 
-    halves = []
-    for rank in range(2):
-        first, last = share(plan.samples, rank, 2)
-        halves.append(last - first)
-    state_before = combiner.values()
-    (whole,) = on_ranks([plan.samples])
-    state_matters = False
-    if plan.by_steps:
-        parts = on_ranks([plan.samples], steps=2)
+    def _check_micro_batches(self, whole: Outcome) -> None:
+        """Two micro-batches must give what the whole does, but for state that they may read."""
         try:
-            _check_sums(plan, whole, parts)
-            _check_gradients(plan, whole, parts[0])
+            self._check_steps(whole)
+            return
         except ValueError:
             # The cause may be state: a forward pass changes it, and the next micro-batch reads it.
-            # Two ranks, below, begin with the same state, so there only the samples count.
-            state_matters = combiner.changes()
-            if not state_matters:
+            if not self._combiner.changes():
                 raise
-    if not plan.by_ranks and not state_matters:
-        return []
-
-    parts = on_ranks(halves)
-    _check_sums(plan, whole, parts)
-    if not plan.by_ranks:
-        return []
-    notes = []
-    different = _different_state(state_before, whole, parts, near=plan.near)
-    if different or state_matters:
-        without_rules = on_ranks(halves, combines=False)
-        by_samples = _different_state(
-            state_before, whole, without_rules, near=plan.near
-        )
-        if by_samples and state_matters:
+        self._check_steps(whole, kept=self._state_before)
+        if not self._plan.by_ranks:
+            return
+        by_samples = self._changed_by_samples(whole)
+        alike = [name for name in self._state_before if name not in by_samples]
+        try:
+            self._check_steps(whole, kept=alike)
+        except ValueError:
             raise ValueError(
                 "the model reads in a micro-batch what the samples of the one before have changed "
                 f"({join(by_samples)}), which other ranks do not know: use --accumulation_steps=1, "
                 "or one rank"
-            )
-        notes = combiner.judge(different, set(different) - set(by_samples))
-    _check_gradients(plan, whole, parts[0])
-    return notes
+            ) from None
+
+    def _check_steps(self, whole: Outcome, kept: Collection[str] = ()) -> None:
+        parts = self._outcomes([self._plan.samples], steps=2, kept=kept)
+        _check_sums(self._plan, whole, parts)
+        _check_gradients(self._plan, whole, parts[0])
+
+    def _changed_by_samples(self, whole: Outcome) -> list[str]:
+        """State that would differ between ranks if no rule combined it."""
+        parts = self._outcomes(self._halves, combines=False)
+        return _different_state(self._state_before, whole, parts, near=self._plan.near)
+
+    def _check_ranks(self, whole: Outcome) -> list[str]:
+        parts = self._outcomes(self._halves)
+        _check_sums(self._plan, whole, parts)
+        different = _different_state(
+            self._state_before, whole, parts, near=self._plan.near
+        )
+        notes = []
+        if different:
+            by_samples = self._changed_by_samples(whole)
+            notes = self._combiner.judge(different, set(different) - set(by_samples))
+        _check_gradients(self._plan, whole, parts[0])
+        return notes
+
+    def _check_draws(self) -> None:
+        """What ranks change by random numbers of their own must come together."""
+        one, other = self._outcomes(self._halves, draws=True)
+        different = []
+        for name, start in self._state_before.items():
+            if not _is_equal(one.state[name], other.state[name], start.dtype):
+                different.append(name)
+        if different:
+            self._combiner.refuse_draws(different)
 
 
 def _batch(examples: Sequence[Example], steps: int) -> Example:
@@ -323,10 +397,14 @@ def _different_state(
     names = []
     for name, start in before.items():
         one, other = (part.state[name] for part in parts)
-        are_equal = np.array_equal(one, other, equal_nan=start.dtype.kind == "f")
+        are_equal = _is_equal(one, other, start.dtype)
         if not are_equal or not _is_near(whole.state[name], one, start, near=near):
             names.append(name)
     return names
+
+
+def _is_equal(one: np.ndarray, other: np.ndarray, dtype: np.dtype) -> bool:
+    return np.array_equal(one, other, equal_nan=dtype.kind == "f")
 
 
 def _is_near(
@@ -335,8 +413,10 @@ def _is_near(
     """Whether both changed alike from `start`."""
     if start.dtype.kind != "f":
         return np.array_equal(one, other)
+    rounding = float(np.finfo(start.dtype).eps)
     one, other, start = (x.astype(np.float64) for x in (one, other, start))
     change = np.max(np.abs(one - start), initial=0.0)
     largest = np.max(np.abs(one), initial=0.0)
-    least = near * change + 1e-6 * near * largest + 1e-7
+    # A sum over years of steps is rounded by its size, not by what a step adds.
+    least = near * change + 8 * rounding * largest + 1e-7
     return np.allclose(one, other, rtol=0.0, atol=least, equal_nan=True)

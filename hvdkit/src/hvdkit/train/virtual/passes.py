@@ -33,9 +33,11 @@ from hvdkit.train.step.combine import (
     Rule,
     StateChange,
     check_micro_batches,
+    from_ordered,
     joined,
     settled,
     split_by_change,
+    to_ordered,
 )
 from hvdkit.train.step.gradients import (
     MicroBatches,
@@ -57,6 +59,7 @@ _NUM_FAULTS = 4
 
 _SUMMED = ("mean", "sum")
 _LARGEST = ("max", "min", "same")
+_SMALLEST = Rule("min")
 
 
 class _Sums(NamedTuple):
@@ -66,8 +69,8 @@ class _Sums(NamedTuple):
     # By target, gradients of all variables it depends on, in one [n]; int64 once added up.
     grads: list[tf.Tensor]
     state: tf.Tensor  # int64 [2, n]: all state that is combined by mean or sum
-    largest: tf.Tensor  # float64 [n]: maxima; minima are negated
-    # float64 [n]: rows for queues, at the virtual rank's place among zeros.
+    largest: tf.Tensor  # int64 [n], of which the largest counts (combine.to_ordered)
+    # int64 [n]: rows for queues, in the same numbers, at the virtual rank's place among zeros.
     rows: tf.Tensor
 
 
@@ -311,7 +314,13 @@ class Passes:
             for change in _of_kinds(found.changed, *_SUMMED)
         ]
         largest = [
-            _to_maximum(change) for change in _of_kinds(found.changed, *_LARGEST)
+            to_ordered(change.rule, change.variable.read_value())
+            for change in _of_kinds(found.changed, *_LARGEST)
+        ]
+        # Of what must be the same, the smallest too: it must be the largest.
+        largest += [
+            to_ordered(_SMALLEST, change.variable.read_value())
+            for change in _of_kinds(found.changed, "same")
         ]
         rows = [
             self._placed(change, rank)
@@ -326,8 +335,8 @@ class Passes:
             table=tf.where(own, row, tf.zeros_like(row)),
             grads=packed,
             state=fixed_point.state_to_fixed(state, self._count),
-            largest=tf.cast(fixed_point.pack(largest), tf.float64),
-            rows=tf.cast(fixed_point.pack(rows), tf.float64),
+            largest=_in_a_row(largest),
+            rows=_in_a_row(rows),
         )
 
     def _faults(
@@ -359,7 +368,7 @@ class Passes:
                 f"{variable.name} keeps {variable.shape[0]} rows, fewer than a virtual rank's "
                 "samples add: make it longer, or leave out --virtual_ranks"
             )
-        rows = tf.cast(variable.read_value()[-rank.size * each :], tf.float64)
+        rows = to_ordered(change.rule, variable.read_value()[-rank.size * each :])
         before = rank.first * each
         after = (self._samples - rank.size) * each - before
         rows = tf.pad(rows, [[before, after], *[[0, 0] for _ in variable.shape[1:]]])
@@ -382,6 +391,11 @@ class Passes:
         changes = []
         for variable in self._untrained:
             if id(variable.handle) in changed:
+                if variable.dtype.is_complex:
+                    raise ValueError(
+                        f"the forward pass changes {variable.name}, of complex numbers, which "
+                        "--virtual_ranks does not bring together: leave it out"
+                    )
                 rule = self._rules.get(id(variable), SAME)
                 changes.append(StateChange(variable, rule, before[id(variable)]))
         check_micro_batches(changes, self._steps)
@@ -434,17 +448,21 @@ class Passes:
                     value -= self._count * tf.reshape(old, [-1])
                 variable.assign(settled(rule, before, value, steps=self._steps))
         if largest := _of_kinds(changed, *_LARGEST):
+            same = _of_kinds(changed, "same")
             values = self._sum(total.largest, "virtual.most", op=hvd.Max)
-            for (variable, rule, before), value in split_by_change(largest, values):
-                variable.assign(settled(rule, before, value, steps=self._steps))
+            parts = list(split_by_change([*largest, *same], values))
+            for (variable, rule, before), numbers in parts[: len(largest)]:
+                variable.assign(from_ordered(rule, before, numbers))
+            for (variable, _, before), numbers in parts[len(largest) :]:
+                smallest = from_ordered(_SMALLEST, before, numbers)
+                _check_same(variable, smallest)
         if queues := _of_kinds(changed, "concatenate"):
             every = self._sum(total.rows, "virtual.rows")
             for variable, rule, before in queues:
                 count = self._samples * int(rule.number)
                 size = count * before.shape[1:].num_elements()
-                rows = tf.cast(
-                    tf.reshape(every[:size], [count, *before.shape[1:]]), before.dtype
-                )
+                form = tf.zeros([count, *before.shape[1:]], before.dtype)
+                rows = from_ordered(rule, form, every[:size])
                 every = every[size:]
                 variable.assign(joined(before, rows))
 
@@ -456,7 +474,21 @@ def _of_kinds(changes: Sequence[StateChange], *kinds: str) -> list[StateChange]:
     return [change for change in changes if change.rule.kind in kinds]
 
 
-def _to_maximum(change: StateChange) -> tf.Tensor:
-    """The variable's value, negated where the smallest counts, so that the largest one counts."""
-    value = tf.cast(change.variable, tf.float64)
-    return -value if change.rule.kind == "min" else value
+def _in_a_row(numbers: Sequence[tf.Tensor]) -> tf.Tensor:
+    """int64 [n] of tensors of any shape."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in numbers]
+    return tf.concat([tf.zeros([0], tf.int64), *flat], 0)
+
+
+def _check_same(variable: tf.Variable, smallest: tf.Tensor) -> None:
+    """Ends the run where virtual ranks made other values, of which the variable has the largest."""
+    value = variable.read_value()
+    if value.dtype.is_floating:  # NaN is no number, but the same
+        value = tf.where(tf.math.is_nan(value), tf.zeros_like(value), value)
+        smallest = tf.where(tf.math.is_nan(smallest), tf.zeros_like(smallest), smallest)
+    tf.debugging.assert_equal(
+        value,
+        smallest,
+        f"virtual ranks change {variable.name} each in their own way: declare how their values "
+        "come together, `combines` in the layer or the task (hvdkit/train/step/combine.py)",
+    )
