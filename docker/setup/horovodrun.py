@@ -5,32 +5,40 @@ Gloo's ends with a traceback. Here ranks get SIGUSR1, as from launch/hosts.sh: t
 long it takes, and end with exit code 75. A second Ctrl-C ends everything at once: 130.
 """
 
+import argparse
+import codecs
 import contextlib
 import ctypes
 import errno
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-WRONG_USE, SAVED, NOT_NOW, ENDED_BY_CTRL_C = 2, 75, 76, 130
+WRONG_USE, SAVED, NOT_NOW, NOT_FOUND, ENDED_BY_CTRL_C = 2, 75, 76, 127, 130
 # Codes of ranks that a request ended before they had a handler: there is nothing yet to save.
 TOO_EARLY = {128 + number for number in REQUESTS}
 # SIGINTs this close together, in seconds, are one: make passes the terminal's on.
 ONE_PRESS = 0.5
 # Seconds in which ranks that do not listen yet may end by mpirun's own means.
 STARTING = 5
+# What another horovodrun's ranks have, which Horovod would take for its own.
+OF_A_RANK = re.compile(
+    r"HOROVOD_(RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|GLOO_RENDEZVOUS_.*)"
+)
 PR_SET_PDEATHSIG = 1
 execve = os.execve  # Horovod calls become_mpirun by its name
 
@@ -42,11 +50,12 @@ class Stop:
         self.asked = False
         self.came_too_early = False  # no rank had a handler yet
         self._launcher = launcher
+        self._passed_to_mpirun = 0  # how often
         self._pressed: float | None = None  # when Ctrl-C came first
         for number in REQUESTS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, self._hear)
-        signal.signal(signal.SIGALRM, self._end)
+        signal.signal(signal.SIGALRM, self._pass_on)
 
     def _hear(self, number: int, frame: object) -> None:
         if number == signal.SIGINT:
@@ -65,19 +74,27 @@ class Stop:
                 os.write(2, text.encode())
         self._pass_on()
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, *_: object) -> None:
         """SIGUSR1 to the ranks here; all learn of it. Else to mpirun, for ranks of other hosts."""
         listeners = [process for process in self._processes() if listens(process)]
         ranks = [process for process in listeners if is_rank(process)]
         for process in ranks or listeners:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(signal.SIGUSR1)
-        if not listeners:
+        if not listeners and not self._passed_to_mpirun:
             self._end()
-        elif not ranks:
-            signal.alarm(STARTING)
+        elif listeners and not ranks:
+            self._wait_for_ranks(listeners)
 
-    def _end(self, *_: object) -> None:
+    def _wait_for_ranks(self, listeners: list[psutil.Process]) -> None:
+        """mpirun had no rank yet, or has them on other hosts, where saving has no limit."""
+        self._passed_to_mpirun += 1
+        if self._passed_to_mpirun <= STARTING:
+            signal.alarm(1)
+        elif not any(names_other_hosts(process) for process in listeners):
+            self._end()
+
+    def _end(self) -> None:
         """Ends a launcher that has no rank to save: its process group is it and mpirun."""
         self.came_too_early = True
         with contextlib.suppress(ProcessLookupError):
@@ -116,6 +133,20 @@ def is_rank(process: psutil.Process) -> bool:
     return "HOROVOD_RANK" in names or "OMPI_COMM_WORLD_RANK" in names
 
 
+def names_other_hosts(mpirun: psutil.Process) -> bool:
+    """Whether ranks of it may be on another host: Horovod gives it -H NAME:RANKS,..."""
+    try:
+        words = mpirun.cmdline()
+    except psutil.Error:
+        return False
+    if "-H" not in words[:-1]:
+        return False
+    name = socket.gethostname()
+    own = {"localhost", "127.0.0.1", name, name.partition(".")[0]}
+    hosts = words[words.index("-H") + 1].split(",")
+    return any(host.partition(":")[0] not in own for host in hosts)
+
+
 def built(verbose: bool = False) -> bool:
     """Set-up has tried Gloo and MPI. Horovod would import TensorFlow to ask: seconds, ten lines."""
     return True
@@ -135,12 +166,18 @@ def become_mpirun(shell: str, words: list[str], env: dict[str, str]) -> None:
 def launch() -> None:
     """Horovod's own program, in a process group that Ctrl-C does not reach."""
     os.setpgid(0, 0)
+    # As a background process it may print where the terminal stops such (stty tostop).
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     signal_when_alone(signal.SIGTERM)
     from horovod.runner import launch as launcher
+    from horovod.runner.common.util import safe_shell_exec
 
     launcher.gloo_built = built
     launcher.mpi_built = built
+    safe_shell_exec.codecs = AnyText
     os.execve = become_mpirun
+    parse = launcher.parse_args
+    launcher.parse_args = lambda: checked(parse())
     # Its cache is a file in the home folder, which a container may lack, and names hosts as good
     # for an hour.
     sys.argv.insert(1, "--disable-cache")
@@ -150,8 +187,34 @@ def launch() -> None:
         # Over Gloo, the first rank that failed: Horovod has printed its number and code.
         ended = re.search(r"^Exit code: (-?\d+)$", str(error), re.MULTILINE)
         if not ended:
-            sys.exit(f"error: horovodrun: {error}")
+            is_wrong_use = isinstance(error, (ValueError, LookupError, OSError))
+            refuse(str(error), WRONG_USE if is_wrong_use else 1)
         sys.exit(exit_code(int(ended[1])))
+
+
+class AnyText:
+    """In place of `codecs` where Horovod reads a rank's output: it may be no UTF-8."""
+
+    @staticmethod
+    def getincrementaldecoder(encoding: str) -> Callable[[], codecs.IncrementalDecoder]:
+        return partial(codecs.getincrementaldecoder(encoding), errors="replace")
+
+
+def checked(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Horovod's arguments, where it could do nothing with them; over Gloo it ends with 0 then."""
+    command = arguments.command
+    if not command and not arguments.check_build:
+        refuse("what is to be started? horovodrun -np 2 python train.py")
+    if arguments.num_proc is not None and arguments.num_proc < 1:
+        refuse(f"-np {arguments.num_proc}: at least one rank")
+    is_here = not (arguments.hosts or arguments.hostfile)
+    if command and is_here and not shutil.which(command[0]):
+        refuse(f"{command[0]}: no such program", NOT_FOUND)
+    if not arguments.use_gloo:
+        for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
+            if os.environ.get(name, "").lower() == "gloo":
+                refuse(f"{name}=gloo needs --gloo: unset it, or start with --gloo")
+    return arguments
 
 
 def exit_code(of_child: int) -> int:
@@ -235,6 +298,25 @@ def hold_streams() -> None:
         streams.never_wait()
 
 
+def set_environment() -> None:
+    """Settings of Open MPI and Horovod; and what was inherited, but is not for these ranks."""
+    # Where a parent ignores it, as some daemons do, exit codes of children are lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # mpirun lies beside this program, which may be started by its path (cron).
+    folders = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{folders}"
+    for name in list(os.environ):
+        if OF_A_RANK.fullmatch(name):
+            del os.environ[name]
+    # mpirun's wait before and after SIGTERM; it ends ranks only where one has failed.
+    os.environ.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "1")
+    # A batch system's variables (SLURM_JOBID), which may be left of another job, name other hosts.
+    os.environ.setdefault("OMPI_MCA_ras", "^slurm,tm,lsf,alps,gridengine")
+    os.environ.setdefault("OMPI_MCA_plm", "^slurm,tm,lsf,alps")
+    # By default Open MPI takes no name of a host with other characters than A-Za-z0-9.-
+    os.environ.setdefault("OMPI_MCA_regx", "naive")
+
+
 def main() -> int:
     hold_streams()
     check_temporary_folder()
@@ -243,13 +325,7 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # No traceback while Horovod's own starts.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # mpirun's wait before and after SIGTERM; it ends ranks only where one has failed.
-    os.environ.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "1")
-    # A batch system's variables (SLURM_JOBID), which may be left of another job, name other hosts.
-    os.environ.setdefault("OMPI_MCA_ras", "^slurm,tm,lsf,alps,gridengine")
-    os.environ.setdefault("OMPI_MCA_plm", "^slurm,tm,lsf,alps")
-    # By default Open MPI takes no name of a host with other characters than A-Za-z0-9.-
-    os.environ.setdefault("OMPI_MCA_regx", "naive")
+    set_environment()
     with private_folder():
         launcher = os.fork()
         if launcher == 0:
@@ -258,7 +334,7 @@ def main() -> int:
         stop = Stop(launcher)
         _, status = os.waitpid(launcher, 0)
     code = exit_code(os.waitstatus_to_exitcode(status))
-    if stop.came_too_early and code == 0:  # Horovod's own over Gloo, now and then
+    if stop.came_too_early and code in (0, 1):  # Horovod's own over Gloo; mpirun
         return SAVED
     return SAVED if stop.asked and code in TOO_EARLY else code
 

@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"hvdkit {name}: there is no such command; there are {', '.join(COMMANDS)}"
         )
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback, until a run handles it
+    # Where a parent ignores it, as some daemons do, exit codes of children are lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # Other commands continue when the reader of their output ends; all that compare does is print.
     if name == "compare":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -84,6 +84,18 @@ def test_each_seed_has_a_run_and_one_that_fails_ends_it(tmp_path, capfd):
         assert words in error and error.count("\n") == 1
 
 
+def test_runs_of_another_command_are_not_mixed_in(tmp_path, capfd):
+    def start(first: int, *flags: str) -> int:
+        words = [f"--first={first}", "--count=2", f"--run_dir={tmp_path}", "--"]
+        return seeds.main(["hvdkit seeds", *words, sys.executable, "-c", RUN, *flags])
+
+    assert start(1) == 0
+    assert start(2, "--base_lr=0.05") == 2
+    assert "runs of another command" in capfd.readouterr().err
+    assert not (tmp_path / "seed-3").exists()
+    assert start(3) == 0
+
+
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):
     """It would end alone, and leave its child, mpirun, that passes SIGUSR1 on to the ranks."""
     # As mpirun, it handles SIGTERM.

@@ -4,7 +4,7 @@
 
 Seed N runs COMMAND --seed=N --run_dir=RUN_DIR/seed-N. The figure is the main metric of the run's
 last evaluation. The interval is Student's, of 95 %: mean +- t * deviation / sqrt(count). Given
-again, the command resumes.
+again, the command resumes; another one needs another folder.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdkit import logs
+from hvdkit import logs, whole_files
 from hvdkit.commands.jobs.process_tree import tell
 from hvdkit.commands.jobs.supervise import end_with_parent, hear
 from hvdkit.observe import records
@@ -81,6 +81,7 @@ class SeedRuns:
     def run_all(self) -> int:
         """Raises ValueError: a run did not end well, or its score is of another metric."""
         hear(self._hear)
+        self._keep_command()
         first = self._arguments.first
         count = self._arguments.count
         metrics: list[MainMetric] = []
@@ -126,6 +127,21 @@ class SeedRuns:
             f"{mean - half_width:.6g} to {mean + half_width:.6g}"
         )
         return DONE
+
+    def _keep_command(self) -> None:
+        """Writes what trains; ValueError where the folder has runs of another command."""
+        file = self._arguments.run_dir / "seeds.json"
+        command = self._arguments.command
+        if file.exists():
+            content = whole_files.read(file, whole_files.JSON_BYTES)
+            if whole_files.from_json(content, file) != command:
+                raise ValueError(
+                    f"{file.parent} has runs of another command, which {file.name} holds: give "
+                    "that one, or another --run_dir"
+                )
+        else:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            whole_files.write_json(file, command)
 
     def _train(self, seed: int, folder: Path) -> int:
         """Returns the exit code of the run; -N where signal N ended it."""
