@@ -175,6 +175,7 @@ esac
 [ -z "${WHEELHOUSE:-}" ] || source=(--no-index --find-links "$(readlink -m "$WHEELHOUSE")")
 check_python
 find_device
+[[ $mode =~ ^--(lock|sbom)$ ]] || find_compiler
 mpi=$(command -v mpicxx >/dev/null && mpirun --version | grep 'Open MPI') 2>/dev/null || mpi=wheel
 [ "$mode" = --lock ] || check_lock
 if [ -n "$venv" ]; then

@@ -62,6 +62,25 @@ find_device() {
     [ "$DEVICE $(uname -m)" != 'gpu aarch64' ] || die "PyPI has no TensorFlow for GPUs on ARM: DEVICE=cpu"
 }
 
+# g++ 14 refuses a header that Horovod 0.28.1 brings: its flatbuffers assigns to a constant, in a
+# template that nobody uses. An older one beside it, as Debian 13 has it, is taken.
+find_compiler() {
+    local version older
+    if [ -n "${CXX:-}" ] || ! c++ --version 2>/dev/null | grep 'Free Software' >/dev/null; then
+        return 0
+    fi
+    version=$(c++ -dumpversion)
+    [ "${version%%.*}" -ge 14 ] || return 0
+    for older in 13 12 11; do
+        if command -v g++-$older >/dev/null; then
+            export CC=gcc-$older CXX=g++-$older
+            return 0
+        fi
+    done
+    die "g++ $version does not compile Horovod, which needs 13 or older: apt-get install g++-13" \
+        "(or set CC and CXX to another compiler)"
+}
+
 # check_machine FOLDER: before anything is downloaded into it.
 check_machine() {
     local tool cxx=${CXX:-c++} major name free needed=3000 build="needed to build Horovod"

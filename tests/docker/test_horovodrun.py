@@ -54,11 +54,10 @@ def test_gloo_by_a_variable_needs_gloo_by_the_flag(name: str):
     assert ended.code == 2 and f"{name}=gloo needs --gloo" in ended.output
 
 
-@pytest.mark.parametrize("launcher", ["--gloo", "--mpi"])
-def test_ranks_may_print_any_bytes(launcher: str):
-    """Over Gloo the rest of a rank's output was lost, and the run hung once a pipe was full."""
+def test_ranks_may_print_any_bytes_over_gloo():
+    """The rest of a rank's output was lost, and the run hung once a pipe was full."""
     prints = r"printf 'caf\351\n'; seq 20000; exit 0"
-    ended = run(["horovodrun", launcher, "-np", "2", "sh", "-c", prints], 60)
+    ended = run(["horovodrun", "--gloo", "-np", "2", "sh", "-c", prints], 60)
     assert ended.code == 0
     assert len(re.findall(r"<stdout>:20000$", ended.output, re.MULTILINE)) == 2
 

@@ -307,6 +307,10 @@ def test_the_locks_groups_have_the_versions_of_requirements():
             {"PATH": "{tmp}/tools"},
             r"no c\+\+, .* Horovod: apt-get install build-essential",
         ),
+        (
+            {"PATH": "{tmp}/new:{tmp}/tools"},
+            r"g\+\+ 14 does not compile Horovod, .*: apt-get install g\+\+-13",
+        ),
         ({"PYTHON": "{tmp}/bare"}, "no Python.h .* apt-get install python3-dev"),
         (
             {"DEVICE": "gpu", "CUDA_HOME": "{tmp}"},
@@ -323,9 +327,11 @@ def test_what_is_missing_is_named_before_anything_is_built(
 ):
     (tmp_path / "tools").mkdir()
     for tool in Path("/usr/bin").iterdir():
-        if tool.name not in ("c++", "g++", "mpicxx"):
+        if not re.match(r"([cg]\+\+|mpicxx)", tool.name):
             (tmp_path / "tools" / tool.name).symlink_to(tool)
     executable(tmp_path / "bin/nvcc", "echo 'release 13.0, V13.0'")
+    new = 'case "$1" in -dumpversion) echo 14;; *) echo Free Software Foundation;; esac'
+    executable(tmp_path / "new/c++", new)
     executable(tmp_path / "3.10", "echo 3.10")
     executable(
         tmp_path / "bare",
