@@ -4,6 +4,11 @@
 #ifndef COMPAT_TF_COMPAT_H_
 #define COMPAT_TF_COMPAT_H_
 
+// Horovod's common.h throws std::logic_error; from g++ 13 on no other header brings it.
+#ifdef __cplusplus
+#include <stdexcept>
+#endif
+
 #if defined(__cplusplus) && HAVE_CUDA && TENSORFLOW_VERSION >= 2021000000
 #include <cuda_runtime.h>
 
