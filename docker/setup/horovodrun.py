@@ -202,13 +202,15 @@ class AnyText:
 
 def checked(arguments: argparse.Namespace) -> argparse.Namespace:
     """Horovod's arguments, where it could do nothing with them; over Gloo it ends with 0 then."""
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
     command = arguments.command
     if not command and not arguments.check_build:
         refuse("what is to be started? horovodrun -np 2 python train.py")
     if arguments.num_proc is not None and arguments.num_proc < 1:
         refuse(f"-np {arguments.num_proc}: at least one rank")
-    is_here = not (arguments.hosts or arguments.hostfile)
-    if command and is_here and not shutil.which(command[0]):
+    hosts = arguments.hosts or arguments.hostfile or arguments.host_discovery_script
+    if command and not hosts and not shutil.which(command[0]):
         refuse(f"{command[0]}: no such program", NOT_FOUND)
     if not arguments.use_gloo:
         for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):

@@ -77,6 +77,11 @@ def test_codes_come_back_where_a_parent_ignores_sigchld(command: list[str]):
     assert ended.code == 3, ended.output
 
 
+@pytest.mark.parametrize("launcher", ["--gloo", "--mpi"])
+def test_two_dashes_may_come_before_the_command(launcher: str):
+    assert run(["horovodrun", launcher, "-np", "2", "--", "true"], 60).code == 0
+
+
 def test_it_is_started_by_its_path():
     """As by cron: mpirun and the environment's python are found beside it."""
     env = {"PATH": "/usr/bin:/bin"}
