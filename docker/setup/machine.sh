@@ -62,8 +62,8 @@ find_device() {
     [ "$DEVICE $(uname -m)" != 'gpu aarch64' ] || die "PyPI has no TensorFlow for GPUs on ARM: DEVICE=cpu"
 }
 
-# g++ 14 refuses a header that Horovod 0.28.1 brings: its flatbuffers assigns to a constant, in a
-# template that nobody uses. An older one beside it, as Debian 13 has it, is taken.
+# g++ 14 refuses a header that Horovod 0.28.1 brings: its flatbuffers assigns to a constant, in code
+# that nobody calls. An older compiler beside it, as Debian 13 has it, is taken.
 find_compiler() {
     local version older
     if [ -n "${CXX:-}" ] || ! c++ --version 2>/dev/null | grep 'Free Software' >/dev/null; then
