@@ -28,6 +28,8 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_ID": "0",
 }
+TF_CONFIG = """{"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1", "d:1"]},
+    "task": {"type": "worker", "index": 2}}"""
 KINDS = {
     "alone": ({}, (0, 0, 1), set()),
     "horovodrun": (HOROVODRUN, (3, 1, 4), {"is_launched", "over_gloo"}),
@@ -48,7 +50,27 @@ KINDS = {
         (3, 0, 4),
         {"is_launched"},
     ),
+    "torchrun": (
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"},
+        (3, 1, 4),
+        set(),
+    ),
+    "TensorFlow's own": ({"TF_CONFIG": TF_CONFIG}, (3, 0, 4), set()),
+    "names that others use too": (
+        {"RANK": "major", "WORLD_SIZE": "", "TF_CONFIG": "yes"},
+        (0, 0, 1),
+        set(),
+    ),
+    "mpirun in a pod of another framework": (
+        MPIRUN | {"RANK": "0", "WORLD_SIZE": "2", "TF_CONFIG": TF_CONFIG},
+        (3, 1, 4),
+        {"is_launched", "is_under_mpirun", "in_mpi_world"},
+    ),
 }
+PREFIXES = (
+    *("HOROVOD_", "OMPI_COMM_", "PMI", "SLURM_", "FLUX_", "MV2_"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "TF_CONFIG"),
+)
 QUESTIONS = (
     "is_launched",
     "is_under_mpirun",
@@ -62,7 +84,7 @@ QUESTIONS = (
 def test_a_rank_is_known_by_its_launchers_variables(kind, monkeypatch):
     variables, places, expected = KINDS[kind]
     for name in list(os.environ):
-        if name.startswith(("HOROVOD_", "OMPI_COMM_", "PMI", "SLURM_")):
+        if name.startswith(PREFIXES):
             monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -74,10 +96,11 @@ def test_a_rank_is_known_by_its_launchers_variables(kind, monkeypatch):
 def test_no_other_module_looks_for_a_launchers_ranks():
     """A new launcher is a line in one file."""
     names = "|".join(row.rank for row in launcher.LAUNCHERS)
+    quoted = rf"[\"']({names})[\"']"
     for folder in ("hvdkit/src", "launch"):
         for file in (ROOT / folder).rglob("*.py"):
             if file.name != "launcher.py":
-                assert not re.search(names, file.read_text()), file
+                assert not re.search(quoted, file.read_text()), file
 
 
 def test_the_doctor_knows_ranks_where_hvdkit_is_not_installed():

@@ -7,6 +7,7 @@ Imports nothing but the standard library: the doctor loads this file by itself w
 installed.
 """
 
+import json
 import os
 import socket
 from typing import NamedTuple
@@ -50,7 +51,27 @@ LAUNCHERS = (
         local_rank="SLURM_LOCALID",
         makes_ranks=False,
     ),
+    # Launchers of other frameworks, whose processes do not meet here.
+    Launcher(  # Flux
+        rank="FLUX_TASK_RANK",
+        size="FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        makes_ranks=False,
+    ),
+    Launcher(  # MVAPICH
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        makes_ranks=False,
+    ),
+    Launcher(  # torchrun, Kubeflow's PyTorchJob
+        rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", makes_ranks=False
+    ),
 )
+
+# JSON for TensorFlow's own strategies, set by Kubeflow's TFJob and others:
+# {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}
+_TF_CONFIG = "TF_CONFIG"
 
 _GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -60,25 +81,52 @@ _ANSWER_SECONDS = 2.0  # timeout of a launcher on this host
 def launch_rank() -> int:
     """This process's rank, before Horovod is up; 0 when run alone."""
     for launcher in LAUNCHERS:
-        if launcher.rank in os.environ:
-            return int(os.environ[launcher.rank])
-    return 0
+        rank = _number(launcher.rank)
+        if rank is not None:
+            return rank
+    rank, _ = _place_in_tf_config()
+    return rank
 
 
 def launch_local_rank() -> int:
     """Its number among the ranks of its host; 0 where no variable says it."""
     for launcher in LAUNCHERS:
-        if launcher.local_rank in os.environ:
-            return int(os.environ[launcher.local_rank])
+        rank = _number(launcher.local_rank)
+        if rank is not None:
+            return rank
     return 0
 
 
 def launched_ranks() -> tuple[int, str]:
     """How many processes the launcher started with this one, and the variable that says so."""
     for launcher in LAUNCHERS:
-        if launcher.size in os.environ:
-            return int(os.environ[launcher.size]), launcher.size
-    return 1, ""
+        size = _number(launcher.size)
+        if size is not None:
+            return size, launcher.size
+    _, size = _place_in_tf_config()
+    return (size, _TF_CONFIG) if size > 1 else (1, "")
+
+
+def _number(variable: str) -> int | None:
+    """What a variable holds; None where it is not set, or is no number."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else None
+
+
+def _place_in_tf_config() -> tuple[int, int]:
+    """The rank and the number of processes by TF_CONFIG; (0, 1) where it says nothing."""
+    try:
+        config = json.loads(os.environ.get(_TF_CONFIG, "{}"))
+        cluster = config["cluster"]
+        places = [
+            (role, index)
+            for role, addresses in sorted(cluster.items())
+            for index in range(len(addresses))
+        ]
+        rank = places.index((config["task"]["type"], int(config["task"]["index"])))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return 0, 1
+    return rank, len(places)
 
 
 def is_launched() -> bool:

@@ -1,5 +1,6 @@
 """Before the ranks know each other: who waits says for what and for whom, and ends by itself."""
 
+import json
 import os
 import re
 import socket
@@ -259,3 +260,21 @@ def test_variables_of_a_rank_are_none_where_its_launcher_is(monkeypatch):
         monkeypatch.setenv("PMIX_SERVER_URI41", f"12.0;tcp4://127.0.0.1:{port}")
         assert not left_of_a_launch()
     assert "unset HOROVOD_SIZE. " in left_of_a_launch()  # the launcher has ended
+
+
+def test_processes_of_another_frameworks_launcher_do_not_train_apart(tmp_path):
+    """Each would train alone; in a pod of its own nothing but this message tells."""
+    cluster = {"worker": ["node1:2222", "node2:2222"]}
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 1}}
+    ended = run(
+        [sys.executable, "train.py", "--task=blank", f"--run_dir={tmp_path}/run"],
+        cwd=ROOT / "template",
+        timeout=120,
+        env={"TF_CONFIG": json.dumps(config)},
+    )
+    assert ended.code == 2, ended.output
+    assert (
+        f"error: rank 1 on {socket.gethostname()}: TF_CONFIG says that 2 processes "
+        in ended.output
+    )
+    assert not (tmp_path / "run").exists()

@@ -259,7 +259,8 @@ def connect(limit: int = 0) -> World:
             WRONG_USE,
             f"{variable} says that {started} processes were started together, but Horovod sees "
             f"{hvd.size()}: they know nothing of each other, or their MPI is not the one that "
-            "Horovod was built with. Use horovodrun, that MPI's own mpirun, or srun --mpi=pmix",
+            "Horovod was built with. Use horovodrun, that MPI's own mpirun, or srun --mpi=pmix; to "
+            f"run this one alone, unset {variable}",
         )
     return World(
         rank=hvd.rank(),

@@ -9,7 +9,7 @@ from absl import app
 from hvdkit import logs, streams
 from hvdkit import settings as settings_lib
 from hvdkit.launcher import launch_rank, left_of_a_launch
-from hvdkit.logs import complain
+from hvdkit.logs import complain, complain_before_meeting
 from hvdkit.ranks import agreement, exchange, start
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
@@ -105,8 +105,7 @@ def with_ranks(
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
-        if launch_rank() == 0:
-            complain(str(stop))
+        complain_before_meeting(str(stop))
         return stop.code
     code = DONE
     try:
