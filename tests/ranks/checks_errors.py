@@ -5,7 +5,19 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-from small_runs import Small, fit, fit_config, folder, on_chief
+import keras
+import numpy as np
+import tensorflow as tf
+from small_runs import (
+    FEATURES,
+    Small,
+    classifier,
+    fit,
+    fit_config,
+    folder,
+    on_chief,
+    task_with,
+)
 
 from hvdkit import settings as settings_lib
 from hvdkit.data.prepare import scenes
@@ -103,3 +115,38 @@ def check_rank_0_alone_lists(world):
     assert scandir.called == world.is_chief, scandir.call_args_list
     assert (len(train), len(val)) == (26, 10)
     assert train.explain(25) is None and train.picture_file(25).is_file()
+
+
+def check_ranks_that_make_something_else_of_a_sample_are_named(world):
+    """As the order of a Python set does, and numbers drawn without a seed."""
+    order = [0, 1, 2] if world.is_chief else [1, 2, 0]
+
+    def with_classes(task, sample, key=None):
+        return {"inputs": sample["x"], "targets": tf.gather(order, sample["y"])}
+
+    OtherClasses = task_with(training_example=with_classes)
+    fit(world, OtherClasses, "its targets on rank 1", "Python set", code=BUG)
+    OtherScores = task_with(evaluation_example=with_classes)
+    fit(world, OtherScores, "validation sample 0", "its targets", code=BUG)
+
+    class Features(keras.layers.Layer):
+        def call(self, x):
+            draws = np.random.default_rng(world.rank).normal(size=(FEATURES, 8))
+            return tf.sin(x @ tf.constant(draws, x.dtype))
+
+    OtherModel = task_with(lambda: classifier(Features()))
+    fit(world, OtherModel, "its outputs on rank 1", "without a seed", code=BUG)
+
+
+def check_a_rank_may_draw_what_it_reads_by_numpy(world):
+    """Nobody promises the same weights then, and every rank has samples of its own."""
+    generator = np.random.default_rng(world.rank)
+
+    def noisy(task, sample, key):
+        def draw():
+            return generator.normal(size=FEATURES).astype(np.float32)
+
+        noise = tf.ensure_shape(tf.numpy_function(draw, [], tf.float32), [FEATURES])
+        return {"inputs": sample["x"] + noise, "targets": sample["y"]}
+
+    fit(world, task_with(training_example=noisy))

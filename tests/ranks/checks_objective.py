@@ -168,9 +168,16 @@ def slow_check_terms_that_mix_samples_or_differ_between_ranks_are_refused(world)
         def loss(self, outputs, targets):
             return {f"box{world.rank}": super().loss(outputs, targets)["box"]}
 
-    mixed = ("loss/box of", "one by one", "across.gather")
+    mixed = ("loss/box of", "in two halves", "across.gather")
     fit(world, Mixed, *mixed, code=WRONG_USE, **EXACT)
-    fit(world, Shrunk, "gradient by the outputs", "one by one", code=WRONG_USE, **EXACT)
+    fit(
+        world,
+        Shrunk,
+        "gradient by the outputs",
+        "in two halves",
+        code=WRONG_USE,
+        **EXACT,
+    )
     fit(world, NamedByRank, "step.totals.box0", code=BUG, **EXACT)
 
 

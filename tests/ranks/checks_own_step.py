@@ -349,7 +349,7 @@ def check_what_compares_samples_later_or_under_a_zero_head_is_refused(world):
         trained(world, grows)
     else:
         trained(world, grows, "samples together", "in two parts")
-        fit(world, Hidden, "samples together", "one by one", code=WRONG_USE)
+        fit(world, Hidden, "samples together", "in two halves", code=WRONG_USE)
 
 
 def check_a_step_cannot_use_the_python_number_of_the_step(world):

@@ -457,3 +457,55 @@ def check_a_batch_norm_that_a_layer_compiles_is_refused_where_it_sums_over_ranks
         code=WRONG_USE,
         bn_sync="full",
     )
+
+
+def check_losses_in_which_few_samples_depend_on_others_are_refused(world):
+    """The first samples that are tried would show nothing, nor would one by itself."""
+    words = ("samples together", "in two halves", "across.gather")
+    rare = np.isin(np.arange(20), [5, 6])
+
+    class Positives(Small):
+        """Divides by the number of positives in the batch, which are rare (RetinaNet)."""
+
+        def sources(self):
+            train, _ = super().sources()
+            x = np.random.default_rng(3).normal(size=(20, FEATURES))
+            y = rare.astype(np.int32)
+            return train, Arrays(x=x.astype(np.float32), y=y, id=np.arange(20))
+
+        def loss(self, outputs, targets):
+            each, weights = super().loss(outputs, targets)
+            positives = tf.cast(tf.math.count_nonzero(targets == 1), each.dtype)
+            return each / tf.maximum(positives, 1.0), weights
+
+    class Groups(Small):
+        """Pulls those of one group together; its members lie far from each other."""
+
+        def loss(self, outputs, targets):
+            each, weights = super().loss(outputs, targets)
+            groups = targets[:, None] == targets[None]
+            distances = tf.reduce_sum(tf.square(outputs[:, None] - outputs[None]), -1)
+            pull = tf.where(groups, distances, tf.zeros_like(distances))
+            return each + tf.reduce_sum(pull, -1), weights
+
+    refused(world, Positives, *words)
+    refused(world, Groups, *words)
+
+    class OneByOne(Groups):
+        """Of samples that have no fixed shape."""
+
+        def evaluation_example(self, sample):
+            example = super().evaluation_example(sample)
+            mean = tf.reduce_mean(example["inputs"])
+            any_number = tf.cast(
+                tf.where(mean > 99.0, FEATURES + 1, FEATURES), tf.int32
+            )
+            return example | {"inputs": example["inputs"][:any_number]}
+
+        def predict(self, model, inputs):
+            return model(tf.ensure_shape(inputs, [None, FEATURES]), training=False)
+
+        def loss(self, outputs, targets):
+            return super().loss(outputs, tf.zeros_like(targets))
+
+    refused(world, OneByOne, *words)

@@ -24,7 +24,10 @@ from hvdkit.train.task import protocol as tasks
 from hvdkit.train.task.protocol import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
-_TRIED = 3  # samples whose loss is computed together and one by one
+# At most so many samples have their loss computed together and in two halves: as many as a rank
+# has in a step, if these are more than a few.
+_MOST_TRIED = 32
+_FEW = 8
 _DRAWN = 4  # batches that are drawn where a batch is a single example
 
 
@@ -66,6 +69,8 @@ class Evaluator:
         )
         self._near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
+        share = objective.samples_of_rank(run.config, run.world.size)
+        self._most_tried = min(max(share, _FEW), _MOST_TRIED)
         # It is called with each batch of this rank: its samples' mean losses, and their numbers.
         self.on_batch: Callable[[np.ndarray, list[int]], None] | None = None
 
@@ -107,38 +112,61 @@ class Evaluator:
                 self._check_sum()
 
     def _check_sum(self) -> None:
-        """Raises ValueError where the loss of a few samples is not the sum of each one's."""
-        count = len(self._feed.reader.source)
-        numbers = [*range(0, count, -(-count // _TRIED))][: self._feed.batch_size]
-        if len(numbers) < 2:
+        """Raises ValueError where the loss of some samples is not the sum of two halves'."""
+        samples = [self._batch(number) for number in self._numbers_to_try()]
+        shapes = {tuple(x.shape for x in tf.nest.flatten(sample)) for sample in samples}
+        if len(samples) < 2 or len(shapes) > 1:
             return
-        if len(numbers) > 2:
-            # Some losses compare samples of one class only, as the same sample twice always is.
-            numbers[-1] = numbers[0]
-
-        def loss_sums(*batches: Example) -> dict[str, float]:
-            batch = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *batches)
-            with (
-                task_checks.user_code_errors("evaluating a few samples"),
-                unoptimized(),
-            ):
-                with unchanged(self._changed):
-                    outputs, _, batch_sums, _ = self._step(batch)
-                with unchanged(self._changed):  # a loss may change state too
-                    gradient = objective.gradient(self._task, outputs, batch["targets"])
-            values = {}
-            for name, value in batch_sums.items():
-                if name.split("/")[0] in ("loss", "weight"):
-                    values[name] = float(value)
-            values["loss's gradient by the outputs"] = gradient
-            return values
-
         objective.check_sum(
-            loss_sums,
-            [self._batch(number) for number in numbers],
+            self._loss_sums,
+            samples,
             draws=lambda: graph_checks.draws(self.graph),
             near=self._near,
         )
+
+    def _numbers_to_try(self) -> list[int]:
+        """Neighbours, far from other neighbours; the first of each pair are the first half.
+
+        Some losses compare samples of one class only, others of different classes.
+        """
+        count = len(self._feed.reader.source)
+        if self._feed.batch_size == 1:
+            return sorted({0, count // 2})
+        pairs = min(self._feed.batch_size, self._most_tried) // 2
+        firsts = [pair * (count // pairs) for pair in range(pairs)]
+        seconds = [number + 1 for number in firsts]
+        if pairs > 1:
+            seconds[-1] = firsts[0]  # two of one class, in any case
+        return firsts + seconds
+
+    def _loss_sums(self, *samples: Example) -> dict[str, float]:
+        """Sums of the loss, and how large its gradient by the outputs is.
+
+        Samples that are evaluated one by one, as memory may hold no more, have their outputs
+        joined.
+        """
+        batch = _joined(samples)
+        errors = task_checks.user_code_errors("evaluating a few samples")
+        with errors, unoptimized():
+            if self._feed.batch_size > 1:
+                with unchanged(self._changed):
+                    outputs, _, sums, _ = self._step(batch)
+            else:
+                outputs = _joined([self._outputs(sample) for sample in samples])
+                with unchanged(self._changed):
+                    sums = objective.loss_sums(self._task, outputs, batch["targets"])
+            with unchanged(self._changed):  # a loss may change state too
+                gradient = objective.gradient(self._task, outputs, batch["targets"])
+        values = {}
+        for name, value in sums.items():
+            if name.split("/")[0] in ("loss", "weight"):
+                values[name] = float(value)
+        values["loss's gradient by the outputs"] = gradient
+        return values
+
+    def _outputs(self, batch: Example) -> Any:
+        with unchanged(self._changed):
+            return self._step(batch)[0]
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
@@ -148,8 +176,7 @@ class Evaluator:
     def one(self, number: int) -> tuple[Example, Any]:
         """One sample as a batch, and its outputs."""
         batch = self._batch(number)
-        with unchanged(self._changed):
-            return batch, self._step(batch)[0]
+        return batch, self._outputs(batch)
 
     def _batch(self, number: int) -> Example:
         example = self._feed.reader.read_one(number)
@@ -299,6 +326,11 @@ class Evaluator:
         if note not in self._printed:
             self._printed.add(note)
             say(self._world, f"note: {note}")
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Nested tensors [n, ...], one after the other."""
+    return tf.nest.map_structure(lambda *tensors: tf.concat(tensors, 0), *parts)
 
 
 def _losses(names: Iterable[str]) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvdkit.observe import profile, trackers
 from hvdkit.ranks.world import World, say
-from hvdkit.run import dry_run, find_lr, model_doctor
+from hvdkit.run import dry_run, find_lr, model_doctor, rank_comparison
 from hvdkit.run.actions import (
     Action,
     AtStep,
@@ -73,6 +73,7 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
         dry_run.describe(parts, given)
     parts.evaluator.try_out()
     parts.evaluator.check_loss()
+    rank_comparison.check(parts)
     with world.fail_together("reading the settings"):
         passed_over = tasks.check_read(parts.context.task, config)
     for note in passed_over:

@@ -214,34 +214,51 @@ def divides(settings: Settings, ranks: int) -> bool:
     return ranks > 1 or settings.virtual_ranks > 0 or settings.accumulation_steps > 1
 
 
+def samples_of_rank(settings: Settings, ranks: int) -> int:
+    """How many samples a rank has in a micro-batch, at most."""
+    micro_batch = settings.global_batch_size // settings.accumulation_steps
+    return -(-micro_batch // (settings.virtual_ranks or ranks))
+
+
 def check_sum(
     sums: Callable, samples: Sequence[Any], *, draws: Callable[[], bool], near: float
 ) -> None:
-    """Raises ValueError where sums of a few samples are not those of each one added up.
+    """Raises ValueError where sums of some samples are not those of two halves added up.
 
     `sums`: of samples, by name; `draws`: whether random numbers are in them.
     """
+    middle = len(samples) // 2
+    one = samples[:middle]
+    other = samples[middle:]
     together = sums(*samples)
-    alone = [sums(sample) for sample in samples]
+    alone = [sums(*half) for half in (one, other)]
     for name, total in together.items():
-        parts = [part[name] for part in alone]
+        parts = [half[name] for half in alone]
         least = near * (1 + sum(abs(part) for part in parts))
         if not abs(total - sum(parts)) > least:
             continue
         # A loss that draws may do it by a sample's place in its batch: then what each place adds
         # depends on its own sample alone.
-        one, other = samples[:2]
-        crossed = sums(one, other)[name] + sums(other, one)[name]
-        is_by_place = (
-            abs(crossed - sums(one, one)[name] - sums(other, other)[name]) <= least
-        )
+        crossed = total + sums(*other, *one)[name]
+        doubled = sums(*one, *one)[name] + sums(*other, *other)[name]
+        is_by_place = len(one) == len(other) and abs(crossed - doubled) <= least
         if not (is_by_place and draws()):
             raise ValueError(
-                f"the task's {name} of {len(alone)} samples together is {total:.6g}, and "
-                f"{sum(parts):.6g} one by one: a sample depends on others of its batch, which "
+                f"the task's {name} of {len(samples)} samples together is {total:.6g}, and "
+                f"{sum(parts):.6g} in two halves: a sample depends on others of its batch, which "
                 "ranks, virtual ranks and micro-batches divide. Bring them together with "
                 "hvdkit.train.across.gather, or use one rank"
             )
+
+
+def loss_sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
+    """Of each term of the loss "loss/NAME" and "weight/NAME", summed over a batch."""
+    sums = {}
+    for name, (losses, weights) in loss(task, outputs, targets).items():
+        term = f"/{name}" if name else ""
+        sums[f"loss{term}"] = tf.reduce_sum(tf.math.multiply_no_nan(losses, weights))
+        sums[f"weight{term}"] = tf.reduce_sum(weights)
+    return sums
 
 
 def gradient(task: Task, outputs: Any, targets: Any) -> float:

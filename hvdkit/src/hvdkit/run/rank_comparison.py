@@ -1,0 +1,132 @@
+"""Whether all ranks make the same of the same samples, before the first step.
+
+Code that orders a Python set, or draws numbers without a seed while a task or a model is made,
+differs between processes: each rank would learn other classes, or train another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdkit.ranks.world import hostname
+from hvdkit.run.parts import RunParts
+from hvdkit.stop import BUG, Stop
+from hvdkit.train.step import graph_checks, objective
+from hvdkit.train.task.protocol import Example
+
+_SAMPLES = 4  # of the training set
+_EVALUATED = 2  # of the validation set
+_EXACT = 64  # Whole numbers of so small tensors are labels: each digit counts.
+
+# What a tensor holds, by "training sample 7: targets".
+Figures = dict[str, list[float]]
+
+
+def check(parts: RunParts) -> None:
+    """Raises Stop on all ranks where one makes another example or other outputs of a sample."""
+    world = parts.world
+    if world.size == 1:
+        return
+    with world.fail_together("comparing a few samples on all ranks"):
+        figures = _examples(parts) | _outputs(parts)
+    everyone = world.gather_alike(figures, "rank_comparison.figures")
+    near = objective.nearness(parts.config)
+    for rank, others in enumerate(everyone):
+        for name, expected in everyone[0].items():
+            if name in others and _differ(expected, others[name], near=near):
+                hosts = world.gather_objects(hostname(), "rank_comparison.hosts")
+                raise Stop(
+                    BUG,
+                    f"{name} on rank {rank} ({hosts[rank]}), of mean {others[name][0]:.6g}, differ "
+                    f"from rank 0's, of mean {expected[0]:.6g}: each rank would train something "
+                    "else. Usual causes are the order of a Python set (use sorted), and numbers "
+                    "that are drawn without a seed while the task or the model is made",
+                )
+
+
+def _examples(parts: RunParts) -> Figures:
+    """Of training examples, but for what a rank itself draws anew each time it reads."""
+    figures: Figures = {}
+    for number in _spread(len(parts.feed.reader.source), _SAMPLES):
+        example = _steady(parts.feed.sample(number), parts.feed.sample(number))
+        figures |= _described(f"training sample {number}", example)
+    return figures
+
+
+def _outputs(parts: RunParts) -> Figures:
+    """The same of validation examples, and what the model says of them where nothing is drawn."""
+    figures: Figures = {}
+    reader = parts.val_feed.reader
+    draws = graph_checks.draws(parts.evaluator.graph)
+    for number in _spread(len(reader.source), _EVALUATED):
+        batch, outputs = parts.evaluator.one(number)
+        example = _steady(batch, reader.read_one(number))
+        figures |= _described(f"validation sample {number}", example)
+        if not draws and "inputs" in example:
+            floats = [x for x in _tensors(outputs) if x.dtype.is_floating]
+            # A class that is the largest on one device may be the second on another.
+            figures |= _described(f"validation sample {number}", {"outputs": floats})
+    return figures
+
+
+def _spread(size: int, most: int) -> range:
+    return range(0, size, -(-size // most))
+
+
+def _tensors(nested: Any) -> list[tf.Tensor]:
+    return tf.nest.flatten(nested, expand_composites=True)
+
+
+def _steady(example: Example, again: Example) -> dict[str, list[tf.Tensor]]:
+    """The tensors of an example's parts, but for parts that a second reading gives otherwise."""
+    steady = {}
+    for name, part in example.items():
+        tensors = _tensors(part)
+        if _bytes(tensors) == _bytes(_tensors(again[name])):
+            steady[name] = tensors
+    return steady
+
+
+def _bytes(tensors: Sequence[tf.Tensor]) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def _described(sample: str, parts: Mapping[str, Sequence[tf.Tensor]]) -> Figures:
+    """Figures of tensors of numbers; texts, which may be a host's own paths, have none."""
+    figures = {}
+    for name, tensors in parts.items():
+        for place, tensor in enumerate(tensors):
+            if (
+                tensor.dtype.is_floating
+                or tensor.dtype.is_integer
+                or tensor.dtype.is_bool
+            ):
+                part = f", part {place}" if len(tensors) > 1 else ""
+                label = f"{sample} (counted from 0): its {name}{part}"
+                figures[label] = _figures_of(tensor.numpy())
+    return figures
+
+
+def _figures_of(values: np.ndarray) -> list[float]:
+    """Mean; mean weighted by place; mean of sizes; number; whether each digit counts."""
+    is_exact = values.dtype.kind in "biu" and values.size <= _EXACT
+    numbers = np.nan_to_num(values.astype(np.float64).ravel())
+    if not numbers.size:
+        return [0.0, 0.0, 0.0, 0.0, 0.0]
+    by_place = numbers * np.linspace(1.0, 2.0, numbers.size)
+    size = np.mean(np.abs(numbers))
+    means = [np.mean(numbers), np.mean(by_place), size]
+    return [*(float(mean) for mean in means), float(numbers.size), float(is_exact)]
+
+
+def _differ(one: Sequence[float], other: Sequence[float], *, near: float) -> bool:
+    mean, by_place, size, number, is_exact = one
+    other_mean, other_by_place, _, other_number, _ = other
+    if number != other_number:
+        return True
+    least = 1e-9 if is_exact else near * size + 1e-6
+    return abs(mean - other_mean) > least or abs(by_place - other_by_place) > least
