@@ -70,7 +70,7 @@ def main() -> int:
     take_folders(options)
     hold_output()
 
-    fault = launcher.left_of_a_launch()
+    fault = launcher.launch_fault()
     if fault:
         print(f"error: {fault}")
         return 1

@@ -1,5 +1,6 @@
 """hvdkit/launcher.py: what launched a process, by the variables that launchers set."""
 
+import json
 import os
 import re
 import subprocess
@@ -28,8 +29,6 @@ SRUN = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_ID": "0",
 }
-TF_CONFIG = """{"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1", "d:1"]},
-    "task": {"type": "worker", "index": 2}}"""
 KINDS = {
     "alone": ({}, (0, 0, 1), set()),
     "horovodrun": (HOROVODRUN, (3, 1, 4), {"is_launched", "over_gloo"}),
@@ -50,27 +49,7 @@ KINDS = {
         (3, 0, 4),
         {"is_launched"},
     ),
-    "torchrun": (
-        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node1"},
-        (3, 1, 4),
-        set(),
-    ),
-    "TensorFlow's own": ({"TF_CONFIG": TF_CONFIG}, (3, 0, 4), set()),
-    "names that others use too": (
-        {"RANK": "major", "WORLD_SIZE": "", "TF_CONFIG": "yes"},
-        (0, 0, 1),
-        set(),
-    ),
-    "mpirun in a pod of another framework": (
-        MPIRUN | {"RANK": "0", "WORLD_SIZE": "2", "TF_CONFIG": TF_CONFIG},
-        (3, 1, 4),
-        {"is_launched", "is_under_mpirun", "in_mpi_world"},
-    ),
 }
-PREFIXES = (
-    *("HOROVOD_", "OMPI_COMM_", "PMI", "SLURM_", "FLUX_", "MV2_"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "TF_CONFIG"),
-)
 QUESTIONS = (
     "is_launched",
     "is_under_mpirun",
@@ -84,7 +63,7 @@ QUESTIONS = (
 def test_a_rank_is_known_by_its_launchers_variables(kind, monkeypatch):
     variables, places, expected = KINDS[kind]
     for name in list(os.environ):
-        if name.startswith(PREFIXES):
+        if name.startswith(("HOROVOD_", "OMPI_COMM_", "PMI", "SLURM_")):
             monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -93,14 +72,52 @@ def test_a_rank_is_known_by_its_launchers_variables(kind, monkeypatch):
     assert {name for name in QUESTIONS if getattr(launcher, name)()} == expected
 
 
+CLUSTER = {"chief": ["a:1"], "worker": ["b:1", "c:1"]}
+OF_TENSORFLOW = json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 0}})
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (
+            {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a"},
+            "WORLD_SIZE says that 4",
+        ),
+        ({"TF_CONFIG": OF_TENSORFLOW}, "TF_CONFIG says that 3 processes"),
+        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "unset FLUX_JOB_SIZE"),
+        # Names that mean something else too.
+        ({"RANK": "8"}, ""),
+        ({"WORLD_SIZE": "2"}, ""),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
+        ({"RANK": "major", "WORLD_SIZE": "", "TF_CONFIG": "yes"}, ""),
+        ({"TF_CONFIG": '{"cluster": {}}'}, ""),
+        # mpirun in a pod of another framework.
+        (MPIRUN | {"RANK": "0", "WORLD_SIZE": "2", "TF_CONFIG": OF_TENSORFLOW}, ""),
+        # A job step of one task has a size, whatever its launcher's variables hold.
+        ({"SLURM_PROCID": "", "SLURM_STEP_NUM_TASKS": "x"}, ""),
+    ],
+)
+def test_processes_of_another_frameworks_launcher_are_told(
+    variables, words, monkeypatch
+):
+    for name in list(os.environ):
+        if name.startswith(("HOROVOD_", "OMPI_COMM_", "PMI", "SLURM_")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launcher, "_launcher_is_there", lambda: True)
+    fault = launcher.launch_fault()
+    assert words in fault and bool(words) == bool(fault)
+    assert launcher.launch_rank() == (3 if "PMIX_RANK" in variables else 0)
+
+
 def test_no_other_module_looks_for_a_launchers_ranks():
     """A new launcher is a line in one file."""
     names = "|".join(row.rank for row in launcher.LAUNCHERS)
-    quoted = rf"[\"']({names})[\"']"
     for folder in ("hvdkit/src", "launch"):
         for file in (ROOT / folder).rglob("*.py"):
             if file.name != "launcher.py":
-                assert not re.search(quoted, file.read_text()), file
+                assert not re.search(names, file.read_text()), file
 
 
 def test_the_doctor_knows_ranks_where_hvdkit_is_not_installed():

@@ -138,8 +138,8 @@ def check_ranks_that_make_something_else_of_a_sample_are_named(world):
     fit(world, OtherModel, "its outputs on rank 1", "without a seed", code=BUG)
 
 
-def check_a_rank_may_draw_what_it_reads_by_numpy(world):
-    """Nobody promises the same weights then, and every rank has samples of its own."""
+def check_what_a_rank_draws_by_numpy_is_told(world):
+    """Every rank has samples of its own, but no run can be repeated."""
     generator = np.random.default_rng(world.rank)
 
     def noisy(task, sample, key):
@@ -149,4 +149,8 @@ def check_a_rank_may_draw_what_it_reads_by_numpy(world):
         noise = tf.ensure_shape(tf.numpy_function(draw, [], tf.float32), [FEATURES])
         return {"inputs": sample["x"] + noise, "targets": sample["y"]}
 
-    fit(world, task_with(training_example=noisy))
+    Noisy = task_with(training_example=noisy)
+    words = "training_example gives other inputs each time"
+    ended = fit(world, Noisy)
+    assert not world.is_chief or f"note: {words}" in ended.printed
+    fit(world, Noisy, words, "promise the same bits", code=WRONG_USE, virtual_ranks=2)

@@ -51,27 +51,16 @@ LAUNCHERS = (
         local_rank="SLURM_LOCALID",
         makes_ranks=False,
     ),
-    # Launchers of other frameworks, whose processes do not meet here.
-    Launcher(  # Flux
-        rank="FLUX_TASK_RANK",
-        size="FLUX_JOB_SIZE",
-        local_rank="FLUX_TASK_LOCAL_ID",
-        makes_ranks=False,
-    ),
-    Launcher(  # MVAPICH
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        makes_ranks=False,
-    ),
-    Launcher(  # torchrun, Kubeflow's PyTorchJob
-        rank="RANK", size="WORLD_SIZE", local_rank="LOCAL_RANK", makes_ranks=False
-    ),
 )
 
-# JSON for TensorFlow's own strategies, set by Kubeflow's TFJob and others:
+# Variables of the rank and the number of processes by launchers of other frameworks: torchrun and
+# Kubeflow's PyTorchJob, Flux, MVAPICH. TF_CONFIG, of Kubeflow's TFJob, is JSON:
 # {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}
-_TF_CONFIG = "TF_CONFIG"
+_OTHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+)
 
 _GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _GLOO_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -84,8 +73,7 @@ def launch_rank() -> int:
         rank = _number(launcher.rank)
         if rank is not None:
             return rank
-    rank, _ = _place_in_tf_config()
-    return rank
+    return 0
 
 
 def launch_local_rank() -> int:
@@ -103,30 +91,13 @@ def launched_ranks() -> tuple[int, str]:
         size = _number(launcher.size)
         if size is not None:
             return size, launcher.size
-    _, size = _place_in_tf_config()
-    return (size, _TF_CONFIG) if size > 1 else (1, "")
+    return 1, ""
 
 
 def _number(variable: str) -> int | None:
     """What a variable holds; None where it is not set, or is no number."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() else None
-
-
-def _place_in_tf_config() -> tuple[int, int]:
-    """The rank and the number of processes by TF_CONFIG; (0, 1) where it says nothing."""
-    try:
-        config = json.loads(os.environ.get(_TF_CONFIG, "{}"))
-        cluster = config["cluster"]
-        places = [
-            (role, index)
-            for role, addresses in sorted(cluster.items())
-            for index in range(len(addresses))
-        ]
-        rank = places.index((config["task"]["type"], int(config["task"]["index"])))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return 0, 1
-    return rank, len(places)
 
 
 def is_launched() -> bool:
@@ -166,8 +137,40 @@ def is_lone_task_of_srun() -> bool:
     )
 
 
-def left_of_a_launch() -> str:
-    """An error's text where variables of a rank are left of another run; else empty."""
+def launch_fault() -> str:
+    """An error's text where variables say that there are ranks, and there are none; else empty."""
+    return _left_of_a_launch() or _launched_by_others()
+
+
+def _launched_by_others() -> str:
+    """Where another framework's launcher started several processes: each would train alone."""
+    if is_launched():
+        return ""
+    counts = {"TF_CONFIG": _tasks_of_tensorflow()}
+    for rank, size in _OTHERS:
+        if _number(rank) is not None:
+            counts[size] = _number(size) or 1
+    for variable, count in counts.items():
+        if count > 1:
+            return (
+                f"{variable} says that {count} processes were started together, by a launcher "
+                "whose processes know nothing of each other here. To run several ranks: "
+                "launch/hosts.sh, horovodrun, mpirun, or srun --mpi=pmix. To run this process "
+                f"alone: unset {variable}"
+            )
+    return ""
+
+
+def _tasks_of_tensorflow() -> int:
+    """How many processes TensorFlow's own strategies would have, by TF_CONFIG."""
+    try:
+        cluster = json.loads(os.environ.get("TF_CONFIG", "{}"))["cluster"]
+        return sum(len(addresses) for addresses in cluster.values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return 1
+
+
+def _left_of_a_launch() -> str:
     prefixes: tuple[str, ...] = ()
     for launcher in LAUNCHERS:
         prefixes += launcher.of_a_rank

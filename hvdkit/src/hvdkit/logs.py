@@ -86,22 +86,17 @@ def complain(text: str) -> None:
     logging.error("error: %s", text, extra={"names_rank": True})
 
 
-def complain_before_meeting(text: str) -> None:
-    """An error before the ranks know each other: rank 0 reports it.
+def refuse(text: str, code: int = WRONG_USE) -> NoReturn:
+    """Wrong use, before the ranks know each other: rank 0 reports it, and all exit with `code`.
 
     Another rank reports it only if no launcher has ended it meanwhile: then it was started with
-    other flags than rank 0, or its host has other files, or it runs alone.
+    other flags than rank 0, or its host has other files.
     """
     if rank := launch_rank():
         time.sleep(_UNTIL_ENDED)
         complain(f"rank {rank} on {socket.gethostname()}: {text}")
     else:
         complain(text)
-
-
-def refuse(text: str, code: int = WRONG_USE) -> NoReturn:
-    """Wrong use, before the ranks know each other: all exit with `code`."""
-    complain_before_meeting(text)
     sys.exit(code)
 
 

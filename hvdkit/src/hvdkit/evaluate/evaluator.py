@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -24,10 +25,13 @@ from hvdkit.train.task import protocol as tasks
 from hvdkit.train.task.protocol import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
-# At most so many samples have their loss computed together and in two halves: as many as a rank
-# has in a step, if these are more than a few.
-_MOST_TRIED = 32
+_TRIED = (
+    32  # at most so many samples have their loss computed together and in two halves
+)
+# So many of them, each with the targets of one, and that for so many targets: many losses compare
+# samples of one class only, of which few may be in a batch.
 _FEW = 8
+_ALIKE = 16
 _DRAWN = 4  # batches that are drawn where a batch is a single example
 
 
@@ -69,8 +73,6 @@ class Evaluator:
         )
         self._near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
-        share = objective.samples_of_rank(run.config, run.world.size)
-        self._most_tried = min(max(share, _FEW), _MOST_TRIED)
         # It is called with each batch of this rank: its samples' mean losses, and their numbers.
         self.on_batch: Callable[[np.ndarray, list[int]], None] | None = None
 
@@ -117,27 +119,48 @@ class Evaluator:
         shapes = {tuple(x.shape for x in tf.nest.flatten(sample)) for sample in samples}
         if len(samples) < 2 or len(shapes) > 1:
             return
-        objective.check_sum(
-            self._loss_sums,
-            samples,
+        check = partial(
+            objective.check_sum,
             draws=lambda: graph_checks.draws(self.graph),
             near=self._near,
         )
+        check(self._loss_sums, samples)
+        few = samples[:: max(len(samples) // _FEW, 1)]
+        outputs = [self._outputs(sample) for sample in few[: len(few) // 2 * 2]]
+        for sample in samples[:_ALIKE]:
+            pairs = [(output, sample["targets"]) for output in outputs]
+            if self._takes(pairs):
+                check(
+                    self._sums_of_pairs, pairs, of=" of one class, with equal targets,"
+                )
 
     def _numbers_to_try(self) -> list[int]:
         """Neighbours, far from other neighbours; the first of each pair are the first half.
 
-        Some losses compare samples of one class only, others of different classes.
+        Some losses compare samples of one class, others of different classes.
         """
         count = len(self._feed.reader.source)
         if self._feed.batch_size == 1:
             return sorted({0, count // 2})
-        pairs = min(self._feed.batch_size, self._most_tried) // 2
+        pairs = min(self._feed.batch_size, _TRIED) // 2
         firsts = [pair * (count // pairs) for pair in range(pairs)]
-        seconds = [number + 1 for number in firsts]
-        if pairs > 1:
-            seconds[-1] = firsts[0]  # two of one class, in any case
-        return firsts + seconds
+        return firsts + [number + 1 for number in firsts]
+
+    def _takes(self, pairs: Sequence[tuple[Any, Any]]) -> bool:
+        """Whether the loss takes these outputs with these targets, which are another sample's."""
+        try:
+            self._sums_of_pairs(*pairs)
+        except Exception:  # They may be too long for these outputs, as in CTC's loss.
+            return False
+        return True
+
+    def _sums_of_pairs(self, *pairs: tuple[Any, Any]) -> dict[str, float]:
+        """Sums of the loss for pairs of outputs and targets."""
+        outputs = _joined([output for output, _ in pairs])
+        targets = _joined([target for _, target in pairs])
+        with unchanged(self._changed):
+            sums = objective.loss_sums(self._task, outputs, targets)
+        return {name: float(value) for name, value in sums.items()}
 
     def _loss_sums(self, *samples: Example) -> dict[str, float]:
         """Sums of the loss, and how large its gradient by the outputs is.

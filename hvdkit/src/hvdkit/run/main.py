@@ -8,8 +8,8 @@ from absl import app
 
 from hvdkit import logs, streams
 from hvdkit import settings as settings_lib
-from hvdkit.launcher import launch_rank, left_of_a_launch
-from hvdkit.logs import complain, complain_before_meeting
+from hvdkit.launcher import launch_fault, launch_rank
+from hvdkit.logs import complain
 from hvdkit.ranks import agreement, exchange, start
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
@@ -96,7 +96,7 @@ def with_ranks(
     # Signals count from here on, also while a run starts.
     stop_signal = stop_signal or StopSignal(launch_rank())
     logs.use()
-    fault = left_of_a_launch()
+    fault = launch_fault()
     if fault:
         complain(fault)
         return WRONG_USE
@@ -105,7 +105,8 @@ def with_ranks(
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
-        complain_before_meeting(str(stop))
+        if launch_rank() == 0:
+            complain(str(stop))
         return stop.code
     code = DONE
     try:

@@ -1,4 +1,4 @@
-"""Whether all ranks make the same of the same samples, before the first step.
+"""Whether all ranks make the same of the same samples, each time, before the first step.
 
 Code that orders a Python set, or draws numbers without a seed while a task or a model is made,
 differs between processes: each rank would learn other classes, or train another model.
@@ -6,14 +6,16 @@ differs between processes: each rank would learn other classes, or train another
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.ranks.world import hostname
+from hvdkit.logs import join
+from hvdkit.ranks.world import hostname, say
 from hvdkit.run.parts import RunParts
+from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
 from hvdkit.train.step import graph_checks, objective
 from hvdkit.train.task.protocol import Example
@@ -27,12 +29,21 @@ Figures = dict[str, list[float]]
 
 
 def check(parts: RunParts) -> None:
-    """Raises Stop on all ranks where one makes another example or other outputs of a sample."""
+    """Raises Stop on all ranks where one makes another example or other outputs of a sample.
+
+    Notes what a second reading of a sample gives otherwise; where same bits are promised, that is
+    a Stop too.
+    """
     world = parts.world
+    with world.fail_together("reading a few samples twice"):
+        figures, unsteady = _examples(parts)
+        note = _unsteady(unsteady, parts.config)
+    if note:
+        say(world, f"note: {note}")
     if world.size == 1:
         return
     with world.fail_together("comparing a few samples on all ranks"):
-        figures = _examples(parts) | _outputs(parts)
+        figures |= _evaluated(parts)
     everyone = world.gather_alike(figures, "rank_comparison.figures")
     near = objective.nearness(parts.config)
     for rank, others in enumerate(everyone):
@@ -48,17 +59,42 @@ def check(parts: RunParts) -> None:
                 )
 
 
-def _examples(parts: RunParts) -> Figures:
-    """Of training examples, but for what a rank itself draws anew each time it reads."""
+def _unsteady(names: Collection[str], config: Settings) -> str:
+    """A note where a second reading of a sample gives something else; else empty.
+
+    Raises ValueError where the settings promise the same bits.
+    """
+    if not names:
+        return ""
+    text = (
+        f"training_example gives other {join(sorted(names))} each time it reads the same sample "
+        "with the same key: it draws numbers that no seed gives, as numpy does in "
+        "tf.numpy_function. Draw them with `key` (tf.random.stateless_uniform, or numpy's "
+        "default_rng(key))"
+    )
+    if config.virtual_ranks or config.deterministic:
+        raise ValueError(
+            f"{text}; --virtual_ranks and --deterministic promise the same bits"
+        )
+    return (
+        f"{text}; else no run can be repeated, nor resumed as if nothing had happened"
+    )
+
+
+def _examples(parts: RunParts) -> tuple[Figures, set[str]]:
+    """Figures of training examples, but for parts that a second reading gives otherwise: these."""
     figures: Figures = {}
+    unsteady: set[str] = set()
     for number in _spread(len(parts.feed.reader.source), _SAMPLES):
-        example = _steady(parts.feed.sample(number), parts.feed.sample(number))
-        figures |= _described(f"training sample {number}", example)
-    return figures
+        example = parts.feed.sample(number)
+        steady = _steady(example, parts.feed.sample(number))
+        unsteady |= {*example} - {*steady}
+        figures |= _described(f"training sample {number}", steady)
+    return figures, unsteady
 
 
-def _outputs(parts: RunParts) -> Figures:
-    """The same of validation examples, and what the model says of them where nothing is drawn."""
+def _evaluated(parts: RunParts) -> Figures:
+    """Figures of validation examples, and of the model's outputs where nothing is drawn."""
     figures: Figures = {}
     reader = parts.val_feed.reader
     draws = graph_checks.draws(parts.evaluator.graph)

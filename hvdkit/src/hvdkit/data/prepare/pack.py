@@ -29,7 +29,7 @@ from hvdkit.data.open import check_once, reader_of
 from hvdkit.data.readers import pictures, records, remote
 from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Parts, Source, Wrapper, digest, sampled
-from hvdkit.launcher import launch_rank, launched_ranks, left_of_a_launch
+from hvdkit.launcher import launch_fault, launch_rank, launched_ranks
 from hvdkit.settings import of_project
 from hvdkit.settings.data import PACK_ONLY, READERS
 from hvdkit.settings.typed import path_argument
@@ -67,7 +67,7 @@ def pack(
         # The product of the number of samples and their mean size is rounded up.
         shards = -(-len(source) * sum(sizes) // (len(sizes) * _SHARD_BYTES))
     shards = min(shards, len(source))
-    fault = left_of_a_launch()
+    fault = launch_fault()
     if fault:
         raise ValueError(fault)
     rank = launch_rank()

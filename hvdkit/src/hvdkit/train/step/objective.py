@@ -214,18 +214,18 @@ def divides(settings: Settings, ranks: int) -> bool:
     return ranks > 1 or settings.virtual_ranks > 0 or settings.accumulation_steps > 1
 
 
-def samples_of_rank(settings: Settings, ranks: int) -> int:
-    """How many samples a rank has in a micro-batch, at most."""
-    micro_batch = settings.global_batch_size // settings.accumulation_steps
-    return -(-micro_batch // (settings.virtual_ranks or ranks))
-
-
 def check_sum(
-    sums: Callable, samples: Sequence[Any], *, draws: Callable[[], bool], near: float
+    sums: Callable,
+    samples: Sequence[Any],
+    *,
+    draws: Callable[[], bool],
+    near: float,
+    of: str = "",
 ) -> None:
     """Raises ValueError where sums of some samples are not those of two halves added up.
 
-    `sums`: of samples, by name; `draws`: whether random numbers are in them.
+    `sums`: of samples, by name; `draws`: whether random numbers are in them; `of`: what samples
+    they are, for the message.
     """
     middle = len(samples) // 2
     one = samples[:middle]
@@ -244,7 +244,7 @@ def check_sum(
         is_by_place = len(one) == len(other) and abs(crossed - doubled) <= least
         if not (is_by_place and draws()):
             raise ValueError(
-                f"the task's {name} of {len(samples)} samples together is {total:.6g}, and "
+                f"the task's {name} of {len(samples)} samples{of} together is {total:.6g}, and "
                 f"{sum(parts):.6g} in two halves: a sample depends on others of its batch, which "
                 "ranks, virtual ranks and micro-batches divide. Bring them together with "
                 "hvdkit.train.across.gather, or use one rank"
