@@ -44,11 +44,6 @@ KINDS = {
         (0, 0, 1),
         set(),
     ),
-    "a launcher of MPICH": (
-        {"PMI_RANK": "3", "PMI_SIZE": "4"},
-        (3, 0, 4),
-        {"is_launched"},
-    ),
 }
 QUESTIONS = (
     "is_launched",
@@ -84,6 +79,7 @@ OF_TENSORFLOW = json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "inde
             "WORLD_SIZE says that 4",
         ),
         ({"TF_CONFIG": OF_TENSORFLOW}, "TF_CONFIG says that 3 processes"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE says that 2"),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "unset FLUX_JOB_SIZE"),
         # Names that mean something else too.
         ({"RANK": "8"}, ""),

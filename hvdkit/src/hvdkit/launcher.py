@@ -42,8 +42,6 @@ LAUNCHERS = (
     ),
     # srun --mpi=pmix
     Launcher(rank="PMIX_RANK", of_a_rank=("PMIX_RANK",), makes_mpi_world=True),
-    # launchers of MPICH and Intel MPI
-    Launcher(rank="PMI_RANK", size="PMI_SIZE"),
     # srun, also for a job's script, which is rank 0 of nothing
     Launcher(
         rank="SLURM_PROCID",
@@ -53,10 +51,11 @@ LAUNCHERS = (
     ),
 )
 
-# Variables of the rank and the number of processes by launchers of other frameworks: torchrun and
-# Kubeflow's PyTorchJob, Flux, MVAPICH. TF_CONFIG, of Kubeflow's TFJob, is JSON:
-# {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}
+# Variables of the rank and the number of processes by launchers whose processes do not meet here:
+# of MPICH and Intel MPI, torchrun and Kubeflow's PyTorchJob, Flux, MVAPICH. Kubeflow's TFJob sets
+# TF_CONFIG, JSON: {"cluster": {"worker": ["host:port", ...]}, "task": {...}}
 _OTHERS = (
+    ("PMI_RANK", "PMI_SIZE"),
     ("RANK", "WORLD_SIZE"),
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
@@ -143,7 +142,7 @@ def launch_fault() -> str:
 
 
 def _launched_by_others() -> str:
-    """Where another framework's launcher started several processes: each would train alone."""
+    """Where another kind of launcher started several processes: each would train alone."""
     if is_launched():
         return ""
     counts = {"TF_CONFIG": _tasks_of_tensorflow()}
