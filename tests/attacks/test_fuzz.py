@@ -71,6 +71,7 @@ MANIFEST = {
     "samples": 32,
     "passed_over": 0,
     "card": {"train": {"fingerprint": "a", "samples": 9}, "class_names": ["b"]},
+    "figures": {"data": "a", "samples": {"its outputs": [0.0, 0.5, 1.0, 3.0, 0.0]}},
 }
 
 

@@ -8,8 +8,20 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
+import keras
 import numpy as np
-from small_runs import Outcome, Small, acting, fit, same
+import tensorflow as tf
+from small_runs import (
+    FEATURES,
+    Outcome,
+    Small,
+    acting,
+    classifier,
+    fit,
+    folder,
+    same,
+    task_with,
+)
 from tensorflow.python.data.ops import iterator_ops
 
 from hvdkit.checkpoint.checkpoints import Checkpoints
@@ -135,3 +147,26 @@ def check_nothing_reads_ahead_when_a_run_has_ended(world):
     assert held
     known = {id(iterator) for iterator in before}
     assert not [iterator for iterator in iterators() if id(iterator) not in known]
+
+
+def check_a_model_that_is_another_after_a_restart_is_told(world):
+    """As where its code draws numbers without a seed, or orders a Python set."""
+    seed = 0
+
+    class Features(keras.layers.Layer):
+        def call(self, x):
+            draws = np.random.default_rng(seed).normal(size=(FEATURES, 8))
+            return tf.sin(x @ tf.constant(draws, x.dtype))
+
+    Random = task_with(lambda: classifier(Features()))
+    run_dir = folder(world) / "run"
+    fit(world, Random, run_dir=run_dir)
+    words = "its outputs, of mean"
+    resumed = fit(world, Random, run_dir=run_dir, num_steps=4)
+    assert words not in resumed.printed
+    seed = 1
+    resumed = fit(world, Random, run_dir=run_dir, num_steps=5)
+    if world.is_chief:
+        (note,) = [line for line in resumed.printed.splitlines() if words in line]
+        assert note.startswith("note: validation sample 0"), note
+        assert "step-00000004 was saved" in note, note

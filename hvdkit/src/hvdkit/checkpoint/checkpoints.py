@@ -89,13 +89,14 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
 class Copy(NamedTuple):
     """What a checkpoint is written of.
 
-    `skipped`: so many steps in a row up to it changed no weights.
+    `skipped`: so many steps in a row up to it changed no weights. `figures`: see Manifest.
     """
 
     place: Place
     arrays: dict[str, np.ndarray]
     config: dict[str, Any]
     skipped: int
+    figures: dict[str, Any]
 
 
 class CheckpointInfo(NamedTuple):
@@ -138,7 +139,14 @@ class Checkpoints:
         default_factory=dict, init=False, repr=False
     )
 
-    def copy(self, place: Place, variables: Variables, config: Settings) -> Copy:
+    def copy(
+        self,
+        place: Place,
+        variables: Variables,
+        config: Settings,
+        *,
+        figures: Mapping[str, Any] | None = None,
+    ) -> Copy:
         """The values as they are now, at this place of the run; rank 0 calls it, between steps.
 
         The next copy reuses its memory (new takes six times as long to fill): write it before.
@@ -151,7 +159,9 @@ class Checkpoints:
             if "skipped_in_a_row" in variables
             else 0
         )
-        return Copy(place, arrays, dataclasses.asdict(config), skipped)
+        return Copy(
+            place, arrays, dataclasses.asdict(config), skipped, dict(figures or {})
+        )
 
     def _copied(self, name: str, tensor: tf.Tensor) -> np.ndarray:
         # This is a view of a tensor in the host's memory. NumPy takes no scalar tensor of
@@ -182,6 +192,7 @@ class Checkpoints:
                 tensorflow=tf.__version__,
                 card=dict(self.card),
                 rules=dict(self.rules),
+                figures=copy.figures,
             )
         finally:
             self._prune(copy.place.step - copy.skipped)

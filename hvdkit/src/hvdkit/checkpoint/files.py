@@ -30,6 +30,7 @@ from hvdkit.scores import MainMetric, Score
 FORMAT = 4  # Since 4, the place in the data counts samples, not steps.
 STATE = "state.npz"
 MANIFEST = "manifest.json"
+NUM_FIGURES = 5  # of each tensor of a sample: hvdkit/run/sample_figures.py
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|(partial\.)?deleted)")
 
@@ -51,7 +52,8 @@ class Manifest:
     `loss` and `since` belong to it, as in hvdkit.scores.Score; `measure` says what it measures.
     `config` holds the settings by name, `dtypes` those of variables that NumPy does not know,
     `fingerprint` what bits depend on besides settings, `card` the data card (hvdkit/data/card.py),
-    `rules` what the task's own optimizer and schedule were made with. What is read is compared with
+    `rules` what the task's own optimizer and schedule were made with, `figures` those of the
+    model's outputs for some samples (hvdkit/run/sample_figures.py). What is read is compared with
     these types.
     """
 
@@ -71,6 +73,7 @@ class Manifest:
     measure: dict = dataclasses.field(default_factory=dict)
     card: dict = dataclasses.field(default_factory=dict)
     rules: dict = dataclasses.field(default_factory=dict)
+    figures: dict = dataclasses.field(default_factory=dict)
 
     def place(self) -> Place:
         return Place(self.step, self.samples, self.passed_over)
@@ -325,6 +328,8 @@ def _parse(path: Path) -> Manifest:
             raise Damaged(f"{file} is damaged: its {name} is {value!r:.40}")
     if not _is_card(manifest.card):
         raise Damaged(f"{file} is damaged: its card is {manifest.card!r:.40}")
+    if not _are_figures(manifest.figures):
+        raise Damaged(f"{file} is damaged: its figures are {manifest.figures!r:.40}")
     if min(manifest.place()) < 0 or step_of(path) not in (-1, manifest.step):
         raise Damaged(f"{path} is damaged: its manifest says {manifest.place()}")
     return manifest
@@ -341,6 +346,19 @@ def _is_card(card: Mapping[str, Any]) -> bool:
         and isinstance(class_names, list)
         and all(isinstance(name, str) for name in class_names)
     )
+
+
+def _are_figures(figures: Mapping[str, Any]) -> bool:
+    """Whether figures of samples have their types; checkpoints of before have none."""
+    samples = figures.get("samples", {})
+    if not isinstance(figures.get("data", ""), str) or not isinstance(samples, dict):
+        return False
+    for values in samples.values():
+        if not isinstance(values, list) or len(values) != NUM_FIGURES:
+            return False
+        if not all(isinstance(value, float) for value in values):
+            return False
+    return True
 
 
 def checksum_of(record: Mapping[str, Any], format_number: Any) -> str:

@@ -8,8 +8,9 @@ the next save tries again. The number of saves that failed in a row is a vote of
 import errno
 import os
 import time
+from collections.abc import Mapping
 from concurrent import futures
-from typing import Self
+from typing import Any, Self
 
 from hvdkit.checkpoint import files
 from hvdkit.checkpoint.checkpoints import Checkpoints, Copy, Variables
@@ -61,17 +62,25 @@ class Saver:
                 "run ended: a rerun resumes from the one before it",
             )
 
-    def save(self, place: Place, variables: Variables, config: Settings) -> None:
+    def save(
+        self,
+        place: Place,
+        variables: Variables,
+        config: Settings,
+        *,
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
         """Copies the values as they are now, and begins to write them; on every rank.
 
-        It waits first for the save before it, if that is still being written.
+        It waits first for the save before it, if that is still being written. `figures`: see
+        hvdkit.checkpoint.files.Manifest.
         """
         self.wait()
         self._step = place.step
         if not self._world.is_chief:
             return
         try:
-            copy = self._checkpoints.copy(place, variables, config)
+            copy = self._checkpoints.copy(place, variables, config, figures=figures)
         except MemoryError as error:
             self._fail(error)
             return

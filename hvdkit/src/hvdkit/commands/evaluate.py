@@ -29,7 +29,7 @@ from hvdkit.evaluate.evaluator import Evaluation, Evaluator
 from hvdkit.observe.records import is_of_class
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World, say
-from hvdkit.run import load_run
+from hvdkit.run import load_run, sample_figures
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
@@ -88,6 +88,12 @@ def evaluate(
         )
     evaluator = Evaluator(run, feed)
     evaluator.try_out()
+    if world.is_chief:
+        note = sample_figures.note_on_restart(
+            evaluator, feed.reader, checkpoint=checkpoint
+        )
+        if note:
+            say(world, f"note: {note}")
     with world.fail_together("reading the settings"):
         tasks.check_read(run.task, config, tasks.EVALUATION)
     worst = WorstSamples(run, count=arguments.worst, rounds=feed.rounds)

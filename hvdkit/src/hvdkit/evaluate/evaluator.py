@@ -71,7 +71,7 @@ class Evaluator:
         self._seeds = (
             Seeds(run.config.seed, run.model, evaluating=True) if self._exact else None
         )
-        self._near = objective.nearness(run.config)
+        self.near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
         # It is called with each batch of this rank: its samples' mean losses, and their numbers.
         self.on_batch: Callable[[np.ndarray, list[int]], None] | None = None
@@ -122,7 +122,7 @@ class Evaluator:
         check = partial(
             objective.check_sum,
             draws=lambda: graph_checks.draws(self.graph),
-            near=self._near,
+            near=self.near,
         )
         check(self._loss_sums, samples)
         few = samples[:: max(len(samples) // _FEW, 1)]

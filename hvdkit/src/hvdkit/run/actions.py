@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from hvdkit import scores
@@ -18,7 +19,7 @@ from hvdkit.evaluate import metrics
 from hvdkit.evaluate.evaluator import stopped_improving
 from hvdkit.ranks import agreement
 from hvdkit.ranks.world import World, raw, say
-from hvdkit.run import health
+from hvdkit.run import health, sample_figures
 from hvdkit.run.context import RunContext, judge_plateau
 from hvdkit.run.health import Ending
 from hvdkit.run.parts import RunParts
@@ -239,6 +240,9 @@ class Save:
         self._sync = parts.sync
         self._telemetry = parts.telemetry
         self._place = parts.sampler.place
+        self._figures = partial(
+            sample_figures.to_save, parts.evaluator, parts.val_feed.reader
+        )
         # A checkpoint of another folder is not in this one yet.
         self._saved_at = parts.start.step if parts.start.source == "own" else None
 
@@ -262,7 +266,12 @@ class Save:
                 if id(raw(variable)) in untrained_ids:
                     untrained[name] = variable
             agreement.check_same_state(run.world, untrained, step)
-            self._saver.save(self._place(step), run.state.variables, run.config)
+            self._saver.save(
+                self._place(step),
+                run.state.variables,
+                run.config,
+                figures=self._figures() if run.world.is_chief else None,
+            )
         self._saved_at = step
 
     def last(self, step: int) -> None:

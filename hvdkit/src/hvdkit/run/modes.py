@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hvdkit.observe import profile, trackers
 from hvdkit.ranks.world import World, say
-from hvdkit.run import dry_run, find_lr, model_doctor, rank_comparison
+from hvdkit.run import dry_run, find_lr, model_doctor, sample_figures
 from hvdkit.run.actions import (
     Action,
     AtStep,
@@ -73,7 +73,13 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
         dry_run.describe(parts, given)
     parts.evaluator.try_out()
     parts.evaluator.check_loss()
-    rank_comparison.check(parts)
+    sample_figures.check(parts)
+    if parts.start.path and world.is_chief:
+        note = sample_figures.note_on_restart(
+            parts.evaluator, parts.val_feed.reader, checkpoint=parts.start.path
+        )
+        if note:
+            say(world, f"note: {note}")
     with world.fail_together("reading the settings"):
         passed_over = tasks.check_read(parts.context.task, config)
     for note in passed_over:

@@ -1,17 +1,22 @@
-"""Whether all ranks make the same of the same samples, each time, before the first step.
+"""What a run makes of a few samples: the same on all ranks, each time, and after a restart.
 
 Code that orders a Python set, or draws numbers without a seed while a task or a model is made,
-differs between processes: each rank would learn other classes, or train another model.
+differs between processes: each rank would learn other classes, or train another model, and a
+checkpoint's weights would not fit the model of the process that reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdkit.checkpoint import files
+from hvdkit.data.pipeline import Reader
+from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.logs import join
 from hvdkit.ranks.world import hostname, say
 from hvdkit.run.parts import RunParts
@@ -22,9 +27,12 @@ from hvdkit.train.task.protocol import Example
 
 _SAMPLES = 4  # of the training set
 _EVALUATED = 2  # of the validation set
+_NEAR = 0.01  # Relative: another device, or type of numbers, may differ so much.
 _EXACT = 64  # Whole numbers of so small tensors are labels: each digit counts.
 
-# What a tensor holds, by "training sample 7: targets".
+_MOST = 1e30  # Sums of larger numbers would be no numbers.
+
+# What a tensor holds, by "training sample 7 (counted from 0): its targets".
 Figures = dict[str, list[float]]
 
 
@@ -43,13 +51,13 @@ def check(parts: RunParts) -> None:
     if world.size == 1:
         return
     with world.fail_together("comparing a few samples on all ranks"):
-        figures |= _evaluated(parts)
-    everyone = world.gather_alike(figures, "rank_comparison.figures")
+        figures |= _of_validation(parts.evaluator, parts.val_feed.reader)
+    everyone = world.gather_alike(figures, "sample_figures")
     near = objective.nearness(parts.config)
     for rank, others in enumerate(everyone):
         for name, expected in everyone[0].items():
             if name in others and _differ(expected, others[name], near=near):
-                hosts = world.gather_objects(hostname(), "rank_comparison.hosts")
+                hosts = world.gather_objects(hostname(), "sample_figures.hosts")
                 raise Stop(
                     BUG,
                     f"{name} on rank {rank} ({hosts[rank]}), of mean {others[name][0]:.6g}, differ "
@@ -57,6 +65,35 @@ def check(parts: RunParts) -> None:
                     "else. Usual causes are the order of a Python set (use sorted), and numbers "
                     "that are drawn without a seed while the task or the model is made",
                 )
+
+
+def to_save(evaluator: Evaluator, reader: Reader) -> dict[str, Any]:
+    """What a checkpoint keeps of some validation samples, and of the model's outputs for them."""
+    try:
+        figures = _of_validation(evaluator, reader)
+    except ValueError:  # Their disk may be away, and what was trained must be saved.
+        return {}
+    return {"data": reader.source.fingerprint(), "samples": figures}
+
+
+def note_on_restart(evaluator: Evaluator, reader: Reader, *, checkpoint: Path) -> str:
+    """A note where the outputs are not those that the checkpoint was saved with; else empty.
+
+    The variables must be the checkpoint's. Every rank may call it by itself.
+    """
+    saved = files.read_manifest(checkpoint).figures
+    if saved.get("data") != reader.source.fingerprint():
+        return ""
+    for name, figures in to_save(evaluator, reader).get("samples", {}).items():
+        old = saved.get("samples", {}).get(name, figures)
+        if _differ(old, figures, near=max(_NEAR, evaluator.near)):
+            return (
+                f"{name}, of mean {figures[0]:.6g}, were of mean {old[0]:.6g} when {checkpoint} "
+                "was saved: the code has changed since then, or it depends on the order of a "
+                "Python set (use sorted), or draws numbers without a seed while the task or the "
+                "model is made. Then these weights do not fit the model"
+            )
+    return ""
 
 
 def _unsteady(names: Collection[str], config: Settings) -> str:
@@ -93,13 +130,12 @@ def _examples(parts: RunParts) -> tuple[Figures, set[str]]:
     return figures, unsteady
 
 
-def _evaluated(parts: RunParts) -> Figures:
+def _of_validation(evaluator: Evaluator, reader: Reader) -> Figures:
     """Figures of validation examples, and of the model's outputs where nothing is drawn."""
     figures: Figures = {}
-    reader = parts.val_feed.reader
-    draws = graph_checks.draws(parts.evaluator.graph)
+    draws = graph_checks.draws(evaluator.graph)
     for number in _spread(len(reader.source), _EVALUATED):
-        batch, outputs = parts.evaluator.one(number)
+        batch, outputs = evaluator.one(number)
         example = _steady(batch, reader.read_one(number))
         figures |= _described(f"validation sample {number}", example)
         if not draws and "inputs" in example:
@@ -150,7 +186,7 @@ def _described(sample: str, parts: Mapping[str, Sequence[tf.Tensor]]) -> Figures
 def _figures_of(values: np.ndarray) -> list[float]:
     """Mean; mean weighted by place; mean of sizes; number; whether each digit counts."""
     is_exact = values.dtype.kind in "biu" and values.size <= _EXACT
-    numbers = np.nan_to_num(values.astype(np.float64).ravel())
+    numbers = np.nan_to_num(values.astype(np.float64).ravel()).clip(-_MOST, _MOST)
     if not numbers.size:
         return [0.0, 0.0, 0.0, 0.0, 0.0]
     by_place = numbers * np.linspace(1.0, 2.0, numbers.size)
