@@ -78,6 +78,7 @@ class SimulatedShare(NamedTuple):
     # Names of state with which each forward pass begins as the first one did.
     kept: Collection[str] = ()
     draw: int = 0  # to draw other random numbers than with 0
+    scale: float = 1.0  # of what is differentiated: what a step does to large gradients
 
 
 class Step:
@@ -146,6 +147,7 @@ class Step:
         self._is_tried = False  # whether it is a simulated rank's, in a trial
         # In a trial: state with which each forward pass begins, and its values.
         self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
+        self._scale = 1.0
 
     # ---- what a step calls ------------------------------------------------------------------
 
@@ -229,7 +231,9 @@ class Step:
                     received=received, losses=own.mean, ready=ready
                 )
                 tracing.terms = self._terms
-        return own.targets, received
+        if self._scale == 1.0:
+            return own.targets, received
+        return [target * self._scale for target in own.targets], received
 
     def _own_part(self, forward: gradients_lib.Forward, batch: Example) -> OwnPart:
         """Forward and backward pass of this rank's share; with --jit one program of XLA."""
@@ -656,6 +660,7 @@ class Step:
                 self.world, self.settings, batch, uses=share.combines
             )
             self._kept = self.combiner.kept(share.kept, share.draw)
+            self._scale = share.scale
             yield
         finally:
             vars(self).update(attributes)

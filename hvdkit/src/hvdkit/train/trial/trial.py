@@ -30,6 +30,9 @@ from hvdkit.train.task import checks as task_checks
 from hvdkit.train.task.protocol import Example
 from hvdkit.train.trial import simulated_ranks
 
+_LARGE = (
+    1e4  # Few clip by norms that gradients of so many times their size do not reach.
+)
 _OTHERS = (
     "a sample depends on others of its batch, which ranks, virtual ranks and micro-batches divide. "
     "Bring them together with hvdkit.train.across.gather, or use one rank"
@@ -50,7 +53,8 @@ class Plan(NamedTuple):
 
     `samples` in all; `by_ranks`: on two ranks; `by_steps`: in two micro-batches; `compares`: the
     whole with its parts, which does not do where a sample's place decides what it draws; `near`:
-    relative difference that sums in another order may have; `whose`: loss it is, for messages.
+    relative difference that sums in another order may have; `whose`: loss it is, for messages;
+    `own_step`: whether the step is a user's, who may do something to gradients.
     """
 
     samples: int
@@ -59,6 +63,7 @@ class Plan(NamedTuple):
     by_steps: bool
     near: float
     whose: str
+    own_step: bool = False
 
 
 def try_out(step: Step, sample: Callable[..., Example], *, size: int) -> None:
@@ -134,6 +139,7 @@ def _plan(step: Step) -> Plan:
         by_steps=by_steps,
         near=objective.nearness(settings),
         whose="run.loss(batch, losses): " if step.own_losses else "the task's loss: ",
+        own_step=not step.of_template,
     )
 
 
@@ -249,8 +255,12 @@ class Comparison:
         combines: bool = True,
         kept: Collection[str] = (),
         draws: bool = False,
+        scale: float = 1.0,
     ) -> list[Outcome]:
-        """Of ranks with so many samples; `draws`: whether their random numbers differ."""
+        """Of ranks with so many samples; `draws`: whether their random numbers differ.
+
+        `scale`: what losses are multiplied with.
+        """
 
         def on_rank(rank: int) -> Outcome:
             first, last = share(self._plan.samples, rank, len(sizes))
@@ -261,6 +271,7 @@ class Comparison:
                 combines=combines,
                 kept=kept,
                 draw=rank if draws else 0,
+                scale=scale,
             )
             return self._run(_batch(self._examples[first:last], steps), simulated)
 
@@ -310,7 +321,15 @@ class Comparison:
             by_samples = self._changed_by_samples(whole)
             notes = self._combiner.judge(different, set(different) - set(by_samples))
         _check_gradients(self._plan, whole, parts[0])
+        if self._plan.own_step:
+            self._check_large_gradients()
         return notes
+
+    def _check_large_gradients(self) -> None:
+        """Where a step clips a rank's own gradients, those of a few samples may be too small."""
+        (whole,) = self._outcomes([self._plan.samples], scale=_LARGE)
+        parts = self._outcomes(self._halves, scale=_LARGE)
+        _check_gradients(self._plan, whole, parts[0])
 
     def _check_draws(self) -> None:
         """What ranks change by random numbers of their own must come together."""
