@@ -92,7 +92,7 @@ def check_ranks_that_see_different_data_are_named(world):
         names = other / "splits" / "train.txt"
         names.write_text("\n".join(names.read_text().split()[1:]))
         settings = config(root, f"--data_dir={other}")
-    fit_config(settings, world, Task, "data files on rank 1", code=BUG)
+    fit_config(settings, world, Task, "the data on rank 1", code=BUG)
 
 
 def check_ranks_with_different_settings_are_named_and_leave_nothing(world):
@@ -135,7 +135,30 @@ def check_ranks_that_make_something_else_of_a_sample_are_named(world):
             return tf.sin(x @ tf.constant(draws, x.dtype))
 
     OtherModel = task_with(lambda: classifier(Features()))
-    fit(world, OtherModel, "its outputs on rank 1", "without a seed", code=BUG)
+    words = ("step of rank 1", "without a seed")
+    fit(world, OtherModel, *words, code=BUG)
+
+    class InTraining(keras.layers.Layer):
+        """Another loss on each rank; evaluation shows nothing of it."""
+
+        def call(self, x, training=False):
+            if training:
+                draws = np.random.default_rng(world.rank).normal(size=FEATURES)
+                weights = tf.constant(draws, x.dtype)
+                size = tf.reduce_sum(x * weights, -1)
+                self.add_loss(tf.reduce_mean(tf.square(size)))
+            return x
+
+    fit(world, task_with(lambda: classifier(InTraining())), *words, code=BUG)
+
+    class Columns(keras.layers.Layer):
+        """Its columns come in another order on each rank; its head begins with zeros."""
+
+        def call(self, x):
+            return tf.reverse(x, [-1]) if world.rank else x
+
+    zeros = task_with(lambda: classifier(Columns(), kernel_initializer="zeros"))
+    fit(world, zeros, "its outputs on rank 1", "Python set", code=BUG)
 
 
 def check_what_a_rank_draws_by_numpy_is_told(world):

@@ -25,12 +25,12 @@ import numpy as np
 from hvdkit import scores, whole_files
 from hvdkit.data.place import Place
 from hvdkit.logs import printable
+from hvdkit.ranks.figures import NUM_FIGURES
 from hvdkit.scores import MainMetric, Score
 
 FORMAT = 4  # Since 4, the place in the data counts samples, not steps.
 STATE = "state.npz"
 MANIFEST = "manifest.json"
-NUM_FIGURES = 5  # of each tensor of a sample: hvdkit/run/sample_figures.py
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|(partial\.)?deleted)")
 

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.logs import join
+from hvdkit.ranks import figures
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, hostname, say, weights_sha256
 from hvdkit.settings import Settings, fields, project
@@ -195,6 +197,46 @@ def check_collectives(
             f"{join(sorted(first - other)) or 'nothing'}. Names, types and shapes must be the "
             "same on every rank",
         )
+
+
+def check_constants(
+    world: World, step: tf.types.experimental.ConcreteFunction, *, near: float
+) -> None:
+    """Raises Stop on all ranks where the traced step holds other tables of numbers on one of them.
+
+    `near`: relative difference that hosts of another kind may have.
+    """
+    tables = [figures.figures_of(values) for values in _tables(step)]
+    everyone, ranks = world.compare(tables, "agreement.constants")
+    for rank in ranks:
+        other = everyone[rank]
+        is_apart = len(other) != len(tables) or any(
+            figures.differ(*pair, near=near) for pair in zip(everyone[0], other)
+        )
+        if is_apart:
+            raise Stop(
+                BUG,
+                f"the step of rank {rank} computes with other constants than rank 0's: each rank "
+                "would train another model. Usual causes are the order of a Python set (use "
+                "sorted), and numbers that are drawn without a seed while the task or the model "
+                "is made",
+            )
+
+
+def _tables(step: tf.types.experimental.ConcreteFunction) -> Iterable[np.ndarray]:
+    """The step's floating constants of several, not all equal, numbers, in the graph's order."""
+    graph = step.graph.as_graph_def()
+    inner = (function.node_def for function in graph.library.function)
+    for node in itertools.chain(graph.node, *inner):
+        if node.op == "Const" and tf.as_dtype(node.attr["dtype"].type).is_floating:
+            values = tf.make_ndarray(node.attr["value"].tensor)
+            if values.size > 1 and np.ptp(values.astype(np.float64)) > 0:
+                yield values
+    for tensor, _ in step.graph.captures:
+        if tensor.dtype.is_floating and hasattr(tensor, "numpy"):
+            values = tensor.numpy()
+            if values.size > 1:
+                yield values
 
 
 def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:

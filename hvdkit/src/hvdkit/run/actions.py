@@ -124,15 +124,23 @@ class AtStep:
 
 
 DRIFT_EVERY = 1000  # steps
+_EARLY = (
+    10,
+    100,
+)  # As many steps after a start, state that changes now and then has changed.
 
 
 class CheckDrift:
-    """Checks that all ranks hold the same weights and state, every DRIFT_EVERY steps."""
+    """Checks that all ranks hold the same weights and state, every DRIFT_EVERY steps.
+
+    And twice soon after a start, before much is lost.
+    """
 
     settles = False
 
     def __init__(self, run: RunContext) -> None:
         self._world = run.world
+        self._first = 0  # the first step of this start, once it is known
         self._variables = dict(run.state.variables)
         if run.config.bn_sync != "full" and not run.config.virtual_ranks:
             # Each rank has moving statistics of its own until they are synced.
@@ -142,7 +150,8 @@ class CheckDrift:
                     del self._variables[name]
 
     def due(self, step: int) -> bool:
-        return step % DRIFT_EVERY == 0
+        self._first = self._first or step
+        return step % DRIFT_EVERY == 0 or step - self._first + 1 in _EARLY
 
     def __call__(self, step: int, result: Result) -> None:
         agreement.check_same_state(self._world, self._variables, step)

@@ -285,7 +285,7 @@ def open_sources(world: World, task: tasks.Task) -> tuple[Source, Source]:
                 f"a source's fingerprint() must return text, not {both!r:.200}"
             )
         fingerprints = "".join(both)
-    world.check_same(fingerprints, "the data files")
+    world.check_same(fingerprints, "the data")
     return train, val
 
 

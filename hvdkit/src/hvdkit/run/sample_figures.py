@@ -11,26 +11,25 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint import files
 from hvdkit.data.pipeline import Reader
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.logs import join
+from hvdkit.ranks.figures import differ, figures_of
 from hvdkit.ranks.world import hostname, say
 from hvdkit.run.parts import RunParts
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
 from hvdkit.train.step import graph_checks, objective
+from hvdkit.train.step.state import leave_zero, unchanged
 from hvdkit.train.task.protocol import Example
 
 _SAMPLES = 4  # of the training set
 _EVALUATED = 2  # of the validation set
 _NEAR = 0.01  # Relative: another device, or type of numbers, may differ so much.
-_EXACT = 64  # Whole numbers of so small tensors are labels: each digit counts.
 
-_MOST = 1e30  # Sums of larger numbers would be no numbers.
 
 # What a tensor holds, by "training sample 7 (counted from 0): its targets".
 Figures = dict[str, list[float]]
@@ -50,13 +49,16 @@ def check(parts: RunParts) -> None:
         say(world, f"note: {note}")
     if world.size == 1:
         return
-    with world.fail_together("comparing a few samples on all ranks"):
+    weights = parts.step.weights
+    comparing = world.fail_together("comparing a few samples on all ranks")
+    with comparing, unchanged(weights):
+        leave_zero(weights)
         figures |= _of_validation(parts.evaluator, parts.val_feed.reader)
     everyone = world.gather_alike(figures, "sample_figures")
     near = objective.nearness(parts.config)
     for rank, others in enumerate(everyone):
         for name, expected in everyone[0].items():
-            if name in others and _differ(expected, others[name], near=near):
+            if name in others and differ(expected, others[name], near=near):
                 hosts = world.gather_objects(hostname(), "sample_figures.hosts")
                 raise Stop(
                     BUG,
@@ -86,7 +88,7 @@ def note_on_restart(evaluator: Evaluator, reader: Reader, *, checkpoint: Path) -
         return ""
     for name, figures in to_save(evaluator, reader).get("samples", {}).items():
         old = saved.get("samples", {}).get(name, figures)
-        if _differ(old, figures, near=max(_NEAR, evaluator.near)):
+        if differ(old, figures, near=max(_NEAR, evaluator.near)):
             return (
                 f"{name}, of mean {figures[0]:.6g}, were of mean {old[0]:.6g} when {checkpoint} "
                 "was saved: the code has changed since then, or it depends on the order of a "
@@ -179,26 +181,5 @@ def _described(sample: str, parts: Mapping[str, Sequence[tf.Tensor]]) -> Figures
             ):
                 part = f", part {place}" if len(tensors) > 1 else ""
                 label = f"{sample} (counted from 0): its {name}{part}"
-                figures[label] = _figures_of(tensor.numpy())
+                figures[label] = figures_of(tensor.numpy())
     return figures
-
-
-def _figures_of(values: np.ndarray) -> list[float]:
-    """Mean; mean weighted by place; mean of sizes; number; whether each digit counts."""
-    is_exact = values.dtype.kind in "biu" and values.size <= _EXACT
-    numbers = np.nan_to_num(values.astype(np.float64).ravel()).clip(-_MOST, _MOST)
-    if not numbers.size:
-        return [0.0, 0.0, 0.0, 0.0, 0.0]
-    by_place = numbers * np.linspace(1.0, 2.0, numbers.size)
-    size = np.mean(np.abs(numbers))
-    means = [np.mean(numbers), np.mean(by_place), size]
-    return [*(float(mean) for mean in means), float(numbers.size), float(is_exact)]
-
-
-def _differ(one: Sequence[float], other: Sequence[float], *, near: float) -> bool:
-    mean, by_place, size, number, is_exact = one
-    other_mean, other_by_place, _, other_number, _ = other
-    if number != other_number:
-        return True
-    least = 1e-9 if is_exact else near * size + 1e-6
-    return abs(mean - other_mean) > least or abs(by_place - other_by_place) > least

@@ -141,7 +141,8 @@ def check_state(
             "neither trained nor saved. Make weights with add_weight, keep layers (and a "
             "keras.random.SeedGenerator for random functions) as attributes of the model or of its "
             "layers, a frozen model, or state with trainable=False, as one of the task, built "
-            "before the first step; use tf.constant for fixed numbers"
+            "before the first step; use tf.constant for fixed numbers. Keras does not count its "
+            "metrics as variables of a model: compute them in the task's sums"
         )
 
 

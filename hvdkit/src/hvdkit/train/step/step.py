@@ -543,6 +543,13 @@ class Step:
             )
         agreement.check_gradients(self.world, self._variables, self._connected)
         agreement.check_collectives(self.world, traced)
+        micro_batch = (
+            self.settings.global_batch_size // self.settings.accumulation_steps
+        )
+        # Constants may depend on the size of a rank's share.
+        if micro_batch % self.world.size == 0:
+            near = objective.nearness(self.settings)
+            agreement.check_constants(self.world, traced, near=near)
         self.functions.append(
             (self._simple_step if self.special else function, self._changed)
         )

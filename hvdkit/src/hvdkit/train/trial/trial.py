@@ -8,6 +8,7 @@ SGD: it makes no large step of a rounding error.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import tensorflow as tf
 from hvdkit.data.sampler import share
 from hvdkit.logs import join
 from hvdkit.ranks import agreement
-from hvdkit.ranks.world import raw, say
+from hvdkit.ranks.world import World, raw, say
 from hvdkit.train.layers import batch_norm, dropout
 from hvdkit.train.step import across, combine, objective
 from hvdkit.train.step import gradients as gradients_lib
@@ -30,9 +31,8 @@ from hvdkit.train.task import checks as task_checks
 from hvdkit.train.task.protocol import Example
 from hvdkit.train.trial import simulated_ranks
 
-_LARGE = (
-    1e4  # Few clip by norms that gradients of so many times their size do not reach.
-)
+_LONG = 30.0  # seconds of a trial, after which a line tells of it
+_LARGE = 1e4  # Gradients of so many times their size reach what a step clips by.
 _OTHERS = (
     "a sample depends on others of its batch, which ranks, virtual ranks and micro-batches divide. "
     "Bring them together with hvdkit.train.across.gather, or use one rank"
@@ -87,13 +87,29 @@ def try_out(step: Step, sample: Callable[..., Example], *, size: int) -> None:
                 draw=place if mixes else 0,
             )
             examples.append(example)
-        with at_rest(step.state.task_state.layers):
+        with at_rest(step.state.task_state.layers), _told_if_long(step.world):
             for function, changed in step.functions:
                 for number in _steps_to_try(step):
                     run = partial(_outcome, step, function, changed, number)
                     comparison = Comparison(plan, examples, run, combiner=step.combiner)
                     for note in comparison.notes():
                         say(step.world, f"note: {note}")
+
+
+@contextlib.contextmanager
+def _told_if_long(world: World) -> Iterator[None]:
+    """Says after a while what a start takes so long for."""
+    text = (
+        f"note: the step is still being tried on a few samples, for {_LONG:.0f} s, outside of "
+        "graphs, where loops over time take long"
+    )
+    timer = threading.Timer(_LONG, say, [world, text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _spread(number: int, count: int, size: int) -> int:
@@ -173,7 +189,8 @@ def _outcome(
     """What step `number` makes of a small batch, as one of several ranks; it leaves no trace."""
     samples = sum(part.samples)
     user_code = task_checks.user_code_errors(
-        f"the step, tried on {samples} samples (take sizes from tensors, not from settings),"
+        f"the step, tried on {samples} samples outside of graphs (take sizes from tensors, not "
+        "from settings, and gradients by tf.GradientTape),"
     )
     variables = {name: raw(variable) for name, variable in step.state.variables.items()}
     with (
