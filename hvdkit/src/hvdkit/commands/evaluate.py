@@ -88,12 +88,9 @@ def evaluate(
         )
     evaluator = Evaluator(run, feed)
     evaluator.try_out()
-    if world.is_chief:
-        note = sample_figures.note_on_restart(
-            evaluator, feed.reader, checkpoint=checkpoint
-        )
-        if note:
-            say(world, f"note: {note}")
+    sample_figures.say_on_restart(
+        world, evaluator, reader=feed.reader, checkpoint=checkpoint
+    )
     with world.fail_together("reading the settings"):
         tasks.check_read(run.task, config, tasks.EVALUATION)
     worst = WorstSamples(run, count=arguments.worst, rounds=feed.rounds)

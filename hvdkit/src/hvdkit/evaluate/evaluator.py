@@ -115,7 +115,7 @@ class Evaluator:
 
     def _check_sum(self) -> None:
         """Raises ValueError where the loss of some samples is not the sum of two halves'."""
-        samples = [self._batch(number) for number in self._numbers_to_try()]
+        samples = [self.batch(number) for number in self._numbers_to_try()]
         shapes = {tuple(x.shape for x in tf.nest.flatten(sample)) for sample in samples}
         if len(samples) < 2 or len(shapes) > 1:
             return
@@ -126,7 +126,7 @@ class Evaluator:
         )
         check(self._loss_sums, samples)
         few = samples[:: max(len(samples) // _FEW, 1)]
-        outputs = [self._outputs(sample) for sample in few[: len(few) // 2 * 2]]
+        outputs = [self.outputs(sample) for sample in few[: len(few) // 2 * 2]]
         for sample in samples[:_ALIKE]:
             pairs = [(output, sample["targets"]) for output in outputs]
             if self._takes(pairs):
@@ -175,7 +175,7 @@ class Evaluator:
                 with unchanged(self._changed):
                     outputs, _, sums, _ = self._step(batch)
             else:
-                outputs = _joined([self._outputs(sample) for sample in samples])
+                outputs = _joined([self.outputs(sample) for sample in samples])
                 with unchanged(self._changed):
                     sums = objective.loss_sums(self._task, outputs, batch["targets"])
             with unchanged(self._changed):  # a loss may change state too
@@ -187,10 +187,6 @@ class Evaluator:
         values["loss's gradient by the outputs"] = gradient
         return values
 
-    def _outputs(self, batch: Example) -> Any:
-        with unchanged(self._changed):
-            return self._step(batch)[0]
-
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
         with unchanged(self._untrained):
@@ -198,10 +194,15 @@ class Evaluator:
 
     def one(self, number: int) -> tuple[Example, Any]:
         """One sample as a batch, and its outputs."""
-        batch = self._batch(number)
-        return batch, self._outputs(batch)
+        batch = self.batch(number)
+        return batch, self.outputs(batch)
 
-    def _batch(self, number: int) -> Example:
+    def outputs(self, batch: Example) -> Any:
+        with unchanged(self._changed):
+            return self._step(batch)[0]
+
+    def batch(self, number: int) -> Example:
+        """One sample as a batch."""
         example = self._feed.reader.read_one(number)
         return tf.nest.map_structure(lambda part: part[None], example)
 

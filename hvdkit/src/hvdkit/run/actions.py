@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 from hvdkit import scores
@@ -249,9 +248,12 @@ class Save:
         self._sync = parts.sync
         self._telemetry = parts.telemetry
         self._place = parts.sampler.place
-        self._figures = partial(
-            sample_figures.to_save, parts.evaluator, parts.val_feed.reader
-        )
+        self._samples = None
+        with parts.world.fail_together("reading a few validation samples"):
+            if parts.world.is_chief:
+                self._samples = sample_figures.ValidationSamples(
+                    parts.evaluator, parts.val_feed.reader
+                )
         # A checkpoint of another folder is not in this one yet.
         self._saved_at = parts.start.step if parts.start.source == "own" else None
 
@@ -279,7 +281,7 @@ class Save:
                 self._place(step),
                 run.state.variables,
                 run.config,
-                figures=self._figures() if run.world.is_chief else None,
+                figures=self._samples.to_save() if self._samples else None,
             )
         self._saved_at = step
 

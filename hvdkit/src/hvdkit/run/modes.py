@@ -74,12 +74,13 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
     parts.evaluator.try_out()
     parts.evaluator.check_loss()
     sample_figures.check(parts)
-    if parts.start.path and world.is_chief:
-        note = sample_figures.note_on_restart(
-            parts.evaluator, parts.val_feed.reader, checkpoint=parts.start.path
+    if parts.start.path:
+        sample_figures.say_on_restart(
+            world,
+            parts.evaluator,
+            reader=parts.val_feed.reader,
+            checkpoint=parts.start.path,
         )
-        if note:
-            say(world, f"note: {note}")
     with world.fail_together("reading the settings"):
         passed_over = tasks.check_read(parts.context.task, config)
     for note in passed_over:

@@ -18,7 +18,7 @@ from hvdkit.data.pipeline import Reader
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.logs import join
 from hvdkit.ranks.figures import differ, figures_of
-from hvdkit.ranks.world import hostname, say
+from hvdkit.ranks.world import World, hostname, say
 from hvdkit.run.parts import RunParts
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
@@ -53,7 +53,7 @@ def check(parts: RunParts) -> None:
     comparing = world.fail_together("comparing a few samples on all ranks")
     with comparing, unchanged(weights):
         leave_zero(weights)
-        figures |= _of_validation(parts.evaluator, parts.val_feed.reader)
+        figures |= ValidationSamples(parts.evaluator, parts.val_feed.reader).figures()
     everyone = world.gather_alike(figures, "sample_figures")
     near = objective.nearness(parts.config)
     for rank, others in enumerate(everyone):
@@ -69,33 +69,69 @@ def check(parts: RunParts) -> None:
                 )
 
 
-def to_save(evaluator: Evaluator, reader: Reader) -> dict[str, Any]:
-    """What a checkpoint keeps of some validation samples, and of the model's outputs for them."""
-    try:
-        figures = _of_validation(evaluator, reader)
-    except ValueError:  # Their disk may be away, and what was trained must be saved.
-        return {}
-    return {"data": reader.source.fingerprint(), "samples": figures}
+class ValidationSamples:
+    """Some validation samples, read once, for figures of what the model makes of them."""
 
+    def __init__(self, evaluator: Evaluator, reader: Reader) -> None:
+        """Raises ValueError where they cannot be read."""
+        self._evaluator = evaluator
+        self._data = reader.source.fingerprint()
+        self._draws = graph_checks.draws(evaluator.graph)
+        self._batches = {}
+        self._of_examples: Figures = {}
+        for number in _spread(len(reader.source), _EVALUATED):
+            batch = evaluator.batch(number)
+            example = _steady(batch, evaluator.batch(number))
+            label = f"validation sample {number}"
+            self._of_examples |= _described(label, example)
+            if "inputs" in example:
+                self._batches[label] = batch
 
-def note_on_restart(evaluator: Evaluator, reader: Reader, *, checkpoint: Path) -> str:
-    """A note where the outputs are not those that the checkpoint was saved with; else empty.
+    def figures(self) -> Figures:
+        """Of the examples, and of the model's outputs now where nothing is drawn."""
+        figures = dict(self._of_examples)
+        if self._draws:
+            return figures
+        for label, batch in self._batches.items():
+            outputs = _tensors(self._evaluator.outputs(batch))
+            # A class that is the largest on one device may be the second on another.
+            floats = [tensor for tensor in outputs if tensor.dtype.is_floating]
+            figures |= _described(label, {"outputs": floats})
+        return figures
 
-    The variables must be the checkpoint's. Every rank may call it by itself.
-    """
-    saved = files.read_manifest(checkpoint).figures
-    if saved.get("data") != reader.source.fingerprint():
+    def to_save(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"data": self._data, "samples": self.figures()}
+
+    def note_on_restart(self, checkpoint: Path) -> str:
+        """A note where outputs are not those that the checkpoint was saved with; else empty.
+
+        The variables must be the checkpoint's.
+        """
+        saved = files.read_manifest(checkpoint).figures
+        if saved.get("data") != self._data:
+            return ""
+        for name, figures in self.figures().items():
+            old = saved.get("samples", {}).get(name, figures)
+            if differ(old, figures, near=max(_NEAR, self._evaluator.near)):
+                return (
+                    f"{name}, of mean {figures[0]:.6g}, were of mean {old[0]:.6g} when "
+                    f"{checkpoint} was saved: the code has changed since then, or it depends on "
+                    "the order of a Python set (use sorted), or draws numbers without a seed "
+                    "while the task or the model is made. Then these weights do not fit the model"
+                )
         return ""
-    for name, figures in to_save(evaluator, reader).get("samples", {}).items():
-        old = saved.get("samples", {}).get(name, figures)
-        if differ(old, figures, near=max(_NEAR, evaluator.near)):
-            return (
-                f"{name}, of mean {figures[0]:.6g}, were of mean {old[0]:.6g} when {checkpoint} "
-                "was saved: the code has changed since then, or it depends on the order of a "
-                "Python set (use sorted), or draws numbers without a seed while the task or the "
-                "model is made. Then these weights do not fit the model"
-            )
-    return ""
+
+
+def say_on_restart(
+    world: World, evaluator: Evaluator, *, reader: Reader, checkpoint: Path
+) -> None:
+    """Rank 0 prints `note_on_restart`; every rank must call it."""
+    with world.fail_together("comparing a few samples with the checkpoint's"):
+        if world.is_chief:
+            note = ValidationSamples(evaluator, reader).note_on_restart(checkpoint)
+            if note:
+                say(world, f"note: {note}")
 
 
 def _unsteady(names: Collection[str], config: Settings) -> str:
@@ -130,21 +166,6 @@ def _examples(parts: RunParts) -> tuple[Figures, set[str]]:
         unsteady |= {*example} - {*steady}
         figures |= _described(f"training sample {number}", steady)
     return figures, unsteady
-
-
-def _of_validation(evaluator: Evaluator, reader: Reader) -> Figures:
-    """Figures of validation examples, and of the model's outputs where nothing is drawn."""
-    figures: Figures = {}
-    draws = graph_checks.draws(evaluator.graph)
-    for number in _spread(len(reader.source), _EVALUATED):
-        batch, outputs = evaluator.one(number)
-        example = _steady(batch, reader.read_one(number))
-        figures |= _described(f"validation sample {number}", example)
-        if not draws and "inputs" in example:
-            floats = [x for x in _tensors(outputs) if x.dtype.is_floating]
-            # A class that is the largest on one device may be the second on another.
-            figures |= _described(f"validation sample {number}", {"outputs": floats})
-    return figures
 
 
 def _spread(size: int, most: int) -> range:
