@@ -141,18 +141,18 @@ def _unsteady(names: Collection[str], config: Settings) -> str:
     """
     if not names:
         return ""
-    text = (
-        f"training_example gives other {join(sorted(names))} each time it reads the same sample "
-        "with the same key: it draws numbers that no seed gives, as numpy does in "
-        "tf.numpy_function. Draw them with `key` (tf.random.stateless_uniform, or numpy's "
-        "default_rng(key))"
-    )
+    parts_of_example = join(sorted(names))
     if config.virtual_ranks or config.deterministic:
         raise ValueError(
-            f"{text}; --virtual_ranks and --deterministic promise the same bits"
+            f"training_example gives other {parts_of_example} each time it reads the same sample "
+            "with the same key, and --virtual_ranks and --deterministic promise the same bits: "
+            "draw with `key` (tf.random.stateless_uniform, or numpy's default_rng(key))"
         )
     return (
-        f"{text}; else no run can be repeated, nor resumed as if nothing had happened"
+        f"training_example gives other {parts_of_example} each time it reads the same sample "
+        "with the same key, as numpy draws in tf.numpy_function, so no run can be repeated, nor "
+        "resumed as if nothing had happened: draw with `key` (tf.random.stateless_uniform, or "
+        "numpy's default_rng(key))"
     )
 
 

@@ -546,7 +546,7 @@ class Step:
         micro_batch = (
             self.settings.global_batch_size // self.settings.accumulation_steps
         )
-        # Constants may depend on the size of a rank's share, and, in a step of one's own, on the rank.
+        # Constants may depend on the size of a share, and, in a step of one's own, on the rank.
         if self.of_template and micro_batch % self.world.size == 0:
             near = objective.nearness(self.settings)
             agreement.check_constants(self.world, traced, near=near)
