@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.checkpoint import files
@@ -181,13 +182,19 @@ def _steady(example: Example, again: Example) -> dict[str, list[tf.Tensor]]:
     steady = {}
     for name, part in example.items():
         tensors = _tensors(part)
-        if _bytes(tensors) == _bytes(_tensors(again[name])):
+        if _contents(tensors) == _contents(_tensors(again[name])):
             steady[name] = tensors
     return steady
 
 
-def _bytes(tensors: Sequence[tf.Tensor]) -> list[bytes]:
-    return [tensor.numpy().tobytes() for tensor in tensors]
+def _contents(tensors: Sequence[tf.Tensor]) -> list[Any]:
+    """What compares equal where all bytes are the same, also of numbers that are no number."""
+    contents = []
+    for tensor in tensors:
+        values = np.asarray(tensor.numpy())
+        is_text = tensor.dtype == tf.string
+        contents.append(values.tolist() if is_text else values.tobytes())
+    return contents
 
 
 def _described(sample: str, parts: Mapping[str, Sequence[tf.Tensor]]) -> Figures:
