@@ -87,6 +87,7 @@ OF_TENSORFLOW = json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "inde
         ({"RANK": "0", "WORLD_SIZE": "1"}, ""),
         ({"RANK": "major", "WORLD_SIZE": "", "TF_CONFIG": "yes"}, ""),
         ({"TF_CONFIG": '{"cluster": {}}'}, ""),
+        ({"TF_CONFIG": "[" * 100_000}, ""),
         # mpirun in a pod of another framework.
         (MPIRUN | {"RANK": "0", "WORLD_SIZE": "2", "TF_CONFIG": OF_TENSORFLOW}, ""),
         # A job step of one task has a size, whatever its launcher's variables hold.

@@ -165,7 +165,7 @@ def _tasks_of_tensorflow() -> int:
     try:
         cluster = json.loads(os.environ.get("TF_CONFIG", "{}"))["cluster"]
         return sum(len(addresses) for addresses in cluster.values())
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return 1
 
 
