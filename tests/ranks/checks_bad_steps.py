@@ -202,7 +202,7 @@ def weighted(
     *,
     named: str = "",
     evaluated: float = 1.0,
-    place: int = 7,
+    place: int = 5,
 ) -> type:
     """Training samples have these weights, all others 1; of a term where it is `named`."""
 

@@ -20,8 +20,9 @@ from hvdkit.train.step import calls
 
 SEVERAL = {"num_steps": 24, "log_every": 9, "checkpoint_every": 11, "eval_every": 8}
 PER_CALL = 4
-# After step 5 an action is due, after the steps 1 and 20 the model doctor looks at weights.
-ENDS = [1, 5, 8, 9, 11, 15, 16, 18, 20, 22, 24]
+# After step 5 an action is due, after the steps 1 and 20 the model doctor looks at weights, and
+# after step 10 ranks compare them.
+ENDS = [1, 5, 8, 9, 10, 11, 15, 16, 18, 20, 22, 24]
 
 
 def noting(ends: list[int]):

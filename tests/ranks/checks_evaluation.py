@@ -40,16 +40,17 @@ def check_a_failing_evaluation_loses_no_training(world):
         gc.enable()
 
     class Fails(Small):
-        def sums(self, outputs, targets):  # the last batch is of 4 samples
-            few = tf.gather([0], tf.cast(tf.shape(targets)[0] == 4, tf.int32))
+        def sums(self, outputs, targets):  # the last batch is of 8 samples
+            few = tf.gather([0], tf.cast(tf.shape(targets)[0] == 8, tf.int32))
             return super().sums(outputs, targets) | {"few": few}
 
     line = Fails.sums.__code__.co_firstlineno + 1
     message = (
-        "sample 16, 17, 18, 19 (counted from 0; inputs of shape [4, 6]): checks_evaluation.py, "
-        f"line {line}: indices = 1 is not in"
+        "sample 12, 13, 14, 15, 16 and 3 more (counted from 0; inputs of shape [8, 6]): "
+        f"checks_evaluation.py, line {line}: indices = 1 is not in"
     )
-    other = fit(world, Fails, message, code=WRONG_USE, eval_every=2)
+    settings = {"eval_every": 2, "eval_batch_size": 12}
+    other = fit(world, Fails, message, code=WRONG_USE, **settings)
     assert other.checkpoints == ended.checkpoints == ["step-00000002"]
     # Mended and started again, the evaluation is made up for, and training goes on from there.
     again = fit(world, Small, eval_every=2, num_steps=6, run_dir=ended.folder)
