@@ -158,7 +158,20 @@ def check_a_model_that_is_another_after_a_restart_is_told(world):
             draws = np.random.default_rng(seed).normal(size=(FEATURES, 8))
             return tf.sin(x @ tf.constant(draws, x.dtype))
 
-    Random = task_with(lambda: classifier(Features()))
+    class Table(keras.layers.Layer):
+        """Each holds other numbers in a function of its own, whose name TensorFlow counts."""
+
+        def __init__(self, number):
+            super().__init__()
+            draws = np.random.default_rng(number).normal(size=(8, 8))
+            self.add = tf.function(lambda x: x + x @ tf.constant(draws, x.dtype))
+
+        def call(self, x):
+            return self.add(x)
+
+    Random = task_with(
+        lambda: classifier(Features(), *[Table(number) for number in range(4)])
+    )
     run_dir = folder(world) / "run"
     fit(world, Random, run_dir=run_dir)
     words = "its outputs, of mean"

@@ -8,7 +8,7 @@ import dataclasses
 import keras
 import numpy as np
 import tensorflow as tf
-from small_models import Called, Step
+from small_models import Called, Step, functional
 from small_runs import (
     CLASSES,
     FEATURES,
@@ -461,7 +461,7 @@ def check_a_batch_norm_that_a_layer_compiles_is_refused_where_it_sums_over_ranks
 
 def check_losses_in_which_few_samples_depend_on_others_are_refused(world):
     """The first samples that are tried would show nothing, nor would one by itself."""
-    words = ("samples together", "in two halves", "across.gather")
+    words = ("together is", "in two halves", "across.gather")
     rare = np.isin(np.arange(20), [5, 6])
 
     class Positives(Small):
@@ -509,3 +509,55 @@ def check_losses_in_which_few_samples_depend_on_others_are_refused(world):
             return super().loss(outputs, tf.zeros_like(targets))
 
     refused(world, OneByOne, *words)
+
+
+def check_losses_of_samples_alone_are_accepted(world):
+    """Also where the model says something of all samples, or shapes depend on what is in one."""
+
+    class Shared(keras.layers.Layer):
+        """Scores, and a learned number for each of two terms (Kendall, Gal and Cipolla 2018)."""
+
+        def build(self, shape):
+            self.log_variances = self.add_weight(shape=(2,), name="log_variances")
+
+        def call(self, x):
+            return {"scores": x, "shared": tf.convert_to_tensor(self.log_variances)}
+
+    class Kendall(Small):
+        def build_model(self):
+            return functional(keras.layers.Dense(CLASSES), Shared(), shape=(FEATURES,))
+
+        def loss(self, outputs, targets):
+            each, weights = super().loss(outputs["scores"], targets)
+            shared = outputs["shared"]
+            factor = tf.reduce_sum(tf.exp(-shared) + shared)
+            return each * tf.cast(factor, each.dtype), weights
+
+        def sums(self, outputs, targets):
+            return super().sums(outputs["scores"], targets)
+
+    fit(world, Kendall)
+
+    class OfItsOwnSize(Small):
+        """As after a suppression of boxes: so many rows as pass a limit."""
+
+        def evaluation_example(self, sample):
+            number = tf.cast(
+                tf.where(sample["x"][0] > 99.0, FEATURES + 1, FEATURES), tf.int32
+            )
+            return {"inputs": sample["x"][:number], "targets": sample["y"]}
+
+        def predict(self, model, inputs):
+            outputs = model(tf.ensure_shape(inputs, [None, FEATURES]), training=False)
+            count = 1 + tf.math.count_nonzero(inputs[0] > 0.0, dtype=tf.int32)
+            return {"scores": outputs, "boxes": tf.zeros([1, count])}
+
+        def loss(self, outputs, targets):
+            return super().loss(
+                outputs["scores"] if isinstance(outputs, dict) else outputs, targets
+            )
+
+        def sums(self, outputs, targets):
+            return super().sums(outputs["scores"], targets)
+
+    fit(world, OfItsOwnSize)

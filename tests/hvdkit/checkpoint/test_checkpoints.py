@@ -221,7 +221,7 @@ def rewrite(file, number=files.FORMAT, **changes):
     file.write_text(json.dumps(record))
 
 
-@pytest.mark.parametrize("number", [3, 5])
+@pytest.mark.parametrize("number", [3, 6])
 def test_another_format_is_refused_by_name_not_passed_over(number, kept):
     save(kept, 1)
     file = save(kept, 2) / "manifest.json"
@@ -231,6 +231,25 @@ def test_another_format_is_refused_by_name_not_passed_over(number, kept):
             Stop, match=rf"step-00000002 is of checkpoint format {number}"
         ):
             kept.find(resume)
+
+
+def test_a_manifest_of_before_and_one_with_unknown_fields_are_read(kept):
+    save(kept, 1)
+    file = save(kept, 2) / "manifest.json"
+    rewrite(file, 4)
+    assert kept.find("auto").step == 2
+    rewrite(file, of_tomorrow={"a": 1})
+    assert kept.find("auto").step == 2
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [{"data": 5}, {"samples": ["a"]}, {"samples": {"its outputs": [0.5, "a"]}}],
+)
+def test_figures_that_are_none_are_damage(figures, kept, capsys):
+    save(kept, 1)
+    rewrite(save(kept, 2) / "manifest.json", figures=figures)
+    assert kept.find("auto").step == 1 and "its figures are" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

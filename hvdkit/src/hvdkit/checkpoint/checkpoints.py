@@ -63,7 +63,7 @@ _HARMLESS = {
     "trackers",
 }
 # Settings that say what a score measures, besides the data and the metric.
-_MEASURE = (
+MEASURE = (
     "task",
     "image_size",
     "eval_crop",
@@ -78,7 +78,7 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
 
     `data`: the fingerprint of the validation samples.
     """
-    flags = {f"--{name}": getattr(config, name) for name in _MEASURE}
+    flags = {f"--{name}": getattr(config, name) for name in MEASURE}
     return flags | {
         "main_metric": metric.name,
         "main_metric_mode": metric.mode,

@@ -28,7 +28,8 @@ from hvdkit.logs import printable
 from hvdkit.ranks.figures import NUM_FIGURES
 from hvdkit.scores import MainMetric, Score
 
-FORMAT = 4  # Since 4, the place in the data counts samples, not steps.
+FORMAT = 5  # Since 5, a manifest may have fields that only a newer version knows.
+_READ = (4, FORMAT)  # Since 4, the place in the data counts samples, not steps.
 STATE = "state.npz"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
@@ -315,13 +316,14 @@ def _parse(path: Path) -> Manifest:
     format_number = record.pop("format", None)
     if checksum != checksum_of(record, format_number):
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
-    if format_number != FORMAT:
+    if format_number not in _READ:
         raise OtherFormat(
             f"{path} is of checkpoint format {format_number}, and this version reads {FORMAT}: "
             "resume with the version that wrote it, or start anew: another --run_dir or "
             "--resume=never"
         )
-    manifest = Manifest(**record)
+    known = {field.name for field in dataclasses.fields(Manifest)}
+    manifest = Manifest(**{name: record[name] for name in record if name in known})
     for name, kind in get_type_hints(Manifest).items():
         value = getattr(manifest, name)
         if not isinstance(value, kind):

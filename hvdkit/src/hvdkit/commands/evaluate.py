@@ -89,7 +89,7 @@ def evaluate(
     evaluator = Evaluator(run, feed)
     evaluator.try_out()
     sample_figures.say_on_restart(
-        world, evaluator, reader=feed.reader, checkpoint=checkpoint
+        run, evaluator, reader=feed.reader, checkpoint=checkpoint
     )
     with world.fail_together("reading the settings"):
         tasks.check_read(run.task, config, tasks.EVALUATION)

@@ -73,6 +73,10 @@ class Evaluator:
         )
         self.near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)
+        # In a graph, as a loss may loop over time.
+        self._sums_of_loss = tf.function(
+            partial(objective.loss_sums, run.task), autograph=False
+        )
         # It is called with each batch of this rank: its samples' mean losses, and their numbers.
         self.on_batch: Callable[[np.ndarray, list[int]], None] | None = None
 
@@ -116,23 +120,25 @@ class Evaluator:
     def _check_sum(self) -> None:
         """Raises ValueError where the loss of some samples is not the sum of two halves'."""
         samples = [self.batch(number) for number in self._numbers_to_try()]
-        shapes = {tuple(x.shape for x in tf.nest.flatten(sample)) for sample in samples}
-        if len(samples) < 2 or len(shapes) > 1:
+        if len(samples) < 2 or not _are_alike(samples):
             return
         check = partial(
             objective.check_sum,
             draws=lambda: graph_checks.draws(self.graph),
             near=self.near,
         )
-        check(self._loss_sums, samples)
         few = samples[:: max(len(samples) // _FEW, 1)]
         outputs = [self.outputs(sample) for sample in few[: len(few) // 2 * 2]]
+        # The shapes of outputs may depend on what is in a sample.
+        if self._feed.batch_size > 1 or _are_alike(outputs):
+            check(self._loss_sums, samples)
+        if not _are_alike(outputs):
+            return
         for sample in samples[:_ALIKE]:
             pairs = [(output, sample["targets"]) for output in outputs]
             if self._takes(pairs):
-                check(
-                    self._sums_of_pairs, pairs, of=" of one class, with equal targets,"
-                )
+                words = " of one class, with equal targets,"
+                check(self._sums_of_pairs, pairs, of=words)
 
     def _numbers_to_try(self) -> list[int]:
         """Neighbours, far from other neighbours; the first of each pair are the first half.
@@ -156,10 +162,10 @@ class Evaluator:
 
     def _sums_of_pairs(self, *pairs: tuple[Any, Any]) -> dict[str, float]:
         """Sums of the loss for pairs of outputs and targets."""
-        outputs = _joined([output for output, _ in pairs])
+        outputs = self._joined_outputs([output for output, _ in pairs])
         targets = _joined([target for _, target in pairs])
-        with unchanged(self._changed):
-            sums = objective.loss_sums(self._task, outputs, targets)
+        with unchanged(self._changed), unoptimized():
+            sums = self._sums_of_loss(outputs, targets)
         return {name: float(value) for name, value in sums.items()}
 
     def _loss_sums(self, *samples: Example) -> dict[str, float]:
@@ -175,17 +181,39 @@ class Evaluator:
                 with unchanged(self._changed):
                     outputs, _, sums, _ = self._step(batch)
             else:
-                outputs = _joined([self.outputs(sample) for sample in samples])
+                outputs = self._joined_outputs([self.outputs(s) for s in samples])
                 with unchanged(self._changed):
-                    sums = objective.loss_sums(self._task, outputs, batch["targets"])
+                    sums = self._sums_of_loss(outputs, batch["targets"])
             with unchanged(self._changed):  # a loss may change state too
-                gradient = objective.gradient(self._task, outputs, batch["targets"])
+                gradient = objective.gradient(
+                    self._task, outputs, batch["targets"], by_sample=self._by_sample()
+                )
         values = {}
         for name, value in sums.items():
             if name.split("/")[0] in ("loss", "weight"):
                 values[name] = float(value)
         values["loss's gradient by the outputs"] = gradient
         return values
+
+    def _by_sample(self) -> list[bool]:
+        """For each output, whether it has a row for each sample; others belong to all of them."""
+        outputs = self._step.get_concrete_function().structured_outputs[0]
+        sizes = (None, 1) if self._feed.batch_size == 1 else (None,)
+        by_sample = []
+        for output in tf.nest.flatten(outputs):
+            shape = output.shape
+            by_sample.append(
+                shape.rank is None or (shape.rank > 0 and shape[0] in sizes)
+            )
+        return by_sample
+
+    def _joined_outputs(self, outputs: Sequence[Any]) -> Any:
+        """Outputs of samples as those of one batch."""
+        rows = [tf.nest.flatten(output) for output in outputs]
+        joined = []
+        for has_rows, tensors in zip(self._by_sample(), zip(*rows)):
+            joined.append(tf.concat(tensors, 0) if has_rows else tensors[0])
+        return tf.nest.pack_sequence_as(outputs[0], joined)
 
     def run(self, stop_asked: Callable[[], bool]) -> Evaluation | None:
         """Every rank must call it. None after a stop signal; Stop for a task's mistake."""
@@ -350,6 +378,12 @@ class Evaluator:
         if note not in self._printed:
             self._printed.add(note)
             say(self._world, f"note: {note}")
+
+
+def _are_alike(parts: Sequence[Any]) -> bool:
+    """Whether all have tensors of the same shapes."""
+    shapes = {tuple(x.shape for x in tf.nest.flatten(part)) for part in parts}
+    return len(shapes) == 1
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -206,7 +206,8 @@ def check_constants(
 
     `near`: relative difference that hosts of another kind may have.
     """
-    tables = [figures.figures_of(values) for values in _tables(step)]
+    # TensorFlow's order of functions depends on what a process has traced before.
+    tables = sorted(figures.figures_of(values) for values in _tables(step))
     everyone, ranks = world.compare(tables, "agreement.constants")
     for rank in ranks:
         other = everyone[rank]
@@ -224,7 +225,7 @@ def check_constants(
 
 
 def _tables(step: tf.types.experimental.ConcreteFunction) -> Iterable[np.ndarray]:
-    """The step's floating constants of several, not all equal, numbers, in the graph's order."""
+    """The step's floating constants of several, not all equal, numbers."""
     graph = step.graph.as_graph_def()
     inner = (function.node_def for function in graph.library.function)
     for node in itertools.chain(graph.node, *inner):

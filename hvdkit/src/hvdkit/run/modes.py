@@ -76,7 +76,7 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
     sample_figures.check(parts)
     if parts.start.path:
         sample_figures.say_on_restart(
-            world,
+            parts.context,
             parts.evaluator,
             reader=parts.val_feed.reader,
             checkpoint=parts.start.path,

@@ -7,6 +7,7 @@ checkpoint's weights would not fit the model of the process that reads it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.checkpoint import files
+from hvdkit.checkpoint import checkpoints, files
 from hvdkit.data.pipeline import Reader
 from hvdkit.evaluate.evaluator import Evaluator
 from hvdkit.logs import join
 from hvdkit.ranks.figures import differ, figures_of
-from hvdkit.ranks.world import World, hostname, say
+from hvdkit.ranks.world import hostname, say
+from hvdkit.run.context import RunContext
 from hvdkit.run.parts import RunParts
 from hvdkit.settings import Settings
 from hvdkit.stop import BUG, Stop
@@ -104,13 +106,15 @@ class ValidationSamples:
         """What a checkpoint keeps."""
         return {"data": self._data, "samples": self.figures()}
 
-    def note_on_restart(self, checkpoint: Path) -> str:
+    def note_on_restart(self, checkpoint: Path, config: Settings) -> str:
         """A note where outputs are not those that the checkpoint was saved with; else empty.
 
-        The variables must be the checkpoint's.
+        The variables must be the checkpoint's. Other settings of evaluation, or of a project's
+        own, may give other outputs.
         """
-        saved = files.read_manifest(checkpoint).figures
-        if saved.get("data") != self._data:
+        manifest = files.read_manifest(checkpoint)
+        saved = manifest.figures
+        if saved.get("data") != self._data or _differ_in_settings(manifest, config):
             return ""
         for name, figures in self.figures().items():
             old = saved.get("samples", {}).get(name, figures)
@@ -124,13 +128,26 @@ class ValidationSamples:
         return ""
 
 
+def _differ_in_settings(manifest: files.Manifest, config: Settings) -> bool:
+    """Whether settings differ on which outputs for a sample depend, but for code."""
+    engine = {field.name for field in dataclasses.fields(Settings)}
+    for name, value in dataclasses.asdict(config).items():
+        decides = name not in engine or name in (*checkpoints.MEASURE, "precision")
+        now = list(value) if isinstance(value, tuple) else value
+        if decides and manifest.config.get(name, now) != now:
+            return True
+    return False
+
+
 def say_on_restart(
-    world: World, evaluator: Evaluator, *, reader: Reader, checkpoint: Path
+    context: RunContext, evaluator: Evaluator, *, reader: Reader, checkpoint: Path
 ) -> None:
     """Rank 0 prints `note_on_restart`; every rank must call it."""
+    world = context.world
     with world.fail_together("comparing a few samples with the checkpoint's"):
         if world.is_chief:
-            note = ValidationSamples(evaluator, reader).note_on_restart(checkpoint)
+            samples = ValidationSamples(evaluator, reader)
+            note = samples.note_on_restart(checkpoint, context.config)
             if note:
                 say(world, f"note: {note}")
 

@@ -261,10 +261,17 @@ def loss_sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
     return sums
 
 
-def gradient(task: Task, outputs: Any, targets: Any) -> float:
-    """How large the loss's gradient by each output of a batch is, summed."""
-    tensors = [x for x in tf.nest.flatten(outputs) if isinstance(x, tf.Tensor)]
-    floats = [x for x in tensors if x.dtype.is_floating]
+def gradient(
+    task: Task, outputs: Any, targets: Any, *, by_sample: Sequence[bool]
+) -> float:
+    """How large the loss's gradient by each output of a batch is, summed.
+
+    `by_sample`: for each output, whether it has a row for each sample; others are left out.
+    """
+    floats = []
+    for tensor, has_rows in zip(tf.nest.flatten(outputs), by_sample):
+        if has_rows and isinstance(tensor, tf.Tensor) and tensor.dtype.is_floating:
+            floats.append(tensor)
     with tf.GradientTape() as tape:
         tape.watch(floats)
         terms_of_loss = loss(task, outputs, targets).values()

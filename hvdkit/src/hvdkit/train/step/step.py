@@ -546,8 +546,10 @@ class Step:
         micro_batch = (
             self.settings.global_batch_size // self.settings.accumulation_steps
         )
-        # Constants may depend on the size of a share, and, in a step of one's own, on the rank.
-        if self.of_template and micro_batch % self.world.size == 0:
+        # Constants may depend on the size of a share; on the rank where rows are gathered, or in a
+        # step of one's own.
+        is_same_code = self.of_template and not across.used
+        if is_same_code and micro_batch % self.world.size == 0:
             near = objective.nearness(self.settings)
             agreement.check_constants(self.world, traced, near=near)
         self.functions.append(

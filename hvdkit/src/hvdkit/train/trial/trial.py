@@ -344,8 +344,11 @@ class Comparison:
 
     def _check_large_gradients(self) -> None:
         """Where a step clips a rank's own gradients, those of a few samples may be too small."""
-        (whole,) = self._outcomes([self._plan.samples], scale=_LARGE)
-        parts = self._outcomes(self._halves, scale=_LARGE)
+        try:
+            (whole,) = self._outcomes([self._plan.samples], scale=_LARGE)
+            parts = self._outcomes(self._halves, scale=_LARGE)
+        except ValueError:  # It may refuse such gradients itself.
+            return
         _check_gradients(self._plan, whole, parts[0])
 
     def _check_draws(self) -> None:
