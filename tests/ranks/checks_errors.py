@@ -151,6 +151,14 @@ def check_ranks_that_make_something_else_of_a_sample_are_named(world):
 
     fit(world, task_with(lambda: classifier(InTraining())), *words, code=BUG)
 
+    class OnOneRank(keras.layers.Layer):
+        """One rank has a table more than others."""
+
+        def call(self, x):
+            return x * tf.constant([0.5, 1.0] * 3, x.dtype) if world.rank else x
+
+    fit(world, task_with(lambda: classifier(OnOneRank())), *words, code=BUG)
+
     class Columns(keras.layers.Layer):
         """Its columns come in another order on each rank; its head begins with zeros."""
 

@@ -25,11 +25,10 @@ from hvdkit.train.task import protocol as tasks
 from hvdkit.train.task.protocol import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
-_TRIED = (
-    32  # at most so many samples have their loss computed together and in two halves
-)
-# So many of them, each with the targets of one, and that for so many targets: many losses compare
-# samples of one class only, of which few may be in a batch.
+# At most so many samples have their loss computed together and in two halves.
+_TRIED = 16
+# So many of them have it computed with the targets of one, for each of so many: some losses compare
+# samples of one class only, and a batch may have few of these.
 _FEW = 8
 _ALIKE = 16
 _DRAWN = 4  # batches that are drawn where a batch is a single example
@@ -226,6 +225,7 @@ class Evaluator:
         return batch, self.outputs(batch)
 
     def outputs(self, batch: Example) -> Any:
+        """What the model says of a batch; state stays as it was."""
         with unchanged(self._changed):
             return self._step(batch)[0]
 

@@ -209,10 +209,11 @@ def check_constants(
     # TensorFlow's order of functions depends on what a process has traced before.
     tables = sorted(figures.figures_of(values) for values in _tables(step))
     everyone, ranks = world.compare(tables, "agreement.constants")
+    first = everyone[0]
     for rank in ranks:
         other = everyone[rank]
-        is_apart = len(other) != len(tables) or any(
-            figures.differ(*pair, near=near) for pair in zip(everyone[0], other)
+        is_apart = len(other) != len(first) or any(
+            figures.differ(*pair, near=near) for pair in zip(first, other)
         )
         if is_apart:
             raise Stop(

@@ -123,10 +123,8 @@ class AtStep:
 
 
 DRIFT_EVERY = 1000  # steps
-_EARLY = (
-    10,
-    100,
-)  # As many steps after a start, state that changes now and then has changed.
+# So many steps after a start, state that changes now and then has changed.
+_EARLY = (10, 100)
 
 
 class CheckDrift:

@@ -103,8 +103,11 @@ class ValidationSamples:
         return figures
 
     def to_save(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"data": self._data, "samples": self.figures()}
+        """What a checkpoint keeps; nothing where the model fails, as it is saved all the same."""
+        try:
+            return {"data": self._data, "samples": self.figures()}
+        except tf.errors.OpError:
+            return {}
 
     def note_on_restart(self, checkpoint: Path, config: Settings) -> str:
         """A note where outputs are not those that the checkpoint was saved with; else empty.
