@@ -318,7 +318,7 @@ def _parse(path: Path) -> Manifest:
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
     if format_number not in _READ:
         raise OtherFormat(
-            f"{path} is of checkpoint format {format_number}, and this version reads {FORMAT}: "
+            f"{path} is of checkpoint format {format_number}, and this version reads 4 and 5: "
             "resume with the version that wrote it, or start anew: another --run_dir or "
             "--resume=never"
         )
