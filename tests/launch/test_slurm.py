@@ -3,6 +3,7 @@ not."""
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -60,8 +61,14 @@ class Job:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
-    def has_begun(self) -> bool:
-        return self._log.exists()
+    def catches(self, name: str) -> bool:
+        """Whether its script runs and has set its trap: before that, the signal ends it."""
+        bit = 1 << (signal.Signals[f"SIG{name}"] - 1)
+        script = f"/job{int(self.number):05}/slurm_script"
+        # -ww: lines as long as they are.
+        processes = subprocess.check_output(["ps", "-wweo", "caught=,args="], text=True)
+        caught = [line.split()[0] for line in processes.splitlines() if script in line]
+        return any(int(mask, 16) & bit for mask in caught)
 
     def facts(self) -> dict[str, str]:
         return self._slurm.job(self.number)
@@ -301,9 +308,9 @@ def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
 def test_a_signal_in_the_first_second_says_what_follows(
     slurm: Slurm, tmp_path: Path, name: str, words: str
 ):
-    """Before the script, the supervisor, srun or the ranks can hear it."""
+    """Before the supervisor, srun or the ranks can hear it."""
     job = stand_in(slurm, tmp_path, "--steps=999")
-    job.wait_for(job.has_begun)
+    job.wait_for(lambda: job.catches(name))
     slurm("scancel", "--batch", f"--signal={name}", job.number)
     job.wait_for(lambda: re.search(words, job.log()))
     if ": back into the queue" in job.log():

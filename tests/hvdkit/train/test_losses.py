@@ -158,4 +158,9 @@ def test_the_proof_takes_outputs_that_are_not_all_of_floats(outputs, score, size
         return scores, tf.ones_like(scores)
 
     task = SimpleNamespace(loss=loss)
-    assert objective.gradient(task, outputs, None) == pytest.approx(size)
+    by_sample = [
+        len(tensor.shape) > 0
+        for tensor in map(tf.convert_to_tensor, tf.nest.flatten(outputs))
+    ]
+    gradient = objective.gradient(task, outputs, None, by_sample=by_sample)
+    assert gradient == pytest.approx(size)
