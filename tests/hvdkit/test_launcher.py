@@ -90,6 +90,8 @@ OF_TENSORFLOW = json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "inde
         ({"TF_CONFIG": "[" * 100_000}, ""),
         # mpirun in a pod of another framework.
         (MPIRUN | {"RANK": "0", "WORLD_SIZE": "2", "TF_CONFIG": OF_TENSORFLOW}, ""),
+        # srun's tasks may have PMI's variables too, which are then its own.
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, ""),
         # A job step of one task has a size, whatever its launcher's variables hold.
         ({"SLURM_PROCID": "", "SLURM_STEP_NUM_TASKS": "x"}, ""),
     ],
@@ -105,7 +107,8 @@ def test_processes_of_another_frameworks_launcher_are_told(
     monkeypatch.setattr(launcher, "_launcher_is_there", lambda: True)
     fault = launcher.launch_fault()
     assert words in fault and bool(words) == bool(fault)
-    assert launcher.launch_rank() == (3 if "PMIX_RANK" in variables else 0)
+    of_ours = variables.get("SLURM_PROCID") or variables.get("PMIX_RANK")
+    assert launcher.launch_rank() == int(of_ours or 0)
 
 
 def test_no_other_module_looks_for_a_launchers_ranks():

@@ -168,6 +168,22 @@ def check_ranks_that_make_something_else_of_a_sample_are_named(world):
     zeros = task_with(lambda: classifier(Columns(), kernel_initializer="zeros"))
     fit(world, zeros, "its outputs on rank 1", "Python set", code=BUG)
 
+    class Rounded(keras.layers.Layer):
+        """A device of another kind."""
+
+        def call(self, x):
+            return x * (1 + 0.02 * world.rank)
+
+    fit(world, task_with(lambda: classifier(Rounded(), units=3)))
+
+    class Scaled(keras.layers.Layer):
+        def call(self, x):
+            return x * tf.constant([0.5, 1.0] * 3, x.dtype)
+
+    # Rank 0 has the shares of two virtual ranks, of two sizes, and traces its step twice.
+    uneven = {"virtual_ranks": 3, "global_batch_size": 10, "precision": "float32"}
+    fit(world, task_with(lambda: classifier(Scaled())), **uneven)
+
 
 def check_what_a_rank_draws_by_numpy_is_told(world):
     """Every rank has samples of its own, but no run can be repeated."""

@@ -24,6 +24,7 @@ from small_runs import (
 )
 from tensorflow.python.data.ops import iterator_ops
 
+from hvdkit.checkpoint import files
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.ranks.world import World, raw
 from hvdkit.run import actions
@@ -147,6 +148,44 @@ def check_nothing_reads_ahead_when_a_run_has_ended(world):
     assert held
     known = {id(iterator) for iterator in before}
     assert not [iterator for iterator in iterators() if id(iterator) not in known]
+
+
+def check_a_model_with_an_output_in_training_only_is_saved_and_resumes(world):
+    class WithAuxiliary(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = keras.layers.Dense(3)
+            self.auxiliary = keras.layers.Dense(3)
+
+        def call(self, x, training=False):
+            return {
+                "main": self.head(x),
+                "auxiliary": self.auxiliary(x) if training else None,
+            }
+
+    def loss(task, outputs, targets):
+        terms = {}
+        for name, logits in outputs.items():
+            if logits is not None:
+                terms[name] = Small.loss(task, logits, targets)
+        return terms
+
+    def sums(task, outputs, targets):
+        return Small.sums(task, outputs["main"], targets)
+
+    def build_model(task):
+        model = WithAuxiliary()
+        model(tf.zeros([1, FEATURES]), training=True)
+        return model
+
+    Trained = task_with(build_model=build_model, loss=loss, sums=sums)
+    run_dir = folder(world) / "run"
+    fit(world, Trained, run_dir=run_dir, num_steps=2)
+    resumed = fit(world, Trained, run_dir=run_dir, num_steps=4)
+    if world.is_chief:
+        assert resumed.checkpoints[-1] == "step-00000004"
+        manifest = files.read_manifest(resumed.folder / "checkpoints/step-00000004")
+        assert any("outputs" in name for name in manifest.figures["samples"])
 
 
 def check_a_model_that_is_another_after_a_restart_is_told(world):

@@ -143,7 +143,9 @@ def launch_fault() -> str:
 
 def _launched_by_others() -> str:
     """Where another kind of launcher started several processes: each would train alone."""
-    if is_launched():
+    ranks, _ = launched_ranks()
+    if is_launched() or ranks > 1:
+        # srun's own variables come first: its tasks may have those of PMI too.
         return ""
     counts = {"TF_CONFIG": _tasks_of_tensorflow()}
     for rank, size in _OTHERS:

@@ -40,8 +40,10 @@ class Saver:
         # An empty task starts the thread now: later there may be too many processes.
         self._pool.submit(int)
         self._writing: futures.Future | None = None
-        # Step and `skipped` (see Copy) are those of the newest save, the score is the newest one.
+        # Step, figures and `skipped` (see Copy) are those of the newest save; the score is the
+        # newest one.
         self._step: int | None = None
+        self._figures: Mapping[str, Any] | None = None
         self._skipped = 0
         self._score: Score | None = None
         self.failed = 0
@@ -77,6 +79,7 @@ class Saver:
         """
         self.wait()
         self._step = place.step
+        self._figures = figures
         if not self._world.is_chief:
             return
         try:
@@ -113,7 +116,7 @@ class Saver:
         for tries in range(MOST_FAILED):
             if tries:
                 time.sleep(_BETWEEN_TRIES)
-                self.save(place, variables, config)
+                self.save(place, variables, config, figures=self._figures)
             self.wait()
             error = self._world.broadcast_object(self.error, "saver.last")
             if not error:

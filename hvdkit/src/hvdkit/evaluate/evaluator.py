@@ -25,8 +25,10 @@ from hvdkit.train.task import protocol as tasks
 from hvdkit.train.task.protocol import Example, Task
 
 _SECONDS_BETWEEN_VOTES = 5.0
-# At most so many samples have their loss computed together and in two halves.
+# At most so many samples have their loss computed together and in two halves, and fewer where their
+# outputs are of more bytes.
 _TRIED = 16
+_TRIED_BYTES = 2**27
 # So many of them have it computed with the targets of one, for each of so many: some losses compare
 # samples of one class only, and a batch may have few of these.
 _FEW = 8
@@ -114,11 +116,15 @@ class Evaluator:
         if self._divided and not across.used:
             with self._world.fail_together("trying the loss"), unchanged(self._weights):
                 leave_zero(self._weights)
-                self._check_sum()
+                with task_checks.user_code_errors("evaluating a few samples"):
+                    self._check_sum()
 
     def _check_sum(self) -> None:
         """Raises ValueError where the loss of some samples is not the sum of two halves'."""
-        samples = [self.batch(number) for number in self._numbers_to_try()]
+        first = self.outputs(self.batch(0))
+        num_bytes = sum(tensor.numpy().nbytes for tensor in _tensors(first))
+        numbers = self._numbers_to_try(_TRIED_BYTES // max(num_bytes, 1))
+        samples = [self.batch(number) for number in numbers]
         if len(samples) < 2 or not _are_alike(samples):
             return
         check = partial(
@@ -129,30 +135,33 @@ class Evaluator:
         few = samples[:: max(len(samples) // _FEW, 1)]
         outputs = [self.outputs(sample) for sample in few[: len(few) // 2 * 2]]
         # The shapes of outputs may depend on what is in a sample.
-        if self._feed.batch_size > 1 or _are_alike(outputs):
+        if self._feed.batch_size > 1 or self._takes(
+            [(one, sample["targets"]) for one, sample in zip(outputs, samples)]
+        ):
             check(self._loss_sums, samples)
-        if not _are_alike(outputs):
-            return
         for sample in samples[:_ALIKE]:
             pairs = [(output, sample["targets"]) for output in outputs]
             if self._takes(pairs):
                 words = " of one class, with equal targets,"
                 check(self._sums_of_pairs, pairs, of=words)
 
-    def _numbers_to_try(self) -> list[int]:
-        """Neighbours, far from other neighbours; the first of each pair are the first half.
+    def _numbers_to_try(self, most: int) -> list[int]:
+        """Two samples, or more where `most` allows.
 
+        They are neighbours, far from other neighbours; the first of each pair are the first half.
         Some losses compare samples of one class, others of different classes.
         """
         count = len(self._feed.reader.source)
         if self._feed.batch_size == 1:
             return sorted({0, count // 2})
-        pairs = min(self._feed.batch_size, _TRIED) // 2
+        pairs = max(min(self._feed.batch_size, _TRIED, most) // 2, 1)
         firsts = [pair * (count // pairs) for pair in range(pairs)]
         return firsts + [number + 1 for number in firsts]
 
     def _takes(self, pairs: Sequence[tuple[Any, Any]]) -> bool:
-        """Whether the loss takes these outputs with these targets, which are another sample's."""
+        """Whether these outputs can be joined, and the loss takes them with these targets."""
+        if not _are_alike([output for output, _ in pairs]):
+            return False
         try:
             self._sums_of_pairs(*pairs)
         except Exception:  # They may be too long for these outputs, as in CTC's loss.
@@ -174,8 +183,7 @@ class Evaluator:
         joined.
         """
         batch = _joined(samples)
-        errors = task_checks.user_code_errors("evaluating a few samples")
-        with errors, unoptimized():
+        with unoptimized():
             if self._feed.batch_size > 1:
                 with unchanged(self._changed):
                     outputs, _, sums, _ = self._step(batch)
@@ -197,13 +205,12 @@ class Evaluator:
     def _by_sample(self) -> list[bool]:
         """For each output, whether it has a row for each sample; others belong to all of them."""
         outputs = self._step.get_concrete_function().structured_outputs[0]
-        sizes = (None, 1) if self._feed.batch_size == 1 else (None,)
+        batch_size = tf.nest.flatten(self._feed.spec)[0].shape[0]
         by_sample = []
         for output in tf.nest.flatten(outputs):
-            shape = output.shape
-            by_sample.append(
-                shape.rank is None or (shape.rank > 0 and shape[0] in sizes)
-            )
+            shape = output.shape if tf.is_tensor(output) else tf.TensorShape([])
+            has_rows = shape.rank is None or (shape.rank > 0 and shape[0] == batch_size)
+            by_sample.append(has_rows)
         return by_sample
 
     def _joined_outputs(self, outputs: Sequence[Any]) -> Any:
@@ -382,8 +389,13 @@ class Evaluator:
 
 def _are_alike(parts: Sequence[Any]) -> bool:
     """Whether all have tensors of the same shapes."""
-    shapes = {tuple(x.shape for x in tf.nest.flatten(part)) for part in parts}
+    shapes = {tuple(tensor.shape for tensor in _tensors(part)) for part in parts}
     return len(shapes) == 1
+
+
+def _tensors(nested: Any) -> list[tf.Tensor]:
+    """Those of an example or of outputs, whose other leaves may be None."""
+    return [tensor for tensor in tf.nest.flatten(nested) if tf.is_tensor(tensor)]
 
 
 def _joined(parts: Sequence[Any]) -> Any:

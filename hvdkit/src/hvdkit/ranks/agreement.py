@@ -7,7 +7,7 @@ shape fails in mid-step. So the traced steps are compared before the first one.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -206,16 +206,12 @@ def check_constants(
 
     `near`: relative difference that hosts of another kind may have.
     """
-    # TensorFlow's order of functions depends on what a process has traced before.
+    if world.size == 1:
+        return
     tables = sorted(figures.figures_of(values) for values in _tables(step))
     everyone, ranks = world.compare(tables, "agreement.constants")
-    first = everyone[0]
     for rank in ranks:
-        other = everyone[rank]
-        is_apart = len(other) != len(first) or any(
-            figures.differ(*pair, near=near) for pair in zip(first, other)
-        )
-        if is_apart:
+        if not _are_the_same(everyone[0], everyone[rank], near=near):
             raise Stop(
                 BUG,
                 f"the step of rank {rank} computes with other constants than rank 0's: each rank "
@@ -225,6 +221,25 @@ def check_constants(
             )
 
 
+def _are_the_same(
+    tables: Sequence[list[float]], others: Sequence[list[float]], *, near: float
+) -> bool:
+    """Whether these are the figures of the same tables.
+
+    In any order: TensorFlow's depends on what a process has traced before, and hosts that round
+    otherwise sort tables otherwise.
+    """
+    rest = list(others)
+    for table in tables:
+        for other in rest:
+            if not figures.differ(table, other, near=near):
+                rest.remove(other)
+                break
+        else:
+            return False
+    return not rest
+
+
 def _tables(step: tf.types.experimental.ConcreteFunction) -> Iterable[np.ndarray]:
     """The step's floating constants of several, not all equal, numbers."""
     graph = step.graph.as_graph_def()
@@ -232,7 +247,7 @@ def _tables(step: tf.types.experimental.ConcreteFunction) -> Iterable[np.ndarray
     for node in itertools.chain(graph.node, *inner):
         if node.op == "Const" and tf.as_dtype(node.attr["dtype"].type).is_floating:
             values = tf.make_ndarray(node.attr["value"].tensor)
-            if values.size > 1 and np.ptp(values.astype(np.float64)) > 0:
+            if values.size > 1 and (values != values.flat[0]).any():
                 yield values
     for tensor, _ in step.graph.captures:
         if tensor.dtype.is_floating and hasattr(tensor, "numpy"):

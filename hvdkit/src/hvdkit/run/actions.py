@@ -138,6 +138,8 @@ class CheckDrift:
     def __init__(self, run: RunContext) -> None:
         self._world = run.world
         self._first = 0  # the first step of this start, once it is known
+        # A benchmark measures what most steps cost.
+        self._early = () if run.config.benchmark else _EARLY
         self._variables = dict(run.state.variables)
         if run.config.bn_sync != "full" and not run.config.virtual_ranks:
             # Each rank has moving statistics of its own until they are synced.
@@ -148,7 +150,7 @@ class CheckDrift:
 
     def due(self, step: int) -> bool:
         self._first = self._first or step
-        return step % DRIFT_EVERY == 0 or step - self._first + 1 in _EARLY
+        return step % DRIFT_EVERY == 0 or step - self._first + 1 in self._early
 
     def __call__(self, step: int, result: Result) -> None:
         agreement.check_same_state(self._world, self._variables, step)
@@ -247,8 +249,9 @@ class Save:
         self._telemetry = parts.telemetry
         self._place = parts.sampler.place
         self._samples = None
+        is_saving = not (parts.config.benchmark or parts.config.find_lr)
         with parts.world.fail_together("reading a few validation samples"):
-            if parts.world.is_chief:
+            if parts.world.is_chief and is_saving:
                 self._samples = sample_figures.ValidationSamples(
                     parts.evaluator, parts.val_feed.reader
                 )

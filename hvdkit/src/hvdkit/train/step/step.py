@@ -546,10 +546,12 @@ class Step:
         micro_batch = (
             self.settings.global_batch_size // self.settings.accumulation_steps
         )
-        # Constants may depend on the size of a share; on the rank where rows are gathered, or in a
-        # step of one's own.
+        # Constants may depend on the size of a share, and each size is traced once; on the rank,
+        # where rows are gathered, or in a step of one's own.
         is_same_code = self.of_template and not across.used
-        if is_same_code and micro_batch % self.world.size == 0:
+        shares = self.settings.virtual_ranks or self.world.size
+        are_even = micro_batch % shares == 0 and shares % self.world.size == 0
+        if is_same_code and are_even:
             near = objective.nearness(self.settings)
             agreement.check_constants(self.world, traced, near=near)
         self.functions.append(
