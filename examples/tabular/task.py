@@ -9,9 +9,9 @@ r"""Rows of a table: numbers and words in columns that are named here, and one c
     python -c 'import hvdkit; hvdkit.load("runs/tabular").summary()'
 
 It reads FOLDER/train.csv and val.csv (UTF-8, commas, a line of names). Other columns are not read.
-Means, spreads and words come from the training table, and are part of the model, whose inputs are
-the columns. What to expect is up to the table. With --jit, look the words up in
-`evaluation_example`: XLA has no text.
+Means, spreads and words come from the training table. Checkpoints hold means and spreads, and
+refuse a table of other words. The model's inputs are the columns. What to expect is up to the
+table. With --jit, look the words up in `evaluation_example`: XLA has no text.
 """
 
 import csv
@@ -93,13 +93,17 @@ class Task:
         inputs = {}
         parts = []
         for name in NUMBERS:
-            column = self.fitted[name]
-            spread = np.nanstd(column) if np.nanmax(column) > np.nanmin(column) else 1.0
-            # float64: dates in seconds differ where float32 has no digits left.
+            known = self.fitted[name][~np.isnan(self.fitted[name])]
+            if known.min() == known.max():
+                known = np.array([known[0] - 1, known[0] + 1])  # of spread 1
+            # float64: dates in seconds differ where float32 has no digits left. Checkpoints hold
+            # the layer's mean and variance, so that predictions do not need the table.
+            normalization = keras.layers.Normalization(axis=None, dtype="float64")
+            normalization.adapt(known[:, None])
             x = inputs[name] = keras.Input((), name=name, dtype="float64")
             x = keras.ops.expand_dims(x, axis=-1)
             missing = keras.ops.isnan(x)
-            scaled = keras.ops.cast((x - np.nanmean(column)) / spread, "float32")
+            scaled = keras.ops.cast(normalization(x), "float32")
             parts.append(keras.ops.where(missing, 0.0, scaled))
             parts.append(keras.ops.cast(missing, "float32"))
         for name in WORDS:

@@ -321,8 +321,13 @@ def test_pictures_that_claim_much_are_not_decoded(tmp_path: Path, monkeypatch):
     readers.explained(pairs, 0, file, claim)
     scans = io.BytesIO()
     Image.new("RGB", (16, 16)).save(scans, "JPEG")
-    (tmp_path / "images/x.png").write_bytes(scans.getvalue() + b"\xff\xda" * 100)
+    jpeg = scans.getvalue()
+    more_scans = jpeg[:-2] + b"\xff\xda\0\2\1" * 100 + jpeg[-2:]
+    (tmp_path / "images/x.png").write_bytes(more_scans)
     refused(lambda: predict.load(tmp_path / "images/x.png"), "more than 100 scans")
+    # A phone's film follows the picture.
+    (tmp_path / "images/x.png").write_bytes(jpeg + b"\xff\xda" * 200)
+    assert predict.load(tmp_path / "images/x.png").shape == (16, 16, 3)
     os.mkfifo(tmp_path / "pipe")
     refused(
         lambda: predict.load(tmp_path / "pipe"), "pipe", "no regular file", kind=OSError

@@ -183,6 +183,17 @@ def test_a_table_is_read_by_the_columns_that_the_example_names(tabular, tmp_path
     scaled = (40 - 30) / np.std([20, 40, 30, 30])
     np.testing.assert_allclose(found, [[scaled, 0, 0, 1, 0, 1, 0, 0]], atol=1e-5)
 
+    # Weights of a run keep its scaling, whatever the table holds later.
+    with open(tmp_path / "train.csv", "a") as table:
+        table.write("\n5,90,1,baker,low")
+    later = tabular.Task(settings(tmp_path)).build_model()
+    later.set_weights(model.get_weights())
+    for layer in later.layers:
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+    row = {name: sample[name][None] for name in ("age", "hours", "job")}
+    np.testing.assert_allclose(later(row), model(row), rtol=1e-6)
+
 
 @pytest.mark.parametrize(
     ("row", "words"),

@@ -24,6 +24,9 @@ from typing import IO, Any, Literal, TextIO, overload
 JSON_BYTES = 2**24
 TABLE_BYTES = 2**26
 LINES_BYTES = 2**26
+METRICS_BYTES = (
+    2**32
+)  # They are read line by line: a step logged may be a thousand bytes.
 
 # `replaced` lets files be made in a hidden folder with this ending.
 _UNFINISHED = ".unfinished"

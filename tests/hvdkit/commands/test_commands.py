@@ -210,15 +210,12 @@ def test_what_decode_returns_beside_classes_is_written_and_shown_too(tmp_path):
         "size": 3.5,
     }
     prediction = predict.write(tmp_path, "a.png", image=image, outputs=of_class)
-    assert prediction == ("a.png", [(1, 0.75), (0, 0.25)], {"size": 3.5})
-    predict.record(tmp_path, [prediction], names)
+    assert prediction == ([(1, 0.75), (0, 0.25)], {"size": 3.5})
+    predict.record(tmp_path, [predict.Classified("a.png", prediction.likeliest)], names)
     assert "a.png,dog,0.75,cat,0.25" in (tmp_path / "predictions.csv").read_text()
-    assert json_lines(tmp_path / "predictions.jsonl") == [
-        {"file": "a.png", "size": 3.5}
-    ]
     of_pixels = of_class | {"classes": np.zeros((2, 2), np.int64)}
     prediction = predict.write(tmp_path, "b.png", image=image, outputs=of_pixels)
-    assert prediction == ("b.png", [], {"size": 3.5})
+    assert prediction == ([], {"size": 3.5})
     assert (tmp_path / "labels" / "b.png.png").exists()
     data = tf.io.encode_png(image).numpy()
     # A number has no share.
@@ -519,3 +516,28 @@ def test_a_class_stands_below_its_picture():
     assert (named[98:] != plain[98:]).any()  # "dog", and "1"
     with pytest.raises(ValueError, match="inputs hold no picture"):
         browse.tile({"inputs": np.zeros(8), "targets": np.int64(1)}, [])
+
+
+@pytest.mark.parametrize(
+    ("target", "width"),
+    [
+        (np.full((8, 8), 2, np.int32), 2),
+        (np.full((8, 8, 3), 9, np.float32), 2),
+        # A depth, and more classes than colours: the picture alone.
+        (np.full((8, 8), 0.5, np.float32), 1),
+        (np.full((8, 8, 1), 300, np.int32), 1),
+    ],
+)
+def test_a_label_of_a_picture_is_drawn_where_it_can_be(target, width):
+    example = {"inputs": np.full((8, 8, 3), 7, np.uint8), "targets": target}
+    tile = browse.tile(example, [])
+    assert tile.shape[1] == width * 96 + 2
+    if target.ndim == 3 and width == 2:
+        assert (tile[1:97, 97:193] == 9).all()
+
+
+def test_a_loss_that_leaves_out_samples_has_no_worst_ones():
+    run = SimpleNamespace(world=ALONE)
+    worst = evaluate.WorstSamples(run, count=2, rounds=1)
+    refused(lambda: worst.add(np.ones(3), [4, 5, 6, 7]), "3 losses for 4 samples")
+    evaluate.WorstSamples(run, count=0, rounds=1).add(np.ones(3), [4, 5, 6, 7])

@@ -167,21 +167,57 @@ def test_arrays_are_predicted_to_arrays(run, tmp_path):
         assert file["word"].shape == (20, 3) and file["word"].dtype.kind == "S"
 
 
-def test_a_table_that_the_task_holds_is_exported(run, tmp_path, capsys):
+def test_an_example_without_a_class_is_named(run, tmp_path):
+    config, _ = run(Small)
+    x = np.zeros([4, 6], np.float32)
+    x[2, 0] = np.nan
+    np.savez(tmp_path / "x.npz", inputs=x)
+    arguments = arguments_of(tmp_path / "out", tmp_path / "x.npz")
+    refused(
+        lambda: predict.predict(config, ALONE, NEVER, arguments=arguments),
+        "example 3: the model's outputs are no numbers",
+        kind=Stop,
+    )
+
+
+def test_what_the_task_holds_is_exported(run, tmp_path, capsys):
     class Named(Small):
         def __init__(self, config):
             super().__init__(config)
             names = tf.lookup.KeyValueTensorInitializer(
                 tf.range(3, dtype=tf.int64), ["low", "middle", "high"]
             )
-            self.names = tf.lookup.StaticHashTable(names, "none")
+            self.tables = {"names": tf.lookup.StaticHashTable(names, "none")}
+            self.factors = [tf.Variable(2.0), keras.Variable(3.0)]
+            self.letters = keras.layers.StringLookup(vocabulary=["a", "b"], invert=True)
 
         def decode(self, outputs):
-            return {"word": self.names.lookup(tf.argmax(outputs, -1))}
+            first, second = self.factors
+            numbers = tf.argmax(outputs, -1)
+            return {
+                "word": self.tables["names"].lookup(numbers),
+                "letter": self.letters(numbers),
+                "six": tf.ones_like(outputs) * first * second,
+            }
 
     config, _ = run(Named)
     export.export(config, ALONE, NEVER, arguments=arguments_of(tmp_path / "out"))
-    assert "equal outputs (word [" in capsys.readouterr().out
+    assert "equal outputs (letter [" in capsys.readouterr().out
+
+
+def test_lines_of_ranks_are_merged_by_file_and_none_makes_no_file(tmp_path, capsys):
+    parts = [tmp_path / "0", tmp_path / "1"]
+    for part, names in zip(parts, (['a"', "c"], ["b", "d"])):
+        lines = [json.dumps({"file": name, "depth": [1]}) + "\n" for name in names]
+        part.write_text("".join(lines))
+    out = tmp_path / "predictions.jsonl"
+    example_files.merge_parts(out, parts)
+    assert [line["file"] for line in json_lines(out)] == ['a"', "b", "c", "d"]
+    assert not any(part.exists() for part in parts)
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    (tmp_path / "0").write_text("")
+    example_files.merge_parts(tmp_path / "none", parts[:1])
+    assert not (tmp_path / "none").exists()
 
 
 def test_inputs_of_a_model_that_does_not_say_them_are_those_of_the_data():

@@ -15,6 +15,7 @@ import pytest
 
 import hvdkit
 from hvdkit import settings as settings_lib
+from hvdkit import whole_files
 from hvdkit.evaluate import metrics
 from hvdkit.observe import records, report
 from hvdkit.run import loop
@@ -280,3 +281,15 @@ def test_a_tasks_own_figure_is_a_score_whatever_its_name_begins_with():
     line = {"step": 1} | {f"eval_{name}": 0.5 for name in names}
     run = records.Records(Path("run"), {}, [line], [], {})
     assert list(run.scores()) == ["loss_rate", "iou_mean", "accuracy"]
+
+
+def test_lines_are_read_one_by_one_and_what_no_run_writes_is_passed_over(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    long = json.dumps({"step": 2, "text": "x" * 2**21})
+    file.write_text('{"step": 1}\n' + long + '\n{"step": 3}\n{"step": 4}\n{"st')
+    steps = [line and line["step"] for line in records.each_line(file)]
+    assert steps == [1, None, 3, 4, None]
+    assert [line["step"] for line in records.lines(file)] == [1, 3, 4]
+    with file.open("r+b") as sparse:  # Larger than what is read of other files at once.
+        sparse.truncate(whole_files.LINES_BYTES + 1)
+    assert [line["step"] for line in records.lines(file)] == [1, 3, 4]

@@ -126,6 +126,9 @@ def test_batch_per_rank_becomes_the_global_batch_size(project):
     config = per_rank.for_ranks(4)
     assert (config.global_batch_size, config.batch_per_rank) == (24, 0)
     assert config.for_ranks(7) == config  # the run stays the same on other ranks
+    full = Settings(bn_sync="full", virtual_ranks=4)
+    refused(lambda: full.for_ranks(1), "start 4 ranks")
+    assert full.untrained().for_ranks(1).virtual_ranks == 4
     for settings in (config, per_rank):
         settings_lib.write(settings, project / "saved.cfg")
         assert parse("--flagfile=saved.cfg") == settings

@@ -98,6 +98,16 @@ def write(file: Path, image: np.ndarray) -> None:
         Image.fromarray(image).save(partial, "PNG", pnginfo=text)
 
 
+def _drawn(label: np.ndarray) -> list[np.ndarray]:
+    """A label [height, width, ...]: classes in colours, a picture as it is; [] for others."""
+    if _is_picture(label) and label.shape[-1] == 3:
+        return [_picture(label)]
+    is_flat = label.ndim == 2 or label.shape[2:] == (1,)
+    if is_flat and label.dtype.kind in "iu" and 0 <= label.min() <= label.max() < 256:
+        return [COLOURS[np.reshape(label, label.shape[:2])]]
+    return []
+
+
 def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     """One sample: picture and label, or picture and the name of its class below."""
     image = _picture(example["inputs"])
@@ -109,7 +119,7 @@ def tile(example: dict[str, Any], names: Sequence[str]) -> np.ndarray:
     caption = ""
     parts = [image]
     if label is not None and np.shape(label)[:2] == image.shape[:2]:
-        parts.append(COLOURS[np.reshape(label, image.shape[:2])])
+        parts += _drawn(np.asarray(label))
     elif label is not None and np.shape(label) == ():
         caption = _caption(targets, names)
 
@@ -138,14 +148,18 @@ def _caption(targets: dict[str, Any], names: Sequence[str]) -> str:
     return f"{percent}% {name}, {100 - percent}% {other}"
 
 
+def _is_picture(part: Any) -> bool:
+    return (
+        np.ndim(part) == 3
+        and part.shape[-1] in (1, 3)
+        and part.dtype in (np.uint8, np.float32)
+    )
+
+
 def _picture(inputs: Any) -> np.ndarray:
     """The first of an example's inputs that looks like a picture, uint8 [height, width, 3]."""
     for part in tf.nest.flatten(inputs):
-        if (
-            np.ndim(part) == 3
-            and part.shape[-1] in (1, 3)
-            and part.dtype in (np.uint8, np.float32)
-        ):
+        if _is_picture(part):
             image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
             return image if image.shape[-1] == 3 else image.repeat(3, -1)
     raise ValueError(
@@ -169,7 +183,7 @@ def main(argv: list[str]) -> int:
         [argv[0], *flags], settings_lib.of_project()
     )
     whole_files.refuse_other(arguments.out, SIGN)
-    examples, names = samples(config.for_ranks(1), arguments.count)
+    examples, names = samples(config.untrained().for_ranks(1), arguments.count)
     write(arguments.out, sheet(examples, names))
     print(logs.printable(f"{len(examples)} samples: {arguments.out}"))
     return DONE

@@ -55,10 +55,16 @@ class WorstSamples:
         """Takes a batch of this rank, as Evaluator.on_batch.
 
         `means`: the mean loss of each sample; NaN counts as the worst. `ids`: the samples' numbers.
+        Raises ValueError where the loss has left out samples.
         """
         losses = np.where(np.isnan(means), np.inf, means).tolist()
-        for loss, number in zip(losses, ids, strict=True):
-            self._worst.append((loss, -number))
+        if self._count and len(losses) != len(ids):
+            raise ValueError(
+                f"the task's loss returns {len(losses)} losses for {len(ids)} samples, so nobody "
+                "knows which are the worst: return one for each, with weight 0 for what does not "
+                "count, or use --worst=0"
+            )
+        self._worst += [(loss, -number) for loss, number in zip(losses, ids)]
         self._worst = heapq.nlargest(self._count, self._worst)
         self._rounds_done += 1
         if self._run.world.is_chief:

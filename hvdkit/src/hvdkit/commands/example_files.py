@@ -6,6 +6,8 @@ same order.
 """
 
 import contextlib
+import heapq
+import itertools
 import json
 import shutil
 import zipfile
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit import whole_files
+from hvdkit import logs, whole_files
 from hvdkit.checkpoint import files
 from hvdkit.launcher import launch_rank
 from hvdkit.logs import join, say
@@ -30,6 +32,7 @@ KINDS = {"object": "S", "bfloat16": "f4"}
 SUFFIXES = (".npz", ".jsonl")
 LINES = "predictions.jsonl"
 ARRAYS = "predictions.npz"
+NO_CLASS = "the model's outputs are no numbers (NaN), so it has no class"
 _NOISE_SIZE = 16  # size of an axis of noise, where the input takes any
 _NOISE_EXAMPLES = 2  # batch size of noise, where the model takes any
 _MORE_BYTES = 2**30  # most bytes of a file's arrays, beyond the file's size
@@ -290,6 +293,38 @@ def _save(file: Path, arrays: Batch) -> None:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
                 np.lib.format.write_array(entry, kept(array), allow_pickle=False)
+
+
+def without_class(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Where the output "classes" means nothing, as its "probabilities" are no numbers: bools."""
+    if not {"classes", "probabilities"} <= outputs.keys():
+        return np.zeros([0], bool)
+    probabilities = np.asarray(outputs["probabilities"])
+    return np.asarray(probabilities != probabilities)  # NaN differs from itself.
+
+
+def merge_parts(file: Path, parts: Sequence[Path]) -> None:
+    """Puts predictions on pictures, lines that each rank has sorted by file, into one file.
+
+    Prints the beginning of each; removes the parts, and writes no file without lines.
+    """
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context(open(part, encoding="utf-8")) for part in parts]
+        lines = heapq.merge(*files, key=_file_of)
+        first = next(lines, None)
+        if first is not None:
+            joined = opened.enter_context(open(file, "w", encoding="utf-8"))
+            for line in itertools.chain([first], lines):
+                joined.write(line)
+                print(logs.printable(f"{line:.200}".rstrip("\n")))
+    for part in parts:
+        part.unlink()
+
+
+def _file_of(line: str) -> str:
+    """The file of a picture's line, which it begins with."""
+    name, _ = json.JSONDecoder().raw_decode(line, len('{"file": '))
+    return name
 
 
 def join_parts(file: Path, parts: Sequence[Path]) -> None:

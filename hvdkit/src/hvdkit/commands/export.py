@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from hvdkit.commands import example_files
 from hvdkit.data.readers import pictures
 from hvdkit.logs import join, printable, quiet
 from hvdkit.ranks.interrupt import StopSignal
-from hvdkit.ranks.world import World
+from hvdkit.ranks.world import World, raw
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
@@ -93,6 +93,27 @@ except Exception as error:
 """
 
 
+_TRACKABLE = (
+    tf.saved_model.experimental.TrackableResource,
+    tf.Variable,
+    tf.Module,
+    keras.Layer,
+)
+
+
+def _trackable(value: Any) -> Iterator[Any]:
+    """What of a task's attribute a SavedModel can hold, also in lists and dicts."""
+    if isinstance(value, keras.Variable):
+        value = raw(value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _trackable(part)
+    elif isinstance(value, _TRACKABLE):
+        yield value
+
+
 class Exported(tf.Module):
     """What is saved: the model, with the task's processing before and after it."""
 
@@ -101,12 +122,9 @@ class Exported(tf.Module):
         self.model = model
         self._task = task
         self._decode = decode
-        # The task's functions use its tables and variables; a SavedModel has only what attributes
-        # of its module hold.
-        kinds = (tf.saved_model.experimental.TrackableResource, tf.Variable)
-        self.of_task = [
-            value for value in vars(task).values() if isinstance(value, kinds)
-        ]
+        # The task's functions use its tables, variables and layers; a SavedModel has only what
+        # attributes of its module hold.
+        self.of_task = list(_trackable(vars(task)))
 
     def of_inputs(self, inputs: Any) -> dict[str, tf.Tensor]:
         """The outputs for a batch of what the model takes."""

@@ -70,10 +70,16 @@ class Drawing(NamedTuple):
 class Prediction(NamedTuple):
     """What is predicted of a picture, but for drawings."""
 
-    file: str
     # Classes with their probabilities; [] for a segmented picture.
     likeliest: list[tuple[int, float]]
     others: dict[str, Any]  # other outputs by name, as JSON takes them
+
+
+class Classified(NamedTuple):
+    """A picture of one class."""
+
+    file: str
+    likeliest: list[tuple[int, float]]
 
 
 def predict(
@@ -111,7 +117,10 @@ class PicturePredictor:
     def __init__(self, config: Settings, world: World, arguments: Any) -> None:
         self._world = world
         with world.fail_together("looking for pictures"):
-            self._files = listed(arguments.pictures, arguments.out)
+            # By name, as the parts of all ranks are merged.
+            self._files = dict(
+                sorted(listed(arguments.pictures, arguments.out).items())
+            )
             self.count = len(self._files)
         with world.fail_together("making the model"):
             task, model, path, decode = load_run.model_of(
@@ -128,47 +137,62 @@ class PicturePredictor:
     def predict_into(self, folder: Path, stop_signal: StopSignal) -> list[str]:
         """Returns a sentence for each file that cannot be predicted on."""
         world = self._world
-        own_predictions: list[Prediction] = []
-        own_faults: list[str] = []
-        failure = None
-        own_files = list(self._files.items())[world.rank :: world.size]
-        for done, (name, file) in enumerate(own_files, start=1):
-            if stop_signal.asked or failure:
-                break
-            try:  # an error ends no rank here: the others wait for it below
-                image = load(file)
-                prediction = write(
-                    folder, name, image=image, outputs=self._outputs_of(image)
-                )
-                if prediction.likeliest or prediction.others:
-                    own_predictions.append(prediction)
-            except tf.errors.ResourceExhaustedError:
-                own_faults.append(
-                    f"{file} does not fit into memory; for segmentation try --eval_window"
-                )
-            except tf.errors.OpError as error:
-                own_faults.append(f"{file}: {reason_of(error)}")
-            except (ValueError, OSError) as error:
-                if passes(error):  # the disk is full: not the picture's fault
-                    failure = error
-                own_faults.append(str(error))
-            if world.is_chief:
-                logs.progress("pictures", done, len(own_files))
+        parts = [
+            folder / f"{rank:06d}-{example_files.LINES}" for rank in range(world.size)
+        ]
         with world.fail_together("predicting"):
-            if failure:
-                raise failure
+            own = self._predict_own(folder, parts[world.rank], stop_signal)
         example_files.check_stopped(world, stop_signal)
 
-        predictions: list[Prediction] = []
+        classified: list[Classified] = []
         faults: list[str] = []
-        everyone = world.gather_objects((own_predictions, own_faults), "predict.rows")
-        for rank_predictions, rank_faults in everyone:
-            predictions += [Prediction(*fields) for fields in rank_predictions]
+        for rank_classified, rank_faults in world.gather_objects(own, "predict.rows"):
+            classified += [Classified(*fields) for fields in rank_classified]
             faults += rank_faults
-        predictions.sort(key=lambda prediction: prediction.file)
+        classified.sort(key=lambda picture: picture.file)
         what = f"writing {folder.parent}"
-        world.from_chief(what, record, folder, predictions, self._class_names)
+        world.from_chief(what, record, folder, classified, self._class_names)
+        world.from_chief(
+            what, example_files.merge_parts, folder / example_files.LINES, parts
+        )
         return faults
+
+    def _predict_own(
+        self, folder: Path, part: Path, stop_signal: StopSignal
+    ) -> tuple[list[Classified], list[str]]:
+        """Predicts on this rank's pictures: their classes, and a sentence for each that is skipped.
+
+        Other outputs, which may be large, go to the file `part` as they come.
+        """
+        classified: list[Classified] = []
+        faults: list[str] = []
+        own_files = list(self._files.items())[self._world.rank :: self._world.size]
+        with open(part, "w", encoding="utf-8") as lines:
+            for done, (name, file) in enumerate(own_files, start=1):
+                if stop_signal.asked:
+                    break
+                try:
+                    image = load(file)
+                    outputs = self._outputs_of(image)
+                    prediction = write(folder, name, image=image, outputs=outputs)
+                    if prediction.others:
+                        record = {"file": name} | prediction.others
+                        lines.write(json.dumps(record) + "\n")
+                    if prediction.likeliest:
+                        classified.append(Classified(name, prediction.likeliest))
+                except tf.errors.ResourceExhaustedError:
+                    faults.append(
+                        f"{file} does not fit into memory; for segmentation try --eval_window"
+                    )
+                except tf.errors.OpError as error:
+                    faults.append(f"{file}: {reason_of(error)}")
+                except (ValueError, OSError) as error:
+                    if passes(error):  # the disk is full: not the picture's fault
+                        raise
+                    faults.append(str(error))
+                if self._world.is_chief:
+                    logs.progress("pictures", done, len(own_files))
+        return classified, faults
 
 
 def of_picture(task: Task, model: keras.Model, decode: load_run.Decode) -> OutputsOf:
@@ -285,18 +309,15 @@ def write(
             file = folder / kind / f"{name}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             picture.save(file, "PNG")
-    return prediction(name, outputs, is_drawn=bool(drawing))
+    return prediction(outputs, is_drawn=bool(drawing))
 
 
 def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawing | None:
     """The output "classes" [height, width], at the picture's size; None where it is another."""
     classes = outputs.get("classes")
     probabilities = outputs.get("probabilities")
-    has_both = classes is not None and probabilities is not None
-    if has_both and np.any(probabilities != probabilities):  # NaN differs from itself
-        raise ValueError(
-            f"{name}: the model's outputs are no numbers (NaN), so it has no class"
-        )
+    if example_files.without_class(outputs).any():
+        raise ValueError(f"{name}: {example_files.NO_CLASS}")
     if classes is None or np.ndim(classes) != 2:
         return None
     most = len(COLOURS)
@@ -310,7 +331,7 @@ def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawing |
     return Drawing(labels, overlay)
 
 
-def prediction(name: str, outputs: dict[str, Any], *, is_drawn: bool) -> Prediction:
+def prediction(outputs: dict[str, Any], *, is_drawn: bool) -> Prediction:
     """The most probable classes, where the picture has one class; other outputs by name."""
     classes = outputs.get("classes")
     probabilities = outputs.get("probabilities")
@@ -326,7 +347,7 @@ def prediction(name: str, outputs: dict[str, Any], *, is_drawn: bool) -> Predict
     plain_others = {
         output: example_files.plain(value) for output, value in others.items()
     }
-    return Prediction(name, likeliest, plain_others)
+    return Prediction(likeliest, plain_others)
 
 
 def class_name(number: int, names: Sequence[str]) -> str:
@@ -335,39 +356,25 @@ def class_name(number: int, names: Sequence[str]) -> str:
 
 
 def record(
-    folder: Path, predictions: Sequence[Prediction], names: Sequence[str]
+    folder: Path, classified: Sequence[Classified], names: Sequence[str]
 ) -> None:
-    """Writes and prints predictions; `names` of the classes, if any."""
-    classified = [one for one in predictions if one.likeliest]
-    if classified:
-        _write_table(folder / CSV, classified, names)
-    lines = []
-    for file, _, others in predictions:
-        if others:
-            lines.append(json.dumps({"file": file} | others) + "\n")
-            print(logs.printable(f"{file}: {json.dumps(others):.200}"))
-    if lines:
-        with whole_files.written(folder / example_files.LINES) as partial:
-            partial.write_text("".join(lines))
-
-
-def _write_table(
-    file: Path, predictions: Sequence[Prediction], names: Sequence[str]
-) -> None:
+    """Writes and prints the classes of pictures, if any; `names` of the classes, if any."""
+    if not classified:
+        return
     heads = ["file"]
-    for place in range(1, len(predictions[0].likeliest) + 1):
+    for place in range(1, len(classified[0].likeliest) + 1):
         heads += [f"class_{place}", f"p_{place}"]
     rows = []
-    for prediction in predictions:
-        row: list[Any] = [prediction.file]
+    for picture in classified:
+        row: list[Any] = [picture.file]
         words = []
-        for number, probability in prediction.likeliest:
+        for number, probability in picture.likeliest:
             name = class_name(number, names)
             row += [name, probability]
             words.append(f"{name} {probability:.1%}")
         rows.append(row)
-        print(logs.printable(f"{prediction.file}: {'  '.join(words)}"))
-    whole_files.write_csv(file, [heads, *rows])
+        print(logs.printable(f"{picture.file}: {'  '.join(words)}"))
+    whole_files.write_csv(folder / CSV, [heads, *rows])
 
 
 def main(argv: list[str]) -> int:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdkit import logs, whole_files
@@ -97,7 +98,12 @@ class ExamplePredictor:
             for index in indices:
                 predictions += self._predicted(range(index, index + 1))
             return predictions
-        return [{name: value.numpy() for name, value in outputs.items()}]
+        arrays = {name: value.numpy() for name, value in outputs.items()}
+        faults = np.argwhere(example_files.without_class(arrays))
+        if len(faults):
+            place = self._place(indices.start + int(faults[0][0]))
+            raise ValueError(f"{place}: {example_files.NO_CLASS}")
+        return [arrays]
 
     def _place(self, index: int) -> str:
         kind = "line" if self._as_lines else "example"

@@ -172,7 +172,7 @@ def answered(
     if drawing:
         rows += _shares(drawing.classes, names)
         content["picture"] = _data_url(drawing.overlay)
-    prediction = predict.prediction("", outputs, is_drawn=bool(drawing))
+    prediction = predict.prediction(outputs, is_drawn=bool(drawing))
     for number, probability in prediction.likeliest:
         rows.append((predict.class_name(number, names), f"{probability:.1%}"))
     for name, value in prediction.others.items():

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdkit import logs, whole_files
+from hvdkit import logs
 from hvdkit.observe import records
 from hvdkit.observe.records import TIMES, Records, column
 from hvdkit.ranks.fingerprint import differences
@@ -72,9 +72,7 @@ def check_ended(run: Records) -> None:
             "ended"
         )
     file = run.folder / "metrics.jsonl"
-    if len(whole_files.read(file, whole_files.LINES_BYTES).splitlines()) != len(
-        run.lines
-    ):
+    if None in records.each_line(file):
         raise ValueError(
             f"{file} has lines that no run writes: give folders of runs that have ended"
         )

@@ -4,7 +4,7 @@ import contextlib
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,20 +155,28 @@ def _is_figure(value: object) -> bool:
 
 def lines(file: Path) -> list[dict[str, Any]]:
     """The complete lines that have a step."""
+    return [record for record in each_line(file) if record is not None]
+
+
+def each_line(file: Path) -> Iterator[dict[str, Any] | None]:
+    """Each line that has a step; None for a line that no run writes. Nothing where no file is."""
     if not file.is_file():
-        return []
-    complete = []
-    for line in whole_files.read(file, whole_files.LINES_BYTES).splitlines():
-        if len(line) > _LINE_BYTES:
-            continue
-        try:
-            record = whole_files.from_json(line, file)
-        except ValueError:
-            continue
-        step = record.get("step") if isinstance(record, dict) else None
-        if isinstance(step, int) and _is_figure(step):
-            complete.append(record)
-    return complete
+        return
+    with whole_files.opened(file, most=whole_files.METRICS_BYTES) as opened:
+        while line := opened.readline(_LINE_BYTES):
+            is_whole = len(line) < _LINE_BYTES
+            while len(line) == _LINE_BYTES and not line.endswith(b"\n"):
+                line = opened.readline(_LINE_BYTES)
+            yield _record(line, file) if is_whole else None
+
+
+def _record(line: bytes, file: Path) -> dict[str, Any] | None:
+    try:
+        record = whole_files.from_json(line, file)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return record if isinstance(step, int) and _is_figure(step) else None
 
 
 def _settings(file: Path) -> dict[str, str]:

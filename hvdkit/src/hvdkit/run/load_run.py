@@ -113,7 +113,7 @@ def on_ranks(config: Settings, arguments: argparse.Namespace, work: Work) -> int
         )
         agreement.check_code(world)
         with world.fail_together("reading the settings"):
-            resolved = config.for_ranks(world.size)
+            resolved = config.untrained().for_ranks(world.size)
         with world_lib.kept_numbers():
             work(resolved, world, stop_signal, arguments=arguments)
 
@@ -178,7 +178,8 @@ def trained(
     if for_pictures and not tasks.optional(task, "picture_inputs"):
         raise ValueError(
             f"tasks/{config.task}.py: its Task has no picture_inputs(image), which says what the "
-            "model is called with for a picture (hvdkit/train/task/protocol.py)"
+            "model is called with for a picture (hvdkit/train/task/protocol.py). Other examples "
+            "are read from .jsonl and .npz files"
         )
     path = chosen(Path(config.run_dir) / "checkpoints", which, task)
     with task_checks.user_code_errors("build_model"):

@@ -59,6 +59,10 @@ class Settings(
                 "--deterministic needs one group: leave out --pack_bytes, --gradient_groups"
             )
 
+    def untrained(self) -> Self:
+        """The settings where nothing is trained, so that batch norm asks for no number of ranks."""
+        return self.changed(bn_sync="mean") if self.bn_sync == "full" else self
+
     def for_ranks(self, size: int) -> Self:
         """The settings of `size` ranks with --global_batch_size; ValueError if they do not fit."""
         virtual = self.virtual_ranks

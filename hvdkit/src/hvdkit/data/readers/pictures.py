@@ -5,6 +5,7 @@ decoders do not.
 """
 
 import io
+import re
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,10 @@ MOST_BYTES = 2**30  # the largest file that is read
 # PNG colour types (PNG specification, 11.2.2)
 _GREY = 0
 _PALETTE = 3
+_JPEG_MARKER = re.compile(rb"\xff+([^\x00\xff])")
+_START_OF_SCAN = 0xDA
+_END_OF_IMAGE = 0xD9
+_WITHOUT_CONTENT = {0x01, *range(0xD0, 0xD9)}
 _ANIMATION = 2  # this bit of a WebP's byte 20, after VP8X, says that it is an animation
 _DEEP = r"\CPNG\r\n\x1a\n\C{16}\x10"  # a PNG's header whose bit depth, byte 24, is 16
 _ADOBE = r"\C*\x00\x0eAdobe\x00\C*"  # a JPEG with segment APP14, after its marker
@@ -316,7 +321,7 @@ def refused(data: bytes) -> str:
     )
     if is_extended_webp and data[20] & _ANIMATION:
         return "is an animation: save one picture of it"
-    if data[:2] == b"\xff\xd8" and data.count(b"\xff\xda") > _MOST_SCANS:
+    if data[:2] == b"\xff\xd8" and _num_scans(data) > _MOST_SCANS:
         return f"has more than {_MOST_SCANS} scans, which take hours: save it again"
     try:
         height, width, colours = _stored_shape(tf.constant(data)).numpy().tolist()
@@ -329,6 +334,25 @@ def refused(data: bytes) -> str:
         # An OpError's text may hold bytes of the file.
         return ""
     return too_large(width, height)
+
+
+def _num_scans(data: bytes) -> int:
+    """How many scans a JPEG has until its end, behind which a phone may keep a film.
+
+    A marker is 0xff and a byte; all but those without content are followed by their length.
+    Source: ITU-T T.81, B.1.1.
+    """
+    scans = 0
+    place = 2
+    while match := _JPEG_MARKER.search(data, place):
+        kind = match[1][0]
+        place = match.end()
+        if kind == _END_OF_IMAGE:
+            break
+        if kind not in _WITHOUT_CONTENT:
+            scans += kind == _START_OF_SCAN
+            place += int.from_bytes(data[place : place + 2], "big")
+    return scans
 
 
 def too_large(width: int, height: int) -> str:

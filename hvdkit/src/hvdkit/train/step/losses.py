@@ -20,7 +20,8 @@ def _integers(labels: tf.Tensor) -> tf.Tensor:
     # A cast would turn 1.9 into 1.
     if not (labels.dtype.is_integer or labels.dtype.is_bool):
         raise ValueError(
-            f"labels are {labels.dtype.name}: make the numbers of classes integers"
+            f"labels are {labels.dtype.name}: make the numbers of classes integers "
+            "(of one-hot labels: tf.argmax(labels, -1))"
         )
     return tf.cast(labels, tf.int64)
 

@@ -81,6 +81,10 @@ class Task(Protocol):
     """Made once a process, with the run's settings: `Task(config)`.
 
     A setting that was chosen, that only tasks read and that this one does not is refused.
+
+    `hvdkit predict`, `export`, `serve` and `hvdkit.load` call neither `prepare` nor `sources`: the
+    data may be elsewhere. What the model, `predict`, `picture_inputs` or `decode` need of the data,
+    such as a mean, belongs into a variable or a layer, which checkpoints hold: examples/tabular.
     """
 
     # The metric by which the best checkpoint is chosen: "loss", or a key of `metrics`.
