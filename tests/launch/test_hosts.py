@@ -846,6 +846,47 @@ def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str
     assert ("plm_rsh_no_tree_spawn" in ended.output) == ("n63" in ended.output)
 
 
+@pytest.mark.parametrize("name", ["R&D", "a(1)", "o'brien", "a$b", "a;b", "a b"])
+def test_a_path_that_the_other_hosts_shell_would_read_is_refused(
+    tmp_path: Path, name: str
+):
+    launch = shutil.copytree(ROOT / "launch", tmp_path / name / "launch")
+    words = [launch / "hosts.sh", "-H", "node7:2", "--dry-run", "true"]
+    ended = run(words, timeout=20)
+    assert ended.code == 2 and "must be paths without" in ended.output, ended.output
+    # On this host alone nothing reads them; and no shell minds other alphabets.
+    ended = run([launch / "hosts.sh", "-np", "2", "--dry-run", "true"], timeout=20)
+    assert ended.code == 0, ended.output
+    other = shutil.copytree(launch, tmp_path / "J\u00fcrgen_1+2@%,:=-")
+    words = [other / "hosts.sh", "-H", "node7:2", "--dry-run", "true"]
+    assert run(words, timeout=20).code == 0
+
+
+def test_open_mpi_of_another_version_is_refused_for_several_hosts(tmp_path: Path):
+    """It ignores the settings that keep other users away from the ranks, and says nothing."""
+    executable(tmp_path / "bin/mpirun", "echo 'mpirun (Open MPI) 5.0.7'")
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    words = [HOSTS_SH, "-H", "node7:2", "--dry-run", "true"]
+    ended = run(words, timeout=20, env=env)
+    assert ended.code == 2 and "is not Open MPI 4" in ended.output, ended.output
+
+
+def test_the_name_of_a_launch_is_one_word():
+    words = [HOSTS_SH, "-H", "node7:2", "--dry-run", "true"]
+    ended = run(words, timeout=20, env={"LAUNCH_ID": "a b"})
+    assert ended.code == 2 and "LAUNCH_ID is 'a b'" in ended.output, ended.output
+    ended = run(words, timeout=20)
+    assert "ControlPath=none" in ended.output, ended.output
+
+
+def test_without_a_name_stop_ends_no_other_program_of_mpi(hosts: Hosts):
+    said = hosts[1].sh(
+        "OMPI_COMM_WORLD_RANK=0 sleep 60 & sleep 0.5; "
+        f"bash {ROOT}/launch/stop.sh || echo code $?; kill $! && echo it lives"
+    )
+    assert "sent USR1 to 0 rank(s)" in said and said.endswith("it lives\n"), said
+
+
 def test_the_launcher_may_have_as_many_open_files_as_are_allowed():
     words = (
         f"ulimit -S -n 1000; ulimit -H -n 3000; exec {HOSTS_SH} -np 1 sh -c 'ulimit -n'"

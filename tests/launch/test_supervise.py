@@ -89,6 +89,7 @@ exit {code}
         ("40 60 50 45 55", 137, 0, 6),  # hosts that are lost
         ("60 60 60 60 60", 1, 1, 3),  # a program that fails at a step
         ("40 60 50 45 55", 75, 0, 6),
+        ("40 50" + 10 * " 40 50", 1, 1, 11),  # a program that never gets further
     ],
 )
 def test_steps_that_a_start_made_count_also_where_none_was_saved(
@@ -121,6 +122,16 @@ def test_a_program_whose_disk_goes_away_is_waited_for(tmp_path: Path, answering)
     ended = run(
         [*words, f"--run_dir={tmp_path}/run", "--steps=6", "--fail=+4:1"], 60, answering
     )
+    assert ended.code == 0 and "exit code 76" in ended.output, ended.output
+
+
+def test_a_launcher_whose_disk_goes_away_is_waited_for(tmp_path: Path):
+    away = (
+        f"cd {tmp_path}; mkdir once || exit 0; mv disk away; "
+        "(sleep 1; mv away disk) >/dev/null 2>&1 & exit 1"
+    )
+    program = executable(tmp_path / "disk/launch", away)
+    ended = run([*SUPERVISE, "--pause", "0.2", "--", program], 30)
     assert ended.code == 0 and "exit code 76" in ended.output, ended.output
 
 
@@ -428,7 +439,27 @@ def test_a_host_that_failed_is_left_out_where_there_are_spares(
         ended.output
     )
     last = (tmp_path / "asked").read_text().splitlines()[-1]
-    assert last.endswith(" -p 2222 node1 true"), last
+    assert last.endswith(" -p 2222 node1 uname -n"), last
+
+
+def test_a_host_that_is_listed_by_its_address_is_known_by_its_own_name(
+    tmp_path: Path, answering
+):
+    executable(
+        tmp_path / "ssh",
+        'case " $* " in *" 10.0.0.1 "*) echo node1.cluster ;; *) echo node2 ;; esac',
+    )
+    executable(
+        tmp_path / "train",
+        'cat "$LAUNCH_HOSTFILE"; grep -q 10.0.0.1 "$LAUNCH_HOSTFILE" || exit 0\n'
+        'echo "error: the run ends: rank 0 on node1 is gone" >&2\n'
+        "exit 76",
+    )
+    lists_hosts = "echo 10.0.0.1:1; echo 10.0.0.2:1"
+    words = [*FAST, "--hosts-from", lists_hosts, "--max-np", "1", "--patience", "5"]
+    ended = run([*words, "--", tmp_path / "train"], 30, answering)
+    assert ended.code == 0, ended.output
+    assert ended.output.endswith("10.0.0.2:1\n"), ended.output
 
 
 def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(

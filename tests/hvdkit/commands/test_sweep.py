@@ -40,6 +40,13 @@ time.sleep(60 * (model == "weak" and not again))
 print({"crashes": "Traceback\\nKeyError: 0"}.get(model, "error: no such model"))
 sys.exit({"diverges": 3, "stops": 75, "wrong": 2, "crashes": 1}.get(model, 0))
 """
+# Before RUN: the disk is away while there is a file.
+AWAY = """
+import os, sys
+if os.path.exists(sys.argv[1]):
+    sys.exit(76)
+del sys.argv[1]
+"""
 
 
 @pytest.fixture
@@ -92,6 +99,18 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
     assert len(re.findall("<td>(complete|pruned)</td>", page)) == 3
     figures = ("Settings and score", "Best accuracy so far")
     assert all(f'aria-label="{name}"' in page for name in figures)
+
+
+def test_a_disk_that_is_away_ends_no_trial(start, tmp_path, capfd):
+    launch_away = shlex.join([sys.executable, "-c", AWAY + RUN, f"{tmp_path}/away"])
+    words = ["--base_lr=0.1:1.0", "--model=whole", f"--launch={launch_away}"]
+    (tmp_path / "away").touch()
+    assert start(*words, "--trials=2") == 76
+    assert "trial-0001.log says what is away" in capfd.readouterr().err
+    (tmp_path / "away").unlink()
+    assert start(*words, "--trials=2") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:2]] == ["trial 1/2", "trial 2/2"]
 
 
 def test_weak_trials_are_pruned_and_others_fail(start, tmp_path, capfd):

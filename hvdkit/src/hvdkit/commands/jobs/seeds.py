@@ -9,6 +9,7 @@ again, the command resumes; another one needs another folder.
 
 import argparse
 import math
+import signal
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -68,6 +69,12 @@ def score(folder: Path) -> tuple[MainMetric, Score]:
     raise NoScore(
         f"{folder}: {metric.name} is missing in its last evaluation, of {others}"
     )
+
+
+def _begin() -> None:
+    """In the new process of a run: in a process group of its own, it may write to the terminal."""
+    end_with_parent()
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
 class SeedRuns:
@@ -148,9 +155,7 @@ class SeedRuns:
         run_dir = typed.written(folder, is_path=True)
         command = [*self._arguments.command, f"--seed={seed}", f"--run_dir={run_dir}"]
         # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
-        self._process = subprocess.Popen(
-            command, process_group=0, preexec_fn=end_with_parent
-        )
+        self._process = subprocess.Popen(command, process_group=0, preexec_fn=_begin)
         if self._signals:  # it came while there was no process to tell
             tell(self._process, self._signals[0])
         return self._process.wait()

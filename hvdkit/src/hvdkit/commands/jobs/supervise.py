@@ -28,10 +28,13 @@ from hvdkit.commands.jobs.supervised_hosts import Hosts
 from hvdkit.logs import complain, refuse
 from hvdkit.settings import Settings, of_command
 from hvdkit.settings.typed import path_argument
-from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE
+from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, passes
 
 _ENDS = "ends"
-_CRASH = "starts again at once, then after 5 s; ends at crash 3 at one step"
+_CRASH = (
+    "starts again at once, then after 5 s; ends at crash 3 at one step, or the tenth without a new "
+    "step"
+)
 _STOPPED = "starts again after 5 s; ends after 3 restarts without a new step"
 _LATER = "starts again after 5, 10, ... 300 s; ends after a day without a new step"
 
@@ -68,6 +71,7 @@ _SRUN_END = re.compile(
 # The exit code that each of srun's words for a signal stands for.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
 _AGAIN = 5.0  # seconds between two signals to a run that has not made a step
+_MOST_LOSSES = 10  # starts that lose what they trained, without a new step
 _STARTING = 120.0  # seconds in which srun starts ranks
 _PR_SET_PDEATHSIG = 1
 # A Popen's preexec_fn: where this process is killed, its command is told to stop.
@@ -169,6 +173,8 @@ class Supervisor:
         self._reached_step = 0
         # Since the newest step: how many starts ended, by what followed (`rule.sequel`).
         self._counts: Counter[str] = Counter()
+        # And how many of them lost what they had trained, wherever they ended.
+        self._losses = 0
 
         self._hosts = Hosts(options.hosts_from, options.max_np, command)
         self._used: dict[str, int] = {}  # number of ranks by host, in the newest start
@@ -244,9 +250,8 @@ class Supervisor:
             return False
         if max(self._newest_step, self._seen_step) > self._first_step:
             return True
-        # Python returns the code of wrong use where its program's file is not there.
-        is_there = all(os.path.exists(file) for file in self._command_files)
-        return code == WRONG_USE and not is_there
+        # A shell returns 127 where a program is not there, and Python the code of wrong use.
+        return not all(os.path.exists(file) for file in self._command_files)
 
     def _start(self) -> int:
         """Starts the command once; returns its exit code, as a shell has it."""
@@ -259,7 +264,7 @@ class Supervisor:
             )
         except OSError as error:
             complain(f"{self._command[0]}: {error.strerror}")
-            return 127
+            return NOT_NOW if passes(error) else 127
         finally:
             self._starting = False
         child = self._child
@@ -345,11 +350,15 @@ class Supervisor:
             missing = self._missing(listed, there)
             lack = lack or self._lack(missing, len(there))
             if not lack:
+                lack = self._write_hosts(there)
+            if not lack:
                 break
             waited = time.monotonic() - self._ended_at
             if waited >= options.pause and self._is_enough(there):
                 _say(f"going on without {missing}, on {len(there)} host(s)")
-                break
+                lack = self._write_hosts(there)
+                if not lack:
+                    break
             if waited >= options.patience:
                 complain(f"{lack} for {waited:.0f} s; start the job again to resume")
                 sys.exit(self._end(NOT_NOW))
@@ -357,11 +366,19 @@ class Supervisor:
                 _say(f"waiting for hosts: {lack}")
             said = lack
             time.sleep(2)
+
+    def _write_hosts(self, there: dict[str, int]) -> str:
+        """Writes the hosts to start on into LAUNCH_HOSTFILE; returns why it cannot, or ""."""
         self._used = self._hosts.capped(there)
-        options.live.parent.mkdir(exist_ok=True)  # /tmp may have been cleaned since
+        live = self._options.live
         lines = [f"{host}:{count}\n" for host, count in self._used.items()]
-        with whole_files.written(options.live) as partial:
-            partial.write_text("".join(lines))
+        try:
+            live.parent.mkdir(exist_ok=True)  # /tmp may have been cleaned since
+            with whole_files.written(live) as partial:
+                partial.write_text("".join(lines))
+        except OSError as error:
+            return f"cannot write {live} ({error.strerror})"
+        return ""
 
     def _missing(self, listed: dict[str, int], there: dict[str, int]) -> str:
         """The listed hosts that do not answer, each with ssh's words."""
@@ -395,11 +412,8 @@ class Supervisor:
             _say(f"hosts are not asked: {error}")
             return
         there = self._hosts.capped(self._hosts.answering(listed))
-        if (
-            self._folder
-            and self._folder.exists()
-            and self._seen_step <= self._newest_step
-        ):
+        is_there = self._folder and os.path.exists(self._folder)
+        if is_there and self._seen_step <= self._newest_step:
             return  # a start that makes no step would be followed by others for ever
         is_more = sum(there.values()) > sum(self._used.values())
         if is_more and not (self._signal or self._rejoins):
@@ -415,7 +429,7 @@ class Supervisor:
     def _count(self, rule: Rule, seconds: float) -> None:
         """Counts a start of so many seconds; progress sets the counts back."""
         # In a container, a folder that is never there has another name.
-        if self._folder and (self._newest_step or self._folder.exists()):
+        if self._folder and (self._newest_step or os.path.exists(self._folder)):
             step = newest_step(self._folder)
             reached = reached_step(self._folder)
         else:  # a minute without a crash counts as a new step
@@ -426,12 +440,14 @@ class Supervisor:
         if is_progress:
             self._newest_step = step
             self._newest_step_at = time.monotonic()
+            self._losses = 0
         # It made steps of its own, and ended elsewhere than before: no fault of the program.
         if is_progress or (reached and reached != self._reached_step):
             self._counts.clear()
         self._reached_step = reached
         if not self._rejoins:
             self._counts[rule.sequel] += 1
+            self._losses += rule.sequel in (_CRASH, _STOPPED)
 
     def _enough(self, rule: Rule) -> str:
         """Why there is no further start; "" while there is."""
@@ -441,6 +457,8 @@ class Supervisor:
         crashes = self._counts[_CRASH]
         if rule.sequel == _CRASH and crashes >= 3:
             return f"crash {crashes} at step {self._newest_step}, whose trace is above"
+        if self._losses >= _MOST_LOSSES and rule.sequel != _LATER:
+            return f"{self._losses} times without a checkpoint after step {self._newest_step}"
         restarts = self._counts[_STOPPED] + crashes
         return "after 3 restarts without a new step" if restarts > 3 else ""
 
@@ -545,7 +563,8 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="start on so many hosts, where the others do not answer",
+        help="start on so many hosts, where the others do not answer ssh; one that answers and "
+        "cannot train is left out by --max-np alone",
     )
     add(
         "--max-np",

@@ -18,10 +18,11 @@ _FAILED = re.compile(
 _HOST = re.compile(
     r"([A-Za-z0-9_][A-Za-z0-9._-]*)(?::([1-9]\d*)|\s+slots\s*=\s*([1-9]\d*))?"
 )
-# It prints a line a host: its name, and ssh's last words where it does not answer.
+# It prints a line a host: its name, yes and what it calls itself, or no and ssh's last words.
 _ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'said=$(timeout 30 ssh -o ConnectTimeout=5 \
--o BatchMode=yes -o StrictHostKeyChecking=accept-new '"$SSH_OPTIONS"' {} true 2>&1 >/dev/null) \
-&& echo {} || echo "{} $(echo "${said:-no words}" | tail -n 1)"'"""
+-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ControlPath=none '"$SSH_OPTIONS"' {} \
+uname -n 2>&1) && answer=yes || answer=no
+echo "{} $answer $(echo "${said:-no words}" | tail -n 1)"'"""
 _TIMED_OUT = 124  # exit code of `timeout` at a timeout
 
 
@@ -38,6 +39,8 @@ class Hosts:
         self._ssh = shlex.join(_ssh_options(command))
         # How often a run failed on a host, by the first part of its name.
         self._failures: Counter[str] = Counter()
+        # What hosts call themselves, where they are listed by an address or another name.
+        self._own_names: dict[str, str] = {}
         self.silent: dict[str, str] = {}
 
     def hear(self, line: str) -> None:
@@ -78,14 +81,20 @@ class Hosts:
         answers = []
         self.silent = {}
         for line in lines:
-            name, _, words = line.partition(" ")
-            if words:
-                self.silent[name] = words.strip()
-            else:
+            name, answer, words = line.split(" ", 2)
+            if answer == "yes":
                 answers.append(name)
+                self._own_names[name] = words.strip()
+            else:
+                self.silent[name] = words.strip()
         there = [name for name in hosts if name in answers]
-        there.sort(key=lambda name: self._failures[_short(name)])
+        there.sort(key=self._failed)
         return {name: hosts[name] for name in there}
+
+    def _failed(self, name: str) -> int:
+        """How often a run failed on a host, by its listed name or its own."""
+        names = {_short(name), _short(self._own_names.get(name, name))}
+        return sum(self._failures[short] for short in names)
 
     def capped(self, hosts: dict[str, int]) -> dict[str, int]:
         """The first hosts, with `most` ranks in all."""
@@ -113,8 +122,9 @@ def _output(command: Sequence[str], **variables: str) -> tuple[int, list[str]]:
 
 
 def _short(name: str) -> str:
-    """The first part of node1.cluster, as mpirun says it too; of addresses, one that many share."""
-    return name.partition(".")[0]
+    """The first part of node1.cluster, as mpirun says it too; an address as it is."""
+    is_address = not name.strip("0123456789.")
+    return name if is_address else name.partition(".")[0]
 
 
 def _ssh_options(command: Sequence[str]) -> list[str]:

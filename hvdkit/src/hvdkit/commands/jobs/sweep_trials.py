@@ -242,6 +242,11 @@ class Sweep:
             run.restarts += 1
             time.sleep(_PAUSE)
             self._start(run)
+        elif code == NOT_NOW:
+            # What is away would end the other trials too. This one goes on when the sweep does.
+            self._code = code
+            self._running.remove(run)
+            complain(f"{run.folder}.log says what is away: start the sweep again later")
         elif code != DIVERGED and self._is_hopeless(code):
             self._give_up(run, code)
         else:
