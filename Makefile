@@ -63,7 +63,6 @@ docs: setup ## docs/ as a site in site/, with the API; a link that leads nowhere
 
 fork: setup ## a project of your own, NAME=../my-model; asks five questions, ARGS=--defaults: none
 	@[ -n "$$NAME" ] || { echo 'error: where to? make fork NAME=../my-model' >&2; exit 2; }
-	@[ -z "$$(git status --porcelain --untracked-files=no)" ] || { echo 'error: commit first: updates of a project start from a commit' >&2; exit 2; }
 	@$(IN_VENV) python fork.py "$$NAME" $(ARGS)
 
 image-test: setup ## builds the CPU image (IMAGE_DEVICE=gpu: the other) on Debian, trains in it; root, buildah, 25 minutes

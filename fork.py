@@ -31,20 +31,37 @@ def refusal(folder: Path) -> str | None:
     return None
 
 
+def git(*words: str) -> str:
+    """What git prints of this repository; ends with its last words where it is none."""
+    ended = subprocess.run(
+        ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    if ended.returncode:
+        words_of_git = ended.stderr.strip().splitlines() or ["git failed"]
+        sys.exit(
+            "error: a project is made from a clone by git, which its updates need: "
+            f"{words_of_git[0]}"
+        )
+    return ended.stdout.strip()
+
+
 def main() -> None:
     typed, *options = sys.argv[1:]
     # A shell leaves the ~ as it is in quotes, and some do after a =.
     expanded = os.path.expanduser(typed)
     if expanded.startswith("~"):
         sys.exit(f"error: NAME={typed}: there is no such user; type the whole path")
+    commit = git("rev-parse", "HEAD")
+    if git("status", "--porcelain", "--untracked-files=no"):
+        sys.exit("error: commit first: updates of a project start from a commit")
     folder = Path(os.path.abspath(expanded))
     reason = refusal(folder)
     if reason:
         sys.exit(f"error: NAME={typed}: {reason}")
-    commit = subprocess.check_output(
-        ["git", "rev-parse", "HEAD"], cwd=REPOSITORY, text=True
-    )
-    command = ["copier", "copy", "--vcs-ref", commit.strip(), *options]
+    left_out = git("ls-files", "--others", "--exclude-standard", "template").split()
+    if left_out:
+        print(f"note: not committed, so not in the project: {', '.join(left_out)}")
+    command = ["copier", "copy", "--vcs-ref", commit, *options]
     os.execvp("copier", [*command, str(REPOSITORY), str(folder)])
 
 

@@ -3,8 +3,11 @@
 PYTHON ?= python3
 # The folder of uv.lock.
 LOCKED_IN ?= .
-# All GPUs of this host, else two ranks.
-NP ?= $(or $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')),2)
+# All GPUs of this host, or those of CUDA_VISIBLE_DEVICES; without one, two ranks.
+GPUS = found=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); \
+	if [ "$$found" = 0 ] || [ -z "$${CUDA_VISIBLE_DEVICES+x}" ]; then echo "$$found"; \
+	else echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -cv '^-1$$\|^NoDevFiles$$\|^$$'; fi
+NP ?= $(or $(filter-out 0,$(shell $(GPUS))),2)
 # Where .venv leads to: a set-up elsewhere may switch it in mid-run.
 IN_VENV = PATH="$$(readlink -f "$(CURDIR)/.venv")/bin:$$PATH"
 # A run that make starts is asked to stop when make ends, however make is ended.

@@ -3,7 +3,9 @@
 import os
 import re
 import runpy
+import shutil
 import stat
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -654,6 +656,15 @@ def test_lists_of_what_an_update_is_about_agree():
     in_jinja = rule.replace("\\", "\\\\")
     assert f"'{in_jinja}'" in rules["project_name"]["validator"]
     assert re.search(rule, "model") and not re.search(rule, "model\n")
+
+
+def test_a_project_is_made_from_a_clone_alone(tmp_path):
+    shutil.copy(ROOT / "fork.py", tmp_path)
+    words = [sys.executable, tmp_path / "fork.py", tmp_path / "model"]
+    ended = subprocess.run(words, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
+    assert "error: a project is made from a clone" in ended.stderr
+    assert not (tmp_path / "model").exists()
 
 
 def everything(folder: Path) -> dict[str, bytes]:

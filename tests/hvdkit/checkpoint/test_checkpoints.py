@@ -26,7 +26,7 @@ from hvdkit.data.place import Place
 from hvdkit.ranks.world import raw
 from hvdkit.run import load_run
 from hvdkit.scores import MainMetric
-from hvdkit.settings import Settings, project, setting
+from hvdkit.settings import Settings, absl_flags, project, setting
 from hvdkit.stop import Stop
 from hvdkit.train.optim import optimizer
 from hvdkit.train.step.state import State
@@ -330,6 +330,17 @@ def test_another_number_of_ranks_is_named_where_it_changes_numbers(
         and changes(before, config, ranks=1, has_batch_norm=normed) == []
     )
     assert all(w in x and "were 1, are 4" in x for w, x in zip(words, differences))
+
+
+def test_a_flag_of_the_forks_own_that_has_changed_is_named(kept, monkeypatch):
+    values = {"--noise": "0.1"}
+    monkeypatch.setattr(absl_flags, "values_of_the_fork", lambda: values)
+    config = Settings()
+    before = files.read_manifest(save(kept, 7, config=config))
+    assert changes(before, config, ranks=1, has_batch_norm=False) == []
+    values = {"--noise": "0.2", "--new": "1"}
+    (change,) = changes(before, config, ranks=1, has_batch_norm=False)
+    assert "--noise" in change and "0.1" in change and "0.2" in change
 
 
 def test_the_same_path_from_another_folder_is_no_change(kept):

@@ -4,7 +4,10 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -83,10 +86,14 @@ def used(tmp_path):
 def test_starting_anew_in_a_used_folder_then_going_on(used):
     """The new run keeps its checkpoints, and `auto` goes on from it and not from the old one."""
     (used / "trackers.json").touch()
+    (used / "profile").mkdir()
+    (used / "profile/operations.json").touch()
     checkpoint, note = train(used, 2, 6, every=2, keep=2, resume="never", stop_at=4)
     assert checkpoint is None and not (used / "trackers.json").exists()
+    assert not (used / "profile").exists()
+    assert (used / "aside-1/profile/operations.json").exists()
     assert f"set aside in {used / 'aside-1'}: 4 checkpoints (of steps 2 to 8)" in note
-    assert "8 records (metrics.jsonl, gradients.jsonl, summary.json, " in note
+    assert "9 records (metrics.jsonl, gradients.jsonl, summary.json, " in note
     assert steps(used / "checkpoints") == [2, 4]
     assert steps(used / "aside-1" / "checkpoints") == [2, 4, 6, 8]
     assert Checkpoints(used / "checkpoints", 2, ALONE).best()[:2] == (0.14, 4)
@@ -212,6 +219,23 @@ def test_a_disk_without_locks_is_in_use_while_its_lease_is_renewed(
     finally:
         ended.set()
         other.join()
+
+
+def test_a_folder_is_free_once_its_run_has_ended_in_a_process_that_goes_on(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lease, "_BEAT", 0.05)
+    take = "import pathlib, sys; from hvdkit.checkpoint import lease; "
+    take += "lease.take(pathlib.Path(sys.argv[1]))"
+    other = [sys.executable, "-c", take, tmp_path]
+    for _ in range(2):
+        lease.take(tmp_path)
+        refused = subprocess.run(other, capture_output=True, text=True)
+        assert "is in use by another run" in refused.stderr
+        lease.release()
+        assert subprocess.run(other).returncode == 0
+        time.sleep(0.2)
+        assert not lease.lost(tmp_path), "nobody took over a run that goes on"
 
 
 def test_a_copy_keeps_modes_and_leaves_out_links(tmp_path):

@@ -24,7 +24,7 @@ from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import Settings, project
+from hvdkit.settings import Settings, absl_flags, project
 from hvdkit.stop import NotNow, passes
 
 Variables = Mapping[str, keras.Variable | tf.Variable]
@@ -160,7 +160,11 @@ class Checkpoints:
             else 0
         )
         return Copy(
-            place, arrays, dataclasses.asdict(config), skipped, dict(figures or {})
+            place,
+            arrays,
+            dataclasses.asdict(config) | absl_flags.values_of_the_fork(),
+            skipped,
+            dict(figures or {}),
         )
 
     def _copied(self, name: str, tensor: tf.Tensor) -> np.ndarray:
@@ -448,6 +452,10 @@ def changes(
         sets_rate = field.name == "eval_every" and config.lr_policy == "plateau"
         if differs and (sets_rate or field.name not in _HARMLESS):
             changed.append(_changed(f"--{field.name}", old, new))
+    for name, new in absl_flags.values_of_the_fork().items():
+        old = before.config.get(name, new)
+        if old != new:
+            changed.append(_changed(name, old, new))
     if before.ranks == ranks or config.virtual_ranks:
         return changed
     if config.lr_scaling != "none":

@@ -1,8 +1,9 @@
 """Who trains in a run's folder: one start of one job. Imports no TensorFlow.
 
-Rank 0 holds a lock on RUN_DIR/.lock until its process ends. RUN_DIR/.lease says who that is; its
-time is renewed every few seconds, for disks that have no locks. A new start of the same job
-(LAUNCH_JOB, which `hvdkit supervise` sets) writes itself there: the old one ends at its next step.
+Rank 0 holds a lock on RUN_DIR/.lock until its process ends, or a notebook's run. RUN_DIR/.lease
+says who that is; its time is renewed every few seconds, for disks that have no locks. A new start
+of the same job (LAUNCH_JOB, which `hvdkit supervise` sets) writes itself there: the old one ends at
+its next step.
 """
 
 import contextlib
@@ -18,12 +19,13 @@ from hvdkit.stop import NotNow
 
 _BEAT = 2.0  # A run renews its lease every so many seconds.
 _FENCING = 30.0  # The old start of a job has so many seconds to end.
-_held: dict[Path, IO[str] | None] = {}  # These locks are kept until the process ends.
+# By folder the lock, if its disk has locks, and what ends the thread that renews its lease.
+_held: dict[Path, tuple[IO[str] | None, threading.Event]] = {}
 _lost: dict[Path, str] = {}
 
 
 def take(run_dir: Path) -> None:
-    """Keeps other runs out of the folder as long as this process lives; does nothing without one.
+    """Keeps other runs out of the folder until `release`, or this process's end, if there is one.
 
     Called before a run looks for its checkpoint: another run that is about to end may still save
     one, and delete the one that would be found.
@@ -49,10 +51,21 @@ def take(run_dir: Path) -> None:
             _ask_to_end(folder, record, is_late=time.monotonic() > end)
             time.sleep(0.5)
     whole_files.write_json(folder / ".lease", record)
-    _held[folder] = lock
+    is_released = threading.Event()
+    _held[folder] = (lock, is_released)
     threading.Thread(
-        target=_keep, args=(folder, start), name="lease", daemon=True
+        target=_keep, args=(folder, start, is_released), name="lease", daemon=True
     ).start()
+
+
+def release() -> None:
+    """Lets other runs into the folders, in a process that goes on after its run."""
+    for lock, is_released in _held.values():
+        is_released.set()
+        if lock:
+            lock.close()
+    _held.clear()
+    _lost.clear()
 
 
 def _ask_to_end(folder: Path, record: dict[str, str], is_late: bool) -> None:
@@ -107,13 +120,14 @@ def _read(folder: Path) -> dict[str, str]:
     return record if isinstance(record, dict) else {}
 
 
-def _keep(folder: Path, start: str) -> None:
-    """Renews the lease until another start has written itself there."""
+def _keep(folder: Path, start: str, is_released: threading.Event) -> None:
+    """Renews the lease until it is released, or another start has written itself there."""
     holder = _read(folder)
     while holder.get("start", start) == start:
         with contextlib.suppress(OSError):
             os.utime(folder / ".lease", follow_symlinks=False)
-        time.sleep(_BEAT)
+        if is_released.wait(_BEAT):
+            return
         holder = _read(folder)
     _lost[folder] = (
         f"a later start of this job, on {holder.get('host')}, has taken over {folder}: this one "

@@ -27,8 +27,8 @@ _RESULTS = (
     "confusion.csv",
     "benchmark.json",
 )
-_BOARD = "tensorboard"
-_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", "trackers.json", _BOARD)
+_FOLDERS = ("tensorboard", "profile")
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", "trackers.json", *_FOLDERS)
 
 
 def begin(
@@ -106,7 +106,8 @@ def _set_others_aside(
 
 
 def _check_links(run_dir: Path) -> None:
-    for folder in (run_dir / "checkpoints", run_dir / _BOARD):
+    for name in ("checkpoints", *_FOLDERS):
+        folder = run_dir / name
         if folder.is_symlink():
             raise ValueError(
                 f"{folder} is a link, which is not followed: make --run_dir one"

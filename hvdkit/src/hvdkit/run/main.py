@@ -8,6 +8,7 @@ from absl import app
 
 from hvdkit import logs, streams
 from hvdkit import settings as settings_lib
+from hvdkit.checkpoint import lease
 from hvdkit.launcher import launch_fault, launch_rank
 from hvdkit.logs import complain
 from hvdkit.ranks import agreement, exchange, start
@@ -57,6 +58,7 @@ def main_with(train: Callable[[Run], None], settings: Settings) -> int:
         return with_ranks(settings, _training(settings, train), stop_signal)
     finally:
         stop_signal.end()
+        lease.release()
 
 
 def _training(settings: Settings, train: Callable[[Run], None]) -> Work:

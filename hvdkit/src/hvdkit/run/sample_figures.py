@@ -23,7 +23,7 @@ from hvdkit.ranks.figures import differ, figures_of
 from hvdkit.ranks.world import hostname, say
 from hvdkit.run.context import RunContext
 from hvdkit.run.parts import RunParts
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, absl_flags
 from hvdkit.stop import BUG, Stop
 from hvdkit.train.step import graph_checks, objective
 from hvdkit.train.step.state import leave_zero, unchanged
@@ -156,7 +156,8 @@ def _differ_in_settings(manifest: files.Manifest, config: Settings) -> bool:
         now = list(value) if isinstance(value, tuple) else value
         if decides and manifest.config.get(name, now) != now:
             return True
-    return False
+    flags = absl_flags.values_of_the_fork()
+    return any(manifest.config.get(name, now) != now for name, now in flags.items())
 
 
 def say_on_restart(

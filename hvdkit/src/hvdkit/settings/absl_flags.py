@@ -133,6 +133,11 @@ def of_the_fork() -> dict[str, flags.Flag]:
     }
 
 
+def values_of_the_fork() -> dict[str, str]:
+    """The fork's flags as texts, by name with two dashes, as no setting is named."""
+    return {f"--{name}": str(flag.value) for name, flag in of_the_fork().items()}
+
+
 def help_text(program: str, kind: type[Room]) -> str:
     """All settings under their headings, in at most 100 columns."""
     settings = fields.of(kind)

@@ -43,6 +43,9 @@ class Settings(
     # (parse.py finds them). Where a task does not read one, that is a note and no refusal.
     came_with_file = MappingProxyType[str, str]({})
 
+    # Whether --batch_per_rank was given, which `for_ranks` resolves.
+    grows_with_ranks = False
+
     def check(self) -> None:
         """Raises ValueError for settings that contradict each other. A fork may extend it."""
         for room in _ROOMS:
@@ -115,6 +118,8 @@ class Settings(
         settings = dataclasses.replace(self, **values)
         if self.came_with_file:
             object.__setattr__(settings, "came_with_file", self.came_with_file)
+        if self.grows_with_ranks or self.batch_per_rank:
+            object.__setattr__(settings, "grows_with_ranks", True)
         return settings
 
     def watched(self) -> Self:
@@ -143,6 +148,12 @@ class Settings(
         texts = []
         for room in _ROOMS:
             texts += room.notes(self)
+        if self.lr_scaling != "none" and not self.grows_with_ranks:
+            texts.append(
+                f"--lr_scaling={self.lr_scaling} multiplies the learning rate by the ranks, and "
+                f"any number of them shares --global_batch_size={self.global_batch_size}: give "
+                "--batch_per_rank, or --lr_scaling=none"
+            )
         if self.lr_policy == "plateau":
             # The first evaluation sets the score that the others must beat, the last one ends the
             # run.

@@ -97,6 +97,7 @@ def load(
 
 def load_values(kind: type[Settings], values: Mapping[str, object]) -> Settings:
     """`load` of values by name instead of a command line; those of a flagfile come first."""
+    project.find()
     names = sorted(values, key=lambda name: name != "flagfile")
     flags = [f"--{name}={_text(name, values[name])}" for name in names]
     return load(["load_settings", *flags], kind)
