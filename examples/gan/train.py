@@ -1,6 +1,7 @@
-"""Two networks that take turns, each with its own optimizer: WGAN-GP (arXiv:1704.00028).
+"""Two networks that take turns, each with its own optimizer, as in WGAN-GP (arXiv:1704.00028).
 
-Each turn is a step of its own, which updates only the weights of its network.
+Each turn is a step of its own, which updates only the weights of its network. The penalty is taken
+half-way between real and made samples, where the paper draws a place.
 """
 
 import sys

@@ -28,6 +28,7 @@ ERRORS += [
     "fid",
     "nll",
 ]
+ERRORS += ["rms", "bits_a_byte", "fvd", "min_ADE"]
 ERRORS += ["edit distance", "false_positives", "mape2", "l1", "cross_entropy", "nrmse"]
 OTHERS = [
     "accuracy",

@@ -185,6 +185,14 @@ def check_ranks_that_make_something_else_of_a_sample_are_named(world):
     fit(world, task_with(lambda: classifier(Scaled())), **uneven)
 
 
+def check_batch_renorm_needs_statistics_of_all_ranks(world):
+    Renormed = task_with(
+        lambda: classifier(keras.layers.BatchNormalization(renorm=True))
+    )
+    fit(world, Renormed, "has renorm=True", "--bn_sync=full", code=WRONG_USE)
+    fit(world, Renormed, bn_sync="full")
+
+
 def check_what_a_rank_draws_by_numpy_is_told(world):
     """Every rank has samples of its own, but no run can be repeated."""
     generator = np.random.default_rng(world.rank)

@@ -320,6 +320,17 @@ def check_a_validation_set_in_which_nothing_counts_is_refused(world):
     )
     assert not world.is_chief or ended.checkpoints == ["step-00000003"]
 
+    class InTrainingAlone(Weightless):
+        def loss(self, outputs, targets):
+            main = Small.loss(self, outputs, targets)
+            return {"main": main, "auxiliary": super().loss(outputs, targets)}
+
+    ended = fit(world, InTrainingAlone)
+    if world.is_chief:
+        (evaluated,) = [line for line in ended.records if "eval_loss" in line]
+        assert evaluated["eval_loss"] == evaluated["eval_loss/main"] > 0
+        assert evaluated["eval_loss/auxiliary"] is None
+
 
 class Centre(keras.layers.Layer):
     """Takes off a running mean of its inputs, which it moves in evaluation too."""

@@ -15,7 +15,8 @@ _WORDS = """
     err rmse rmsd msle rmsle medae wape wmape mase mre rel l1 l2 ppl bpc bpb bpd nll bce ce ece
     brier crps hinge huber kl kld jsd mmd emd dist wasserstein levenshtein hausdorff chamfer
     wer cer ter mer der eer fpr fnr far frr epe mpjpe fid kid lpips false miss missed misses
-    mistakes wrong misclassification cost costs penalty regret residuals risk
+    mistakes wrong misclassification cost costs penalty regret residuals risk rms ade fde nme bits
+    nats bpp hd95 asd assd fad fvd frechet mcd sse diff
 """
 
 

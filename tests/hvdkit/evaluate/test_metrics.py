@@ -73,3 +73,10 @@ def test_a_keras_metric_whose_state_is_no_sum_is_refused(changed):
         ValueError, match="one: the state of Other is no sum over samples"
     ):
         metrics.KerasMetrics(one=Other()).sums(tf.ones([4, 1]), tf.zeros([4, 1]))
+
+
+def test_a_keras_metric_that_is_none_for_rows_of_one_number_is_taken():
+    labels = tf.constant([[1.0, 2.0, 4.0], [3.0, 1.0, 0.0]])
+    metric = metrics.KerasMetrics(one=keras.metrics.PearsonCorrelation())
+    sums = metric.sums(labels, 2 * labels)
+    assert all(np.isfinite(value).all() for value in sums.values())

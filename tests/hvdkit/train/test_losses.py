@@ -164,3 +164,10 @@ def test_the_proof_takes_outputs_that_are_not_all_of_floats(outputs, score, size
     ]
     gradient = objective.gradient(task, outputs, None, by_sample=by_sample)
     assert gradient == pytest.approx(size)
+
+
+def test_a_label_beyond_the_class_weights_is_no_class():
+    losses, _ = cross_entropy(
+        tf.zeros([2, 3]), tf.constant([1, 2]), class_weights=(1, 2)
+    )
+    np.testing.assert_array_equal(np.isnan(losses), [False, True])

@@ -12,7 +12,8 @@ from small_models import Called, Step
 from small_runs import same
 
 from hvdkit.settings import project
-from hvdkit.train.layers import masks
+from hvdkit.train.layers import dropout, masks
+from hvdkit.train.layers.dropout import SampleDropout
 
 IDS = tf.zeros([1, 7], tf.int32)
 
@@ -123,6 +124,28 @@ def test_a_mask_that_is_lost_is_noted(make, words):
 def test_a_layer_that_supports_no_mask_is_noted():
     (note,) = masks.notes_on_lost_masks(stack(embedding(), doubled(), recurrent()), IDS)
     assert "reach recurrent," in note
+
+
+def with_dropout(drop: layers.Layer) -> keras.Model:
+    words = keras.Input((7,), dtype="int32")
+    keys = keras.Input((2,), dtype="int32")
+    return keras.Model((words, keys), recurrent()(drop([embedding()(words), keys])))
+
+
+@pytest.mark.filterwarnings("ignore:.*does not support masking")
+def test_a_mask_that_is_lost_in_training_alone_is_noted():
+    inputs = (IDS, tf.zeros([1, 2], tf.int32))
+    assert masks.notes_on_lost_masks(with_dropout(SampleDropout(0.5)), inputs) == []
+    drop = Step(lambda layer, x, training: 2.0 * x if training else x)
+    (note,) = masks.notes_on_lost_masks(stack(embedding(), drop, recurrent()), IDS)
+    assert "reach recurrent," in note and "counts in training" in note, note
+
+
+def test_dropouts_of_one_name_are_noted():
+    parts = [SampleDropout(0.5, name="dropout") for _ in range(2)]
+    (note,) = dropout.notes_on_equal_draws(parts)
+    assert "are named dropout" in note
+    assert not dropout.notes_on_equal_draws([SampleDropout(0.5), SampleDropout(0.5)])
 
 
 def test_layers_that_are_computed_again_give_the_same_gradients():

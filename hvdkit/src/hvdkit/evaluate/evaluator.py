@@ -364,9 +364,11 @@ class Evaluator:
         """
         means = {}
         for name in _losses(values):
-            weight = float(values[name.replace("loss", "weight", 1)])
+            weight = float(values[_weight_of(name)])
             means[name] = float(values[name]) / weight if weight else math.nan
-        losses = {"loss": sum(means.values())} | means
+        # A term without weight counts 0, as in training.
+        counted = [means[name] for name in means if values[_weight_of(name)]]
+        losses = {"loss": sum(counted) if counted else math.nan} | means
         figures = task_checks.metrics(self._task, values, losses)
         if math.isnan(figures["loss"]):
             # The task's own figure may look sound: argmax finds a class among NaN outputs too.
@@ -409,14 +411,15 @@ def _losses(names: Iterable[str]) -> list[str]:
 
 
 def _check_weights(totals: dict[str, np.ndarray]) -> None:
-    """Raises ValueError where the weights of the loss, or of a term, are all 0."""
-    for loss in _losses(totals):
-        term = loss.removeprefix("loss")
-        if not totals[f"weight{term}"]:
-            name = f" ({term.removeprefix('/')})" if term else ""
-            raise ValueError(
-                f"all weights of the validation set{name} are 0: nothing to score"
-            )
+    """Raises ValueError where the weights of all terms of the loss are 0."""
+    weights = [totals[_weight_of(loss)] for loss in _losses(totals)]
+    if not any(weights):
+        raise ValueError("all weights of the validation set are 0: nothing to score")
+
+
+def _weight_of(loss: str) -> str:
+    """Of "loss" or "loss/NAME" the sum of weights."""
+    return loss.replace("loss", "weight", 1)
 
 
 def _as_arrays(tensors: dict[str, tf.Tensor]) -> dict[str, np.ndarray]:

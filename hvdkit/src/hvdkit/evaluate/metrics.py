@@ -7,6 +7,7 @@ have different numbers of samples. What is no sum (an exact AUC) needs `Rows`.
 
 import csv
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -188,14 +189,10 @@ def _require_sums(
     if len(probe) > 1 and probe[1].dtype.is_floating:
         # The outputs differ from the labels: a maximum of errors must not be 0.
         probe[1] *= 0.25
-    longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in probe]
-    states = []
-    for batches in ([], [probe], [probe, probe], [longer]):
-        metric.reset_state()
-        for parts in batches:
-            metric.update_state(*parts)
-        states.append([v.numpy() for v in metric.variables])
-    metric.reset_state()
+    states = _states(metric, probe)
+    if any(np.isnan(value).any() for value in itertools.chain(*states)):
+        # A correlation of rows of one number is none.
+        states = _states(metric, [_varied(part) for part in probe])
     start, once, twice, as_one = states
     doubled = [2 * value for value in once]
     starts_at_zero = not any(np.any(value) for value in start)
@@ -205,6 +202,28 @@ def _require_sums(
         raise ValueError(
             f"{name}: the state of {type(metric).__name__} is no sum over samples: use per_sample"
         )
+
+
+def _states(
+    metric: keras.metrics.Metric, probe: Sequence[tf.Tensor]
+) -> list[list[np.ndarray]]:
+    """The metric's state at its start, after a batch, after two, and after both as one."""
+    longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in probe]
+    states = []
+    for batches in ([], [probe], [probe, probe], [longer]):
+        metric.reset_state()
+        for parts in batches:
+            metric.update_state(*parts)
+        states.append([v.numpy() for v in metric.variables])
+    metric.reset_state()
+    return states
+
+
+def _varied(part: tf.Tensor) -> tf.Tensor:
+    """Floats that differ along their last axis."""
+    if not (part.dtype.is_floating and part.shape.rank):
+        return part
+    return part * tf.linspace(tf.constant(0.5, part.dtype), 1.0, part.shape[-1])
 
 
 def _are_close(values: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> bool:

@@ -222,9 +222,9 @@ def _described(rule: optimizers.UpdateRule, model: keras.Model) -> dict[str, str
 
 def _check_model(model: keras.Model, inputs: Any, precision: str) -> list[str]:
     """Notes on a built model; ValueError where it does not compute in the run's type."""
-    texts = compute_types.check_types(model, precision) + masks.notes_on_lost_masks(
-        model, inputs
-    )
+    texts = compute_types.check_types(model, precision)
+    texts += masks.notes_on_lost_masks(model, inputs)
+    texts += dropout.notes_on_equal_draws(model._flatten_layers())
     if preprocessing.leaves_unscaled(model, inputs):
         texts.append(
             f"{model.name} takes pictures of 0 to 255 and no layer of it scales them: begin it "

@@ -67,7 +67,13 @@ def make_sync(
       weight: this rank's share of the global batch; the shares sum to 1 (moments mode).
       virtual_ranks: with any, the step itself averages them.
     """
+    is_divided = hvd.size() > 1 or bool(virtual_ranks)
     for layer in _batch_norms(model):
+        if mode != "full" and layer.renorm and layer.trainable and is_divided:
+            raise ValueError(
+                f"{_name(layer)} has renorm=True, and each rank would correct its batch by "
+                "statistics of its own: use --bn_sync=full"
+            )
         if mode != "full" and layer.synchronized and hvd.size() > 1:
             raise ValueError(
                 f"{_name(layer)} has synchronized=True, which Keras does over tf.distribute and "

@@ -2,7 +2,8 @@
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -10,6 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draws
 
+from hvdkit.logs import join
 from hvdkit.ranks.world import raw
 from hvdkit.train.layers import saved_layers
 
@@ -135,18 +137,32 @@ class Seeds:
             variable.assign(tf.cast(state % (2**31 - 2), variable.dtype))
 
 
+def notes_on_equal_draws(layers: Iterable[keras.Layer]) -> list[str]:
+    """A note where SampleDropouts have one name, so that they drop the same features."""
+    names = Counter(layer.name for layer in layers if isinstance(layer, SampleDropout))
+    again = [name for name, count in names.items() if count > 1]
+    if not again:
+        return []
+    return [
+        f"several layers SampleDropout are named {join(again)}, and drop the same features of a "
+        "sample: give each a name of its own, or none"
+    ]
+
+
 @saved_layers.register
 class SampleDropout(keras.layers.Layer):
     """Dropout (Srivastava et al. 2014) with a key for every sample.
 
     Called as layer([features, keys]) with keys int32 [batch, 2], those that a task's
     `training_example` is given. The same sample at the same step then loses the same features on
-    any number of ranks. Keras's own Dropout draws by rank.
+    any number of ranks. Keras's own Dropout draws by rank. Layers draw by their names, and a layer
+    that is called twice drops the same features twice: make one for each place.
     """
 
     def __init__(self, rate: float, **kwargs) -> None:
         super().__init__(**kwargs)
         self.rate = rate
+        self.supports_masking = True
         # The salt makes layers draw different numbers.
         self.salt = zlib.crc32(self.name.encode()) & 0x7FFFFFFF
 

@@ -1,7 +1,7 @@
 """Keras's masks of padding that are lost on their way through a model."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,6 +20,14 @@ def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
     makers = [layer for layer in model._flatten_layers() if _makes_mask(layer)]
     if not makers:
         return []
+    # A layer may do nothing in evaluation, and lose the mask in training.
+    evaluation = _note_on_call(model, inputs, makers, training=False)
+    return evaluation or _note_on_call(model, inputs, makers, training=True)
+
+
+def _note_on_call(
+    model: keras.Model, inputs: Any, makers: Sequence[keras.Layer], *, training: bool
+) -> list[str]:
     outputs: list[tf.Tensor] = []
     masked: list[str] = []  # layers that get a mask
     # The inputs of layers that take a mask and get none, by the layer's name.
@@ -32,9 +40,10 @@ def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
             bare[layer.path or layer.name] = x
 
     def call(batch: Any) -> None:
-        outputs[:] = tf.nest.flatten(model(batch, training=False))
+        outputs[:] = tf.nest.flatten(model(batch, training=training))
 
-    with user_code_errors("the model, called in evaluation,"), _watched(model, seen):
+    mode = "training" if training else "evaluation"
+    with user_code_errors(f"the model, called in {mode},"), _watched(model, seen):
         tf.function(call, autograph=False).get_concrete_function(inputs)
     without = [name for name, tensor in bare.items() if _lost(tensor)]
     if any(_lost(output) for output in outputs):
@@ -46,7 +55,7 @@ def notes_on_lost_masks(model: keras.Model, inputs: Any) -> list[str]:
     names = join(layer.path or layer.name for layer in makers)
     return [
         f"the mask of padding that {names} makes does not reach {join(without)}, where padding "
-        "counts: an operation dropped it that is in no layer, or in one without "
+        f"counts in {mode}: an operation dropped it that is in no layer, or in one without "
         "supports_masking = True (a loss may also give padding the weight 0)"
     ]
 

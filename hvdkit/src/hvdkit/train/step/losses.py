@@ -80,7 +80,7 @@ def cross_entropy(
       valid: bool [...], positions to count; all of them when None.
       smoothing: the target is (1 - smoothing) on the label and smoothing / classes on every
         class (Szegedy et al. 2016, arXiv:1512.00567, section 7).
-      class_weights: weight of each class; empty: 1 for all.
+      class_weights: weight of each class; a label beyond them is no class; empty: 1 for all.
     Raises:
       ValueError: for probabilities instead of logits, a single class, labels of floats, and a
         class weight that is negative or not finite.
@@ -97,6 +97,8 @@ def cross_entropy(
         labels = tf.where(valid, labels, 0)
     # TensorFlow would give NaN on a GPU, and end one rank in mid-step on a CPU.
     known = (labels >= 0) & (labels < logits.shape[-1])
+    if class_weights:
+        known &= labels < len(class_weights)
     labels = tf.where(known, labels, 0)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
         labels=labels, logits=logits

@@ -495,6 +495,8 @@ class Step:
         model = self.state.model
         with losses_lib.wide_activity_losses(model):
             if losses:
+                # It may call a part of the model: what others added, in another graph, is no loss.
+                model._clear_losses()
                 returned = losses(micro)
             else:
                 build_model = getattr(self.task, "build_model", None)
