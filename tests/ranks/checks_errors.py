@@ -185,6 +185,12 @@ def check_ranks_that_make_something_else_of_a_sample_are_named(world):
     fit(world, task_with(lambda: classifier(Scaled())), **uneven)
 
 
+def check_a_rate_that_grows_with_the_ranks_alone_is_told(world):
+    words = "give --batch_per_rank, or --lr_scaling=none"
+    fixed = fit(world, lr_scaling="linear")
+    assert not world.is_chief or words in fixed.printed
+
+
 def check_batch_renorm_needs_statistics_of_all_ranks(world):
     Renormed = task_with(
         lambda: classifier(keras.layers.BatchNormalization(renorm=True))

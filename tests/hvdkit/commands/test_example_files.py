@@ -167,7 +167,7 @@ def test_arrays_are_predicted_to_arrays(run, tmp_path):
         assert file["word"].shape == (20, 3) and file["word"].dtype.kind == "S"
 
 
-def test_an_example_without_a_class_is_named(run, tmp_path):
+def test_an_example_without_a_class_is_named(run, tmp_path, capsys):
     config, _ = run(Small)
     x = np.zeros([4, 6], np.float32)
     x[2, 0] = np.nan
@@ -175,9 +175,13 @@ def test_an_example_without_a_class_is_named(run, tmp_path):
     arguments = arguments_of(tmp_path / "out", tmp_path / "x.npz")
     refused(
         lambda: predict.predict(config, ALONE, NEVER, arguments=arguments),
-        "example 3: the model's outputs are no numbers",
+        "1 of 4 examples are without a class",
         kind=Stop,
     )
+    words = "without a class: " + f"{tmp_path}/x.npz, example 3: the model's outputs"
+    assert words in capsys.readouterr().out
+    with np.load(tmp_path / "out/predictions.npz") as file:
+        assert (file["classes"] < 0).tolist() == [False, False, True, False]
 
 
 def test_what_the_task_holds_is_exported(run, tmp_path, capsys):

@@ -126,10 +126,8 @@ def test_batch_per_rank_becomes_the_global_batch_size(project):
     config = per_rank.for_ranks(4)
     assert (config.global_batch_size, config.batch_per_rank) == (24, 0)
     assert config.for_ranks(7) == config  # the run stays the same on other ranks
-    scaled = Settings(lr_scaling="linear", batch_per_rank=8)
-    assert not scaled.for_ranks(4).notes() and not scaled.for_ranks(4).implied().notes()
-    (note,) = Settings(lr_scaling="linear").notes()
-    assert "give --batch_per_rank" in note
+    assert per_rank.for_ranks(4).implied().grows_with_ranks
+    assert not Settings(global_batch_size=8).changed(seed=2).grows_with_ranks
     full = Settings(bn_sync="full", virtual_ranks=4)
     refused(lambda: full.for_ranks(1), "start 4 ranks")
     assert full.untrained().for_ranks(1).virtual_ranks == 4

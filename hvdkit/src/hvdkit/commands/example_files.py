@@ -296,11 +296,17 @@ def _save(file: Path, arrays: Batch) -> None:
 
 
 def without_class(outputs: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Where the output "classes" means nothing, as its "probabilities" are no numbers: bools."""
+    """Where the output "classes" means nothing, as its "probabilities" are no numbers.
+
+    Bools of the shape of "classes"; of size 0 without both, or where there is no axis of classes.
+    """
     if not {"classes", "probabilities"} <= outputs.keys():
         return np.zeros([0], bool)
     probabilities = np.asarray(outputs["probabilities"])
-    return np.asarray(probabilities != probabilities)  # NaN differs from itself.
+    if probabilities.shape[:-1] != np.shape(outputs["classes"]):
+        return np.zeros([0], bool)
+    is_nan = np.asarray(probabilities != probabilities)  # NaN differs from itself.
+    return np.asarray(is_nan.any(axis=-1))
 
 
 def merge_parts(file: Path, parts: Sequence[Path]) -> None:

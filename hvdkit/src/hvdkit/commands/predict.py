@@ -14,7 +14,8 @@ Examples are what the model takes, by the names of its inputs: a JSON object a l
 arrays of numpy.savez (.npz), an entry an example. OUT/predictions.jsonl or .npz has what the task's
 `decode` returns for each, in their order; without it "probabilities" and "classes" where the loss
 is softmax cross-entropy ("class_name" too, in .jsonl, where classes have names), else the model's
-outputs. A file with a wrong line or array is refused.
+outputs. A file with a wrong line or array is refused. Where probabilities are no numbers (NaN), the
+class is -1, and an example that has none is listed, with exit code 1.
 
 With horovodrun, the ranks share the work, and OUT must be a folder that all of them see. What an
 earlier call left in OUT is replaced at the end, and stays where this one fails or is stopped; what
@@ -52,6 +53,7 @@ from hvdkit.train.task.protocol import Task
 # Pillow would start Ghostscript for EPS, so EPS is not among them.
 _BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")
 _BITS_PER_SAMPLE = 258  # number of the TIFF tag
+_SHOWN_FAULTS = 1000
 _SHOWN_CLASSES = 5  # so many of the most probable classes are written
 CSV = "predictions.csv"
 # Names in --out.
@@ -102,17 +104,20 @@ def predict(
                     "it is not the folder of rank 0: give one that all ranks see"
                 )
         faults = predictor.predict_into(Path(folder), stop_signal)
-    for fault in faults:
-        say(world, f"skipped: {fault}")
+    for fault in faults[:_SHOWN_FAULTS]:
+        say(world, f"{predictor.fault}: {fault}")
     say(world, f"written: {arguments.out}")
     if faults:
         raise Stop(
-            BUG, f"{len(faults)} of {predictor.count} files were skipped, see above"
+            BUG, f"{len(faults)} of {predictor.count} {predictor.faults}, see above"
         )
 
 
 class PicturePredictor:
     """Predicts on pictures; every rank must make it, and call its methods."""
+
+    fault = "skipped"
+    faults = "files were skipped"
 
     def __init__(self, config: Settings, world: World, arguments: Any) -> None:
         self._world = world

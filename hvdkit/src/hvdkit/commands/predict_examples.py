@@ -21,11 +21,15 @@ from hvdkit.train.task import checks as task_checks
 class ExamplePredictor:
     """Predicts on a file of examples; every rank must make it, and call its methods."""
 
+    fault = "without a class"
+    faults = "examples are without a class"
+
     def __init__(self, config: Settings, world: World, arguments: Any) -> None:
         self._world = world
         self._batch_size = config.eval_batch_size
         self._file: Path = arguments.pictures[0]
         self._as_lines = self._file.suffix == ".jsonl"
+        self._without_class: list[int] = []  # examples of this rank
         with world.fail_together("reading the examples"):
             if len(arguments.pictures) > 1:
                 raise ValueError(
@@ -78,7 +82,12 @@ class ExamplePredictor:
         world.from_chief(
             f"writing {folder.parent}", example_files.join_parts, folder / name, written
         )
-        return []
+        numbers: list[int] = []
+        for of_rank in world.gather_objects(self._without_class, "predict.classes"):
+            numbers += of_rank
+        return [
+            f"{self._place(number)}: {example_files.NO_CLASS}" for number in numbers
+        ]
 
     def _outputs(self, inputs: Any) -> dict[str, tf.Tensor]:
         return self._decode(
@@ -99,10 +108,12 @@ class ExamplePredictor:
                 predictions += self._predicted(range(index, index + 1))
             return predictions
         arrays = {name: value.numpy() for name, value in outputs.items()}
-        faults = np.argwhere(example_files.without_class(arrays))
-        if len(faults):
-            place = self._place(indices.start + int(faults[0][0]))
-            raise ValueError(f"{place}: {example_files.NO_CLASS}")
+        without = example_files.without_class(arrays)
+        if without.any():
+            arrays["classes"] = np.where(without, -1, arrays["classes"])
+        if without.ndim == 1:  # of an example; a token may be padding
+            places = np.flatnonzero(without)
+            self._without_class += [indices.start + int(place) for place in places]
         return [arrays]
 
     def _place(self, index: int) -> str:

@@ -134,6 +134,8 @@ class Evaluator:
         )
         few = samples[:: max(len(samples) // _FEW, 1)]
         outputs = [self.outputs(sample) for sample in few[: len(few) // 2 * 2]]
+        if self._feed.batch_size == 1 and self._has_one_row():
+            return
         # The shapes of outputs may depend on what is in a sample.
         if self._feed.batch_size > 1 or self._takes(
             [(one, sample["targets"]) for one, sample in zip(outputs, samples)]
@@ -201,6 +203,11 @@ class Evaluator:
                 values[name] = float(value)
         values["loss's gradient by the outputs"] = gradient
         return values
+
+    def _has_one_row(self) -> bool:
+        """Whether an output is of one row always: of the sample, or common to all, nobody knows."""
+        outputs = self._step.get_concrete_function().structured_outputs[0]
+        return any(tensor.shape[:1] == [1] for tensor in _tensors(outputs))
 
     def _by_sample(self) -> list[bool]:
         """For each output, whether it has a row for each sample; others belong to all of them."""

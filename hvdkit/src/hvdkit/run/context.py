@@ -21,7 +21,7 @@ from hvdkit.logs import join
 from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.world import World, raw, say
-from hvdkit.settings import Settings
+from hvdkit.settings import Settings, runs
 from hvdkit.stop import GoBack, NotNow
 from hvdkit.train.layers import batch_norm, compute_types, dropout, masks, preprocessing
 from hvdkit.train.optim import optimizer as optimizers
@@ -307,7 +307,32 @@ def describe(run: RunContext, place: Place) -> str:
 
 def notes(run: RunContext) -> list[str]:
     """Surprising settings, a sentence each."""
-    return run.config.notes() + _notes_on_data(run) + _notes_on_model(run)
+    return (
+        run.config.notes()
+        + _notes_on_scaling(run)
+        + _notes_on_data(run)
+        + _notes_on_model(run)
+    )
+
+
+def _notes_on_scaling(run: RunContext) -> list[str]:
+    """A note where the learning rate grows with the ranks, and the batch does not.
+
+    A run that goes on by its own config.cfg finds the batch of its ranks there.
+    """
+    config = run.config
+    is_fixed = config.lr_scaling != "none" and not config.grows_with_ranks
+    goes_on = (
+        "lr_scaling" in config.came_with_file
+        and Path(config.run_dir, runs.CONFIG).exists()
+    )
+    if run.world.size == 1 or not is_fixed or goes_on:
+        return []
+    return [
+        f"--lr_scaling={config.lr_scaling} multiplies the learning rate by the ranks, and any "
+        f"number of them shares --global_batch_size={config.global_batch_size}: give "
+        "--batch_per_rank, or --lr_scaling=none"
+    ]
 
 
 def _notes_on_data(run: RunContext) -> list[str]:

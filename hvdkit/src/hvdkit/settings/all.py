@@ -148,12 +148,6 @@ class Settings(
         texts = []
         for room in _ROOMS:
             texts += room.notes(self)
-        if self.lr_scaling != "none" and not self.grows_with_ranks:
-            texts.append(
-                f"--lr_scaling={self.lr_scaling} multiplies the learning rate by the ranks, and "
-                f"any number of them shares --global_batch_size={self.global_batch_size}: give "
-                "--batch_per_rank, or --lr_scaling=none"
-            )
         if self.lr_policy == "plateau":
             # The first evaluation sets the score that the others must beat, the last one ends the
             # run.

@@ -355,9 +355,9 @@ class Supervisor:
                 break
             waited = time.monotonic() - self._ended_at
             if waited >= options.pause and self._is_enough(there):
-                _say(f"going on without {missing}, on {len(there)} host(s)")
                 lack = self._write_hosts(there)
                 if not lack:
+                    _say(f"going on without {missing}, on {len(there)} host(s)")
                     break
             if waited >= options.patience:
                 complain(f"{lack} for {waited:.0f} s; start the job again to resume")

@@ -22,7 +22,8 @@ _HOST = re.compile(
 _ASK = """printf '%s\\n' "$@" | xargs -P 64 -I {} sh -c 'said=$(timeout 30 ssh -o ConnectTimeout=5 \
 -o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ControlPath=none '"$SSH_OPTIONS"' {} \
 uname -n 2>&1) && answer=yes || answer=no
-echo "{} $answer $(echo "${said:-no words}" | tail -n 1)"'"""
+words=$(printf "%s\\n" "${said:-no words}" | tail -n 1 | tr -dc "[:print:]")
+printf "%s\\n" "{} $answer $words"'"""
 _TIMED_OUT = 124  # exit code of `timeout` at a timeout
 
 
@@ -81,7 +82,8 @@ class Hosts:
         answers = []
         self.silent = {}
         for line in lines:
-            name, answer, words = line.split(" ", 2)
+            name, _, rest = line.partition(" ")
+            answer, _, words = rest.partition(" ")
             if answer == "yes":
                 answers.append(name)
                 self._own_names[name] = words.strip()
