@@ -49,7 +49,7 @@ def outcomes(request):
             backend, ranks = launch
             files = [file for file in files if {*names} & {*names_of_checks(file)}]
             outcomes[launch] = run_checks(
-                files, ranks, backend, names=names, timeout=1800
+                files, ranks, backend, names=names, timeout=3000
             )
     return outcomes
 
@@ -68,7 +68,7 @@ def small_runs() -> list:
     return params
 
 
-# The first waits for all launches: a minute each, and several on a busy machine.
+# The first waits for all launches: 20 minutes, and more on a busy machine.
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize(("launch", "name"), small_runs())
 def test_small_run(launch, name, outcomes):
