@@ -32,7 +32,7 @@ def refusal(folder: Path) -> str | None:
 
 
 def git(*words: str) -> str:
-    """What git prints of this repository; ends with its last words where it is none."""
+    """What git prints of this repository; ends this program with git's words where it fails."""
     ended = subprocess.run(
         ["git", *words], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
@@ -58,7 +58,8 @@ def main() -> None:
     reason = refusal(folder)
     if reason:
         sys.exit(f"error: NAME={typed}: {reason}")
-    left_out = git("ls-files", "--others", "--exclude-standard", "template").split()
+    untracked = git("ls-files", "--others", "--exclude-standard", "template")
+    left_out = untracked.splitlines()
     if left_out:
         print(f"note: not committed, so not in the project: {', '.join(left_out)}")
     command = ["copier", "copy", "--vcs-ref", commit, *options]

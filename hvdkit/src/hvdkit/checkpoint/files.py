@@ -24,7 +24,7 @@ import numpy as np
 
 from hvdkit import scores, whole_files
 from hvdkit.data.place import Place
-from hvdkit.logs import printable
+from hvdkit.logs import join, printable
 from hvdkit.ranks.figures import NUM_FIGURES
 from hvdkit.scores import MainMetric, Score
 
@@ -318,7 +318,8 @@ def _parse(path: Path) -> Manifest:
         raise Damaged(f"{file} is damaged: its checksum is not that of its content")
     if format_number not in _READ:
         raise OtherFormat(
-            f"{path} is of checkpoint format {format_number}, and this version reads 4 and 5: "
+            f"{path} is of checkpoint format {format_number}, and this version reads "
+            f"{join(_READ)}: "
             "resume with the version that wrote it, or start anew: another --run_dir or "
             "--resume=never"
         )

@@ -25,7 +25,7 @@ _lost: dict[Path, str] = {}
 
 
 def take(run_dir: Path) -> None:
-    """Keeps other runs out of the folder until `release`, or this process's end, if there is one.
+    """Keeps other runs out until `release` or this process's end; does nothing without a folder.
 
     Called before a run looks for its checkpoint: another run that is about to end may still save
     one, and delete the one that would be found.

@@ -330,7 +330,7 @@ def merge_parts(file: Path, parts: Sequence[Path]) -> None:
 def _file_of(line: str) -> str:
     """The file of a picture's line, which it begins with."""
     name, _ = json.JSONDecoder().raw_decode(line, len('{"file": '))
-    return name
+    return str(name)  # A task's own output may be named so, and hold anything.
 
 
 def join_parts(file: Path, parts: Sequence[Path]) -> None:

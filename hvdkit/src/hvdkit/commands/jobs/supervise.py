@@ -458,7 +458,7 @@ class Supervisor:
         if rule.sequel == _CRASH and crashes >= 3:
             return f"crash {crashes} at step {self._newest_step}, whose trace is above"
         if self._losses >= _MOST_LOSSES and rule.sequel != _LATER:
-            return f"{self._losses} times without a checkpoint after step {self._newest_step}"
+            return f"{self._losses} times without a step beyond {self._newest_step}"
         restarts = self._counts[_STOPPED] + crashes
         return "after 3 restarts without a new step" if restarts > 3 else ""
 
