@@ -40,6 +40,9 @@ _SILENT = (
 _SETTLE = 10.0
 # Later ranks leave so many seconds to earlier ones, at most, a second each.
 _LATEST = 30
+# A rank that has named others stays for so many seconds: who asks it at this moment would else find
+# it gone, and name it.
+_SPOKEN = 3.0
 _TOLD = 20.0  # The neighbour of a rank that ends learns of it within so many seconds.
 _ASKED_AT_ONCE = 64
 # Errors of a rank that others left alone: of Horovod, and of exchange.cc.
@@ -163,6 +166,8 @@ class Peers:
             if over and self._rank == min(set(range(len(self._places))) - set(missing)):
                 of_exchange = f" ({reason})" if "exchange" in reason else ""
                 complain(self._sentence(missing) + of_exchange)
+                if len(missing) < len(self._places) - 1:
+                    time.sleep(_SPOKEN)
                 return
             time.sleep(0.5)
         # A launcher ends all ranks, who asks as well, when the first one ends.
