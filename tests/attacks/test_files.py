@@ -6,13 +6,13 @@ import dataclasses
 import io
 import json
 import os
-import resource
 import struct
 import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import memory
 import numpy as np
 import pyarrow
 import pytest
@@ -59,10 +59,10 @@ while True:
 
 @contextlib.contextmanager
 def little_memory() -> Iterator[None]:
-    """The process's peak grows by less than 150 MB inside."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """The process's peak is less than 150 MB above what it has before."""
+    before = memory.start()
     yield
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150 * 1024
+    assert memory.peak() - before < 150e6
 
 
 def a_run(folder: Path, reason: str = "done") -> Path:
@@ -89,7 +89,7 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
     run = tmp_path / "run"
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
-    for folder in (tmp_path, tmp_path.parent, tmp_path.parents[1]):
+    for folder in (tmp_path, *tmp_path.parents[:3]):
         folder.chmod(0o755)
     config = Settings(run_dir=str(run), num_steps=9, trackers="")
     run_folder.begin(run, None, config, evaluates_first=False)
@@ -118,11 +118,13 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
         ".lease",
     ]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as stranger:
-        stranger.stdout.readline()
+        assert stranger.stdout.readline() == b"ready\n"
         for write in writes * 60:
             with contextlib.suppress(OSError, ValueError):
                 write()
+        assert stranger.poll() is None
         stranger.kill()
+    assert any(path.is_symlink() for path in run.iterdir())
     assert secret.read_text() == SECRET
     kept = [path for path in run.rglob("*") if path.is_file() and not path.is_symlink()]
     assert kept and not any(SECRET.encode() in path.read_bytes() for path in kept)

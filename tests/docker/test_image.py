@@ -226,7 +226,13 @@ def test_ssh_sessions_get_the_containers_environment_and_nobody_else_does(
     env = {**ENVIRONMENT, "HOME": str(ordinary), **_SERVICES, **_KEPT, "LINES": "a\nb"}
     words = host.words(*AS_ORDINARY, ordinary / "docker/entrypoint.sh", "sshd")
     server = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True)
-    said = list(iter(server.stderr.readline, "Server listening on :: port 2222.\n"))
+    said = []
+    for line in server.stderr:
+        if line == "Server listening on :: port 2222.\n":
+            break
+        said.append(line)
+    else:
+        pytest.fail("".join(said))
     assert said[0].startswith("ssh sessions do not get LINES"), said
     modes = {path.name: path.stat().st_mode & 0o777 for path in server_folder.iterdir()}
     assert server_folder.stat().st_mode & 0o777 == 0o700

@@ -23,8 +23,9 @@ PROJECT = ROOT / "template"
 project.use(PROJECT)
 _CHECK = ("check_", "slow_check_")
 # Where a check has failed on one rank, the others come to its end within so many seconds.
-_OTHERS_COME = 90.0
-_LONGEST = 900.0  # A check that takes longer hangs.
+_OTHERS_COME = 60.0
+_LONGEST = 900.0  # A check that takes longer hangs; of a short launch, one that takes half of it.
+_LAUNCHES = 4  # Where so many ended in a check, the rest is not run.
 
 # A run of a few seconds; flags after these win.
 TINY_FLAGS = (
@@ -73,19 +74,20 @@ def run_checks(
 ) -> dict[str, str | None]:
     """Runs the checks of the files, or those of `names`, in one launch.
 
-    A check that fails on a rank while others wait for it ends its launch; the next one runs the
-    rest.
+    A check that ends its launch, that hangs, or for which a rank waits in vain, has failed; another
+    launch runs those after it.
 
     Returns, by the check's name, None or the first failing rank's traceback.
     """
-    left = list(names) or names_of_checks(*files)
     outcomes: dict[str, str | None] = {}
-    while left:
-        newer = _launch_checks(files, ranks, backend, left, timeout, env or {})
-        assert newer, f"no check has one of these names: {left}"
+    left: Sequence[str] = names
+    for _ in range(_LAUNCHES):
+        newer, left = _launch_checks(files, ranks, backend, left, timeout, env or {})
         outcomes |= newer
-        left = [name for name in left if name not in newer]
-    return outcomes
+        if not left:
+            return outcomes
+    ended = f"not run: {_LAUNCHES} launches ended in checks before it"
+    return outcomes | dict.fromkeys(left, ended)
 
 
 def _launch_checks(
@@ -95,55 +97,73 @@ def _launch_checks(
     names: Sequence[str],
     timeout: float,
     env: dict[str, str],
-) -> dict[str, str | None]:
-    """The outcomes of the first checks, or of all."""
+) -> tuple[dict[str, str | None], list[str]]:
+    """The outcomes of the first checks, and the names of those after the one that ended it."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
-        variables = {"CHECKS": " ".join(names), "CHECKS_FOLDER": folder}
-        ended = launch(
-            ranks,
-            [Path(__file__), results, *files],
-            backend,
-            timeout=timeout,
-            env=env | variables,
-        )
+        longest = min(_LONGEST, timeout / 2)
+        variables = {
+            "CHECKS": json.dumps(list(names)),
+            "CHECKS_FOLDER": folder,
+            "CHECKS_LONGEST": str(longest),
+        }
+        command = [Path(__file__), results, *files]
+        try:
+            ended = launch(
+                ranks, command, backend, timeout=timeout, env=env | variables
+            )
+            why = f"exit code {ended.code}\n{last_lines(ended.output)}"
+        except AssertionError as hung:
+            why = str(hung)
         if not results.exists():
-            raise AssertionError(f"exit code {ended.code}\n{last_lines(ended.output)}")
-        return json.loads(results.read_text())
+            raise AssertionError(why)
+        outcomes, left = json.loads(results.read_text())
+        if not left:
+            return outcomes, []
+        failure = results.with_name("failure")
+        if failure.exists():
+            why = failure.read_text()
+        return outcomes | {left[0]: why}, left[1:]
 
 
 class _Watch:
-    """Ends a check, and with it the launch, that has failed on one rank alone, or that hangs."""
+    """Ends the launch in a check that hangs, or that has failed on one rank while others go on."""
 
-    def __init__(self, results: Path, outcomes: dict[str, str | None]) -> None:
-        """`outcomes`: of the checks before; what ends is added to them in the file `results`."""
-        self._results = results
-        self._outcomes = outcomes
+    def __init__(self, folder: Path) -> None:
+        """The file `failure` of the folder will say why."""
+        self._folder = folder
         self._timer = threading.Timer(0, print)
 
-    def watch(self, name: str, failure: str | None = None) -> None:
-        self._timer.cancel()
-        seconds = _OTHERS_COME if failure else _LONGEST
-        self._timer = threading.Timer(seconds, self._end, [name, failure])
+    def expect_end(self) -> None:
+        """Of a check that begins."""
+        self._set(float(os.environ["CHECKS_LONGEST"]), "")
+
+    def expect_others(self, failure: str) -> None:
+        """At the end of the check that has failed here."""
+        self._set(_OTHERS_COME, failure)
+
+    def _set(self, seconds: float, failure: str) -> None:
+        self.stop()
+        self._timer = threading.Timer(seconds, self._end, [seconds, failure])
         self._timer.daemon = True
         self._timer.start()
 
-    def done(self) -> None:
+    def stop(self) -> None:
         self._timer.cancel()
 
-    def _end(self, name: str, failure: str | None) -> None:
+    def _end(self, seconds: float, failure: str) -> None:
         if not failure:
             frame = sys._current_frames()[threading.main_thread().ident]
             place = "".join(traceback.format_stack(frame))
-            failure = f"not done after {_LONGEST:g} s:\n{place}"
-        self.end(name, failure)
+            failure = f"not done after {seconds:g} s:\n{place}"
+        self.end(failure)
 
-    def end(self, name: str, failure: str) -> None:
-        """The first rank's word counts."""
-        own = self._results.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(self._outcomes | {name: failure}))
+    def end(self, failure: str) -> None:
+        """The word of the first rank counts."""
+        own = self._folder / f"failure.{os.getpid()}"
+        own.write_text(failure)
         with contextlib.suppress(FileExistsError):
-            self._results.hardlink_to(own)
+            (self._folder / "failure").hardlink_to(own)
         os._exit(1)
 
 
@@ -165,40 +185,48 @@ def _main(results: str, *files: str) -> None:
         for name, member in vars(importlib.import_module(Path(file).stem)).items():
             if name.startswith(_CHECK):
                 checks[name] = member
-    chosen = os.environ["CHECKS"].split() or list(checks)
+    chosen = json.loads(os.environ["CHECKS"]) or list(checks)
+    left = [name for name in checks if name in chosen]
+    outcomes = {}
+    if world.is_chief:
+        _write(Path(results), outcomes, left)
     cores = os.sched_getaffinity(0)
     start = time.monotonic()
-    outcomes = {}
-    watch = _Watch(Path(results), outcomes)
-    for name, check in checks.items():
-        if name not in chosen:
-            continue
+    watch = _Watch(Path(results).parent)
+    while left:
+        name = left[0]
         # A check that plays two hosts may have bound both ranks to the first core.
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # the thread has ended
                 os.sched_setaffinity(int(thread), cores)
-        watch.watch(name)
+        watch.expect_end()
         try:
             # What a check sets, as float64 for all of Keras, is not the next one's.
             with world_lib.kept_numbers():
-                check(world)
+                checks[name](world)
             failure = None
-        except Exception:
+        except (Exception, SystemExit):
             failure = f"rank {world.rank}:\n{traceback.format_exc()}"
-        if failure:
-            watch.watch(name, failure)
+            watch.expect_others(failure)
         try:
             everyone = world.gather_objects(failure, f"outcome.{name}")
         except Exception:
             # The rank whose check failed has the first word.
             time.sleep(0 if failure else 10)
-            watch.end(name, failure or traceback.format_exc())
-        watch.done()
+            watch.end(failure or traceback.format_exc())
+        watch.stop()
         outcomes[name] = next((failure for failure in everyone if failure), None)
+        left.remove(name)
+        if world.is_chief:
+            _write(Path(results), outcomes, left)
         print(f"{name}: {time.monotonic() - start:.0f} s since the start", flush=True)
-    if world.is_chief:
-        Path(results).write_text(json.dumps(outcomes))
     world_lib.finish(world)
+
+
+def _write(results: Path, outcomes: dict[str, str | None], left: list[str]) -> None:
+    newer = results.with_suffix(".newer")
+    newer.write_text(json.dumps([outcomes, left]))
+    newer.replace(results)
 
 
 if __name__ == "__main__":

@@ -154,10 +154,11 @@ def test_open_mpi_keeps_its_files_where_no_other_user_can(hosts: Hosts, tmp_path
         folder.chmod(0o777)
         shutil.chown(folder, 65534)
     words = endless(hosts[1], tmp_path, "-H", "node1:1,node2:1")
-    process = start(words, {"LAUNCH_ID": "of-two-hosts"})
+    launch_id = f"of-two-hosts-{os.getpid()}"
+    process = start(words, {"LAUNCH_ID": launch_id})
     try:
         assert any("step 3" in line for line in process.stdout)
-        (made,) = Path("/tmp").glob("launch-of-two-hosts.*")
+        (made,) = Path("/tmp").glob(f"launch-{launch_id}.*")
         assert made.stat().st_mode & 0o777 == 0o700 and any(made.iterdir())
         for folder in taken:
             assert not list(folder.iterdir())
@@ -208,7 +209,8 @@ def test_a_fault_of_the_launcher_leaves_no_rank_behind(tmp_path: Path, count: in
             "--steps=30",
         ]
         ended = run(words, timeout=60)
-        assert not left_of(run_dir), (number, ended.output)
+        assert "begins at step 0" in ended.output, (number, ended.output)
+        assert (run_dir / "told-0").exists() and not left_of(run_dir), ended.output
     assert number > 0
 
 
@@ -977,11 +979,12 @@ def test_check_comes_first_and_looks_at_the_folders_of_the_run(tmp_path: Path):
 
 # Starts two launches of two ranks, prints exit codes by launch; a signal ends a rank with 75.
 TWO_LAUNCHES = """
-wait='trap "exit 75" USR1; while :; do sleep 0.05; done'
+export D=$(mktemp -d)
+wait='trap "exit 75" USR1; : > "$D/$LAUNCH_ID$HOROVOD_RANK"; while :; do sleep 0.05; done'
 rank() { LAUNCH_ID=$1 HOROVOD_RANK=$2 bash -c "$wait" & }
 rank one 0; pids=$!; rank one 1; pids="$pids $!"
 rank two 0; others=$!; rank two 1; others="$others $!"
-sleep 0.5
+until [ "$(ls "$D" | wc -l)" = 4 ]; do sleep 0.05; done
 sh "$STOP" one >&2
 for pid in $pids; do wait $pid; echo $?; done
 sleep 0.3

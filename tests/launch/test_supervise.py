@@ -49,8 +49,9 @@ def test_the_docs_print_the_table_of_the_code():
 def test_a_run_that_ends_without_a_step(
     code: int, returned: int, *, starts: int, said: str
 ):
-    pause = "0.4" if code == 76 else "0"
-    words = [*SUPERVISE, "--pause", pause, "--patience", "1"]
+    # Of 76, that the third start comes after the patience: also where a start takes half a second.
+    pause = "1" if code == 76 else "0"
+    words = [*SUPERVISE, "--pause", pause, "--patience", "1.9"]
     words += ["--", "sh", "-c", f"echo start; exit {code}"]
     ended = run(words, 20)
     assert ended.code == returned and said in ended.output, ended.output
@@ -245,14 +246,14 @@ def test_a_signal_that_the_launcher_loses_is_sent_again(
 
 
 def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():
-    words = [*SUPERVISE, "--", "sh", "-c", "echo start; exit 1"]
-    start = time.monotonic()
+    words = [*SUPERVISE, "--pause", "60", "--", "sh", "-c", "echo start; exit 1"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout.readline() == "start\n"
+        start = time.monotonic()
         assert job.stdout.readline() == "start\n"
-        assert time.monotonic() - start < 3
-        job.terminate()  # it now waits 5 seconds
-        assert job.wait(3) in (1, 75, 143)  # 143: the run had not quite ended
+        assert time.monotonic() - start < 30
+        job.terminate()  # it now waits 60 seconds
+        assert job.wait(30) in (1, 75, 143)  # 143: the run had not quite ended
 
 
 @pytest.mark.parametrize(
@@ -569,7 +570,7 @@ def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(
         return Terminal(words, ROOT / "template", ENVIRONMENT | {"LAUNCH_JOB": job})
 
     with started("one") as first:
-        first.wait_for("step 100/", 60)
+        first.wait_for("step 100/", 240)
         other = run(
             [sys.executable, "-c", TAKE, tmp_path / "run"], 60, {"LAUNCH_JOB": "two"}
         )
@@ -578,12 +579,10 @@ def test_a_new_start_of_the_same_job_takes_over_and_another_job_does_not(
         )
         with started("one") as second:
             first.wait_for(
-                "a later start of this job, on .*, has taken over .* ends, unsaved", 60
+                "a later start of this job, on .*, has taken over .* ends, unsaved", 240
             )
-            taken_over = time.monotonic()
-            assert first.wait(30) == 76, first.shown
-            second.wait_for("step 100/", 60)
-            assert time.monotonic() - taken_over < 30
+            assert first.wait(60) == 76, first.shown
+            second.wait_for("step 100/", 240)
             second.press(CTRL_C)
             assert second.wait(60) == 75, second.shown
 
@@ -608,11 +607,11 @@ def test_a_host_whose_shell_hangs_is_left_out(tmp_path: Path, answering):
 
 
 def test_a_stop_before_anything_was_started_is_no_crash(tmp_path: Path):
-    executable(tmp_path / "ssh", "sleep 2")
+    executable(tmp_path / "ssh", f"touch {tmp_path}/asked\nsleep 5")
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     words = [ROOT / "launch/hosts.sh", "-H", "nowhere:1", "true"]
     with subprocess.Popen(words, env=env) as process:
-        time.sleep(0.7)
+        wait_for((tmp_path / "asked").exists, "no host was asked", 60)
         process.terminate()
         assert process.wait(20) == 75
 

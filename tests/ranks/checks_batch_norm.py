@@ -12,7 +12,7 @@ from keras import layers
 from refusals import refused
 from small_models import Block, Called, Cell, Net, functional
 
-from hvdkit.ranks import agreement
+from hvdkit.ranks import agreement, exchange
 from hvdkit.ranks.world import raw
 from hvdkit.train.layers import batch_norm
 
@@ -30,6 +30,7 @@ def uneven(world, seed=0):
 
 def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
     """Also of Keras's operations, which it has with op determinism."""
+    exchange.start(world, 60)
     layer = batch_norm.SyncBatchNormalization(name="b")
     layer.build((None, 4, 4, 3))
 

@@ -258,7 +258,10 @@ def check_a_step_may_return_entries_of_any_name(world):
         values.append((run.step, int(result["ended"]), result["steps"].shape))
 
     fit(world, Small, own_train=loop_of(adding, note), steps_per_call=3, num_steps=7)
-    assert all(ended == 2 * step for step, ended, _ in values), values
+    assert values, "no step ended"
+    for step, ended, shape in values:
+        assert ended == 2 * step, values
+        assert shape[-2:] == (2, 3), values
 
 
 def check_batches_of_a_call_are_refused_where_a_loop_looks_into_them(world):

@@ -67,7 +67,7 @@ def train(world, run: Path) -> None:
 def scans() -> None:
     """The first validation pictures as PNG files."""
     for count in (3, 359):
-        (FOLDER / f"in-{count}").mkdir()
+        (FOLDER / f"in-{count}").mkdir(exist_ok=True)
         for number in range(count):
             image = Digits(None, "val").read(number)["image"].numpy()
             Image.fromarray(image).save(FOLDER / f"in-{count}" / f"{number:03d}.png")

@@ -106,8 +106,10 @@ def evaluated_anew(world, task, settings) -> tuple[dict, dict]:
         reader, config.eval_batch_size, rank=world.rank, size=world.size
     )
     tf.config.run_functions_eagerly(True)  # a trace costs more than three batches
-    figures = Evaluator(run, feed).run(lambda: False).figures
-    tf.config.run_functions_eagerly(False)
+    try:
+        figures = Evaluator(run, feed).run(lambda: False).figures
+    finally:
+        tf.config.run_functions_eagerly(False)
     return figures, model_arrays(run)
 
 

@@ -1,9 +1,13 @@
 """Holds SyncBatchNormalization of hvdkit.train.layers.batch_norm to Keras's of the whole batch."""
 
+import os
+from unittest import mock
+
 import numpy as np
 import tensorflow as tf
 from keras import layers
 
+from hvdkit.ranks import exchange
 from hvdkit.ranks.world import raw
 from hvdkit.train.layers import batch_norm
 
@@ -35,6 +39,15 @@ SYNCHRONIZED = [
 
 
 def check_a_synchronized_batch_norm_is_keras_s_of_the_global_batch(world):
+    """By sums of Horovod's, and by those of our own operation."""
+    for carrier in ("horovod", ""):
+        with mock.patch.dict(os.environ, HVDKIT_EXCHANGE=carrier):
+            exchange.start(world, 60)
+        assert bool(exchange.in_use) == (carrier == "" and world.size > 1)
+        like_keras_s(world)
+
+
+def like_keras_s(world):
     """Values, gradients and moving statistics; the layer is called twice in a step."""
     for settings, shape, policy, near, can_be_fused in SYNCHRONIZED:
         whole, rows = batch(world, shape)
@@ -99,6 +112,7 @@ class Formula:
 
 def check_a_synchronized_batch_norm_has_right_gradients_of_gradients(world):
     """Of a gradient penalty, and of a layer within tf.recompute_grad."""
+    exchange.start(world, 60)
     whole, rows = batch(world, (4, 4, 3))
     whole = whole.astype(np.float32)
 

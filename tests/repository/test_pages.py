@@ -20,7 +20,11 @@ def hunks() -> Iterator[tuple[str, str]]:
                     yield file, "\n".join(found)
 
 
-@pytest.mark.parametrize(("file", "found"), [*hunks()])
+HUNKS = [*hunks()]
+assert HUNKS, "docs/change-it.md has no diff"
+
+
+@pytest.mark.parametrize(("file", "found"), HUNKS)
 def test_each_diff_of_a_page_fits_its_file(file: str, found: str):
     assert f"\n{found}\n" in (ROOT / "template" / file).read_text()
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import threading
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -436,13 +437,22 @@ def test_a_kill_at_any_moment_of_a_save_leaves_the_one_before_or_both(tmp_path):
     assert outcomes["step-00000004"] > 3 and outcomes["step-00000005"] >= 1
 
 
-def test_what_is_written_are_the_values_at_the_step(kept):
+def test_what_is_written_are_the_values_at_the_step(kept, monkeypatch):
     kept.folder.mkdir()
+    changed = threading.Event()
+    write = Checkpoints.write
+
+    def late(*arguments, **keywords):
+        assert changed.wait(60)
+        return write(*arguments, **keywords)
+
+    monkeypatch.setattr(Checkpoints, "write", late)
     weights = tf.Variable(tf.ones([4_000_000]))
     with Saver(kept) as saver:
         saver.save(Place(1), {"w": weights}, Settings())
         assert not (kept.folder / "step-00000001").exists(), "it was waited for"
         weights.assign(tf.fill([4_000_000], 2.0))
+        changed.set()
         saver.save(Place(2), {"w": weights}, Settings())
         weights.assign(tf.fill([4_000_000], 3.0))
     for step in (1, 2):

@@ -22,7 +22,7 @@ LARGE = 65 * 2**20
 def server():
     """At /word; it answers with the number of bytes that came."""
     handler = serve.handler(lambda data: {"rows": [len(data)]}, "word", "title")
-    handler.timeout = 1
+    handler.timeout = 5
     with serve.Server(("127.0.0.1", 0), handler) as server:
         server.timeout = 0.1
         yield server

@@ -196,10 +196,10 @@ def test_what_is_open_stays_and_the_oldest_of_the_rest_goes(
         assert sample // 5 in there and stored <= sum(sizes[:3]) + max(sizes) + 600
     assert 0 in there and 1 not in there and others.exists()
     open_shards = [source._opened(shard) for shard in there]
-    monkeypatch.setattr(remote, "_WAIT", 0.3)
+    monkeypatch.setattr(remote, "_WAIT", 1.0)
     since = time.monotonic()
     _, faults = source.fetch(np.arange(5, 10))
-    assert time.monotonic() - since < 1.2  # each waited once
+    assert time.monotonic() - since < 4  # each waited once
     assert "No space left on device: all of --cache_gb" in faults[0]
     assert all(passes(fault) for fault in faults)
     del open_shards

@@ -23,7 +23,7 @@ start._SAY_AFTER, start._ROLL_CALL = int(sys.argv[2]), 2
 if launch_rank() == 1 and sys.argv[1] == "start": time.sleep(60)
 if launch_rank() == 1 and sys.argv[1] == "meeting": start._meet = lambda *_: time.sleep(60)
 start.tell_networks()
-start.start_mpi(6)
+start.start_mpi(60 if sys.argv[1] == "nothing" else 6)
 from mpi4py import MPI
 told = [os.environ.get(name) for name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")]
 os.write(1, f"NCCL {told[0]} {told[1]}\\n".encode())

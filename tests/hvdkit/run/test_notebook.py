@@ -71,7 +71,7 @@ def interrupted(run):
         run.after_step(step(batch))
         if number in PRESSED:
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.7)  # two at once count as one press
+            time.sleep(2)  # two at once count as one press
 
 PRESSED = [3]
 assert hvdkit.main(interrupted, settings) == 75  # it is saved, and the process lives
@@ -82,7 +82,7 @@ assert hvdkit.main(interrupted, settings) == 0
 def pressed_twice(run):
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.7)
+        time.sleep(2)
 
 try:
     hvdkit.main(pressed_twice, settings)
