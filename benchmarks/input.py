@@ -4,9 +4,9 @@
 
 The sets are made here: "photos" are 500 x 375 JPEG of about 66 KB in class folders, cropped at
 random to 224; "pairs" 500 x 375 JPEG with label PNGs, scaled by 0.5 to 2 and cropped to 512; "demo"
-the demo's, to 64. "packed" are the same from `hvdkit pack`, photos with --short_side=256
---quality=90. It prints medians over rounds and the ratio of ours to the others, with the smallest
-and largest of a round. --torch: a Python with requirements-peers.txt, for PyTorch's column.
+the demo's, to 64. "packed" are the same files from `hvdkit pack`. It prints medians over rounds and
+the ratio of ours to the others, with the smallest and largest of a round. --torch: a Python with
+requirements-peers.txt, for PyTorch's column.
 
 Batches have 32 samples. "template" is this project's pipeline, "tf.data" the plain one of
 TensorFlow's model garden (draws depend on the order of threads, a shuffle buffer), "torch" a
@@ -50,7 +50,6 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "template"))
 PICTURES, WIDTH, HEIGHT = 192, 500, 375
-SHORT_SIDE, QUALITY = 256, 90  # of the packed set
 BATCH = 32  # samples
 WARM_UP = 3  # batches before the clock starts
 # Pipelines of --remote, with so many shards at this address.
@@ -291,7 +290,6 @@ def make(kind: str, root: Path, shards: int) -> None:
     """The set's files in `root`, and the set packed beside it."""
     from hvdkit.data.open import reader_of
     from hvdkit.data.prepare import pack, scenes
-    from hvdkit.data.prepare.pack import Smaller
 
     if kind == "demo":
         scenes.ensure_demo(root, scenes.Settings(train=320, val=4))
@@ -304,8 +302,6 @@ def make(kind: str, root: Path, shards: int) -> None:
     for split in ("train", "val"):
         with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar
             source = reader_of(layout)(root, split, 0)
-            if kind == "photos":
-                source = Smaller(source, SHORT_SIDE, QUALITY)
             pack.pack(source, out, split, shards=shards, packed_from=kind)
 
 
@@ -370,7 +366,10 @@ def template(
         data_dir=str(folder),
         data_format=layout or ("class_folders" if is_photos else "folders"),
         image_size=SIZES[kind],
-        colour_range="0,0,0",  # the other pipelines change no colours
+        # As the other pipelines, also of the demo.
+        colour_range="0,0,0",
+        mirror="on",
+        scale_range="" if is_photos else "0.5,2",
     )
     task = (classification if is_photos else segmentation).Task(settings)
     source, _ = task.sources()

@@ -16,6 +16,8 @@ Runs stay in .cache/reproduce/work: given again, it goes on.
 """
 
 import argparse
+import functools
+import hashlib
 import os
 import shutil
 import subprocess
@@ -56,11 +58,23 @@ COPIED = (
 )
 
 
+@functools.cache
+def _code() -> str:
+    """Of all code that a run has: a run of other code is no run of this one."""
+    digest = hashlib.sha256()
+    files = sorted((ROOT / "hvdkit/src").rglob("*.py"))
+    files += [ROOT / "template" / name for name in COPIED]
+    for file in [*files, ROOT / "benchmarks" / "mnist1d.py"]:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
 def trained(network: str, ranks: int, seed: int, *, more: list[str]) -> float:
     """The accuracy of one run, in percent; ends this program where the run does not end well."""
     from hvdkit.commands.jobs import seeds
 
-    folder = WORK / "runs" / "".join([f"{network}-{ranks}-{seed}", *more])
+    name = f"{network}-{ranks}-{seed}-{_code()}"
+    folder = WORK / "runs" / "".join([name, *more])
     flags = [*FLAGS, f"--model={network}"]
     if network == "digits":
         flags += ["--base_lr=0.001", "--lr_policy=poly"]

@@ -79,9 +79,11 @@ def main() -> int:
     parser.add_argument(
         "--torch", metavar="PYTHON", help="interpreter that has PyTorch"
     )
-    parser.add_argument("--out", type=Path, default=HERE / "RESULTS.md")
+    parser.add_argument("--out", type=Path, help="RESULTS.md; of some, RESULTS.some.md")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PARTS))
     args = parser.parse_args()
+    # The results of all are not replaced by those of some.
+    args.out = args.out or HERE / ("RESULTS.some.md" if args.names else "RESULTS.md")
     unknown = set(args.names) - set(PARTS)
     if unknown:
         parser.error(f"no benchmark {sorted(unknown)}; there are {list(PARTS)}")
@@ -102,7 +104,8 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
         *machine(),
         versions(torch),
     ]
-    out.write_text("\n".join(head) + "\n")
+    unfinished = out.with_name(f"{out.name}.new")
+    unfinished.write_text("\n".join(head) + "\n")
     failed = []
     for name, part in parts.items():
         file, *flags = shlex.split(part.command)
@@ -116,13 +119,14 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
         if code:
             outcome = f"**failed with exit code {code}**"
             failed.append(name)
-        with out.open("a") as results:
+        with unfinished.open("a") as results:
             results.write(f"\n## {part.title}\n\n")
             results.write(f"`python benchmarks/{part.command}`: ")
             results.write(
                 f"{outcome} after {minutes} min {seconds} s. {part.about}\n\n"
             )
             results.write(f"{output.strip()}\n")
+    unfinished.replace(out)
     if failed:
         print(f"{out}; failed: {', '.join(failed)}", file=sys.stderr)
         return 1

@@ -51,7 +51,11 @@ if [ -z "${BUILDER:-}" ]; then
     fi
 fi
 case ${BUILDER:-} in
-docker) DOCKER_BUILDKIT=1 docker build "${words[@]}" "$@" . ;;
+docker)
+    # podman may answer to this name; its own format of images has no health checks.
+    ! docker --version | grep -i podman >/dev/null || words+=(--format docker)
+    DOCKER_BUILDKIT=1 docker build "${words[@]}" "$@" .
+    ;;
 # Docker's format: the other one has no health checks.
 buildah) buildah build --format docker --network host "${words[@]}" "$@" . ;;
 '')

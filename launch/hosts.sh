@@ -340,7 +340,8 @@ launch() {
     # By it ranks prove that they are of this launch: hvdkit/ranks/proof.py.
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
-    if ! work=$(LC_ALL=C mktemp -d 2>&1); then
+    if ! work=$(mktemp -d 2>/dev/null); then
+        work=$(LC_ALL=C mktemp -d 2>&1) || true # its words
         echo "error: $work: make room there, or name another folder in TMPDIR (docker: --tmpfs /tmp)" >&2
         exit "$([[ $work == *'No space left'* ]] && echo 76 || echo 2)"
     fi

@@ -7,15 +7,17 @@ site_packages() {
 
 # What a build depends on besides installed packages; other HOROVOD_* are for runs.
 build_settings() {
+    local -x LC_ALL=C LANGUAGE='' # compilers speak, and sort sorts, as the locale has it
     echo "$(pins horovod), $DEVICE, $(uname -m), $(getconf GNU_LIBC_VERSION)"
     ${CXX:-c++} --version 2>/dev/null || true
     [ "$DEVICE" = cpu ] || "$cuda/bin/nvcc" --version 2>/dev/null || true
     env | grep -E '^(CXX|CXXFLAGS|LDFLAGS|HOROVOD_(WITH|GPU|CUDA|NCCL)[A-Z_]*)=.' | sort || true
-    declare -f build && find "$here/compat" -name '*.h' | LC_ALL=C sort | xargs -d '\n' cat
+    declare -f build && find "$here/compat" -name '*.h' | sort | xargs -d '\n' cat
 }
 
 # All that a built wheel depends on: machines that print the same can share it.
 wheel_settings() {
+    local -x LC_ALL=C LANGUAGE=''
     build_settings
     "$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'
     (cd "$(site_packages)" && compgen -G 'tensorflow*.dist-info' && compgen -G 'nvidia_nccl*.dist-info') || true

@@ -123,6 +123,42 @@ def pretend(folder: Path) -> None:
     (folder / ".setup").write_text(f"{folder}\n")
 
 
+def test_an_environment_does_not_depend_on_the_language(checkout, stopped, tmp_path):
+    """Compilers speak it, and it orders what is sorted."""
+    compiler = executable(
+        tmp_path / "bin/speaks", 'echo "in ${LC_ALL-none} ${LANGUAGE-}"'
+    )
+    env = {"CXX": str(compiler), "CXXFLAGS": "-O1", "LDFLAGS": "-s"}
+    folders = [
+        wanted(checkout, stopped, LC_ALL=language, LANGUAGE=language, **env)
+        for language in ("C.UTF-8", "de_DE.UTF-8")
+    ]
+    assert folders[0] == folders[1]
+
+
+def test_pips_variable_comes_before_its_file(checkout, tmp_path):
+    """uv, which installs nearly everything, is told what pip would take."""
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = http://file.test/simple\nproxy = http://proxy.test:1\n"
+        "[install]\nuser = true\n"
+    )
+    script = checkout / "docker/install-horovod.sh"
+    functions = script.read_text().split("\ncase $mode in")[0]
+    script.write_text(
+        f"{functions}\npip={tmp_path}/pip/bin/pip\npass_pip_settings\n"
+        'echo "$UV_DEFAULT_INDEX $ALL_PROXY ${UV_NO_CACHE-}"\n'
+    )
+    run(sys.executable, "-m", "venv", tmp_path / "pip")
+    env = {"PIP_CONFIG_FILE": f"{tmp_path}/pip.conf", "HOME": "/proc/none"}
+    for index in ("", "http://variable.test/simple"):
+        more = {"PIP_INDEX_URL": index} if index else {}
+        ended = run("env", "-u", "PIP_INDEX_URL", "-u", "UV_DEFAULT_INDEX", "-u", "UV_CACHE_DIR",
+                    *(f"{name}={value}" for name, value in (env | more).items()),
+                    "bash", script)  # fmt: skip
+        expected = index or "http://file.test/simple"
+        assert ended.stdout == f"{expected} http://proxy.test:1 1\n", ended.stderr
+
+
 def test_it_does_nothing_when_up_to_date_and_switches_back(checkout, stopped, tmp_path):
     first = wanted(checkout, stopped)
     pretend(first)
@@ -135,6 +171,12 @@ def test_it_does_nothing_when_up_to_date_and_switches_back(checkout, stopped, tm
     result = setup(checkout, **stopped)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert (checkout / ".venv").lstat().st_mtime_ns == before and other.exists()
+
+    # The disk under another path, as in a container: the environment there may be in use.
+    (first / ".setup").write_text("/where/it/is/elsewhere\n")
+    other = wanted(checkout, stopped)
+    assert other.name.startswith(f"{first.name}-") and (first / "bin/python").exists()
+    pretend(first)
 
     # Of another checkout, as where .venv of a git worktree is a link to the main one's.
     pretend(tmp_path / "main/.venvs" / first.name)

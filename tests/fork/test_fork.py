@@ -216,6 +216,7 @@ def test_make_fork_takes_what_is_committed(tmp_path):
     refused = {
         f"{tmp_path}/my fork": "'my fork', is the project's name: use a letter",
         f"{tmp_path}/new": "new has files already, as .copier-answers.yml: name a folder",
+        "my-model": "clone/my-model lies in the template's own clone: name a folder outside",
         "~nobody-here/x": "NAME=~nobody-here/x: there is no such user",
         f"{tmp_path}/new/train.py/x": "cannot be used: Not a directory",
     }

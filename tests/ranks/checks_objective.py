@@ -16,6 +16,7 @@ from hvdkit.data.source import Arrays
 from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, PREEMPTED, WRONG_USE
 from hvdkit.train.optim.groups import Group
+from hvdkit.train.preprocessing import wide
 from hvdkit.train.step import across
 
 SAMPLES = 25  # uneven shares on 2 and 3 ranks, also of 5 micro-batches
@@ -510,3 +511,39 @@ def check_the_plateau_policy_is_kerass_also_after_interruptions(world):
                 [state[name] for name in PARTS],
                 [expected_state[name] for name in PARTS],
             )
+
+
+def check_rounding_of_16_bits_is_no_dependence_between_samples(world):
+    """Of a transformer's biases, of which some gradients cancel out."""
+
+    class Attention(Small):
+        def sources(self):
+            sets = []
+            for seed, size in ((1, 40), (2, 8)):
+                draw = np.random.default_rng(seed)
+                x = draw.normal(size=(size, 64, 32)).astype(np.float32)
+                y = draw.integers(0, CLASSES, size).astype(np.int32)
+                sets.append(Arrays(x=x, y=y))
+            return sets
+
+        def build_model(self):
+            x = y = keras.Input((64, 32))
+            for _ in range(3):
+                z = keras.layers.LayerNormalization()(y)
+                y = y + keras.layers.MultiHeadAttention(4, 8)(z, z)
+                z = keras.layers.LayerNormalization()(y)
+                y = y + keras.layers.Dense(32)(keras.layers.Dense(64, "gelu")(z))
+            y = keras.layers.LayerNormalization()(y)
+            l2 = keras.regularizers.L2(1e-4)
+            y = keras.layers.GlobalAveragePooling1D(activity_regularizer=l2)(y)
+            return keras.Model(x, keras.layers.Dense(CLASSES, dtype=wide())(y))
+
+    fit(
+        world,
+        Attention,
+        precision="bfloat16",
+        global_batch_size=8,
+        accumulation_steps=2 if world.size == 1 else 1,
+        num_steps=1,
+        seed=1,
+    )

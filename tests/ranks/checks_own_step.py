@@ -17,6 +17,7 @@ from hvdkit import logs
 from hvdkit.data.sampler import Sampler
 from hvdkit.ranks.world import kept_numbers, set_precision
 from hvdkit.stop import BUG, DONE, WRONG_USE
+from hvdkit.train.layers import batch_norm
 from hvdkit.train.step import across
 
 SIZE = 13  # samples: shares of 7 and 6
@@ -33,6 +34,8 @@ EXACT = {
     "num_steps": STEPS,
     "seed": 1,
 }
+
+EXACT_TURNS = {name: EXACT[name] for name in EXACT if name != "num_steps"}
 
 
 def network(seed: int) -> keras.Model:
@@ -250,6 +253,144 @@ def slow_check_rules_for_what_the_step_itself_changes_hold_or_are_refused(world)
         # Nor may it be of each rank's samples without a rule.
         for when in ("before", "after"):
             trained(world, partial(make, when=when), "task/centre", "by the samples")
+
+
+class Counts(keras.layers.Layer):
+    """A slow average of how many samples there were; it passes its input on."""
+
+    combines: ClassVar = {"counts": ("sum", 0.9)}
+
+    def build(self, shape):
+        self.counts = self.add_weight(
+            shape=(), initializer="ones", trainable=False, name="counts"
+        )
+
+    def call(self, x, training=False):
+        if training:
+            samples = tf.cast(tf.shape(x)[0], self.counts.dtype)
+            self.counts.assign(0.9 * self.counts + samples)
+        return x
+
+
+class Turns(Small):
+    """Two terms, of a head each; the counting layer stands before the first head alone."""
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        body = keras.layers.Dense(4, activation="tanh")(x)
+        heads = [Counts()(body), body]
+        return keras.Model(x, [keras.layers.Dense(3)(head) for head in heads])
+
+    def loss(self, outputs, targets):
+        return super().loss(outputs[0], targets)
+
+    def sums(self, outputs, targets):
+        return super().sums(outputs[0], targets)
+
+
+def of_head(run, place, micro):
+    """The loss of one head, of which the other one's layers are not called."""
+    body, counts, *heads = [
+        layer
+        for layer in run.model.layers
+        if isinstance(layer, (keras.layers.Dense, Counts))
+    ]
+    if isinstance(counts, keras.layers.Dense):
+        raise AssertionError("the layers stand in another order")
+    features = body(micro["inputs"])
+    if place == 0:
+        features = counts(features, training=True)
+    logits = heads[place](features)
+    losses = keras.losses.sparse_categorical_crossentropy(
+        micro["targets"], logits, from_logits=True
+    )
+    return losses, tf.ones_like(losses)
+
+
+def check_state_of_one_turn_is_not_combined_in_the_other(world):
+    """What a turn's forward pass leaves as it is must not be added up over ranks."""
+    newest = []
+
+    def train(run):
+        steps = []
+        for place in range(2):
+
+            @run.function
+            def step(batch, place=place):
+                with tf.GradientTape() as tape:
+                    loss = run.loss(batch, partial(of_head, run, place))
+                tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+                return run.update(tape.gradient(loss, run.weights))
+
+            steps.append(step)
+        (counts,) = [x for x in run.model.layers if isinstance(x, Counts)]
+        for batch in run.batches():
+            run.after_step(steps[run.step % 2](batch))
+            newest.append(float(counts.counts))
+
+    fit(world, Turns, own_train=train, num_steps=4, **EXACT_TURNS)
+    expected = [1.0]
+    for step in range(4):
+        expected.append(0.9 * expected[-1] + SIZE if step % 2 else expected[-1])
+    np.testing.assert_allclose(newest, expected[1:], rtol=1e-9)
+
+
+def check_a_term_that_is_not_differentiated_gives_no_gradient(world):
+    """Not zeros, by which momentum and decay would move its weights; also in micro-batches."""
+    connected = []
+
+    def train(run):
+        @run.function
+        def step(batch):
+            def both(micro):
+                return {name: of_head(run, i, micro) for i, name in enumerate("ab")}
+
+            with tf.GradientTape() as tape:
+                means = run.losses(batch, both)
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+            gradients = tape.gradient(means["b"], run.weights)
+            connected.append([gradient is not None for gradient in gradients])
+            return run.update(gradients)
+
+        for batch in run.batches():
+            run.after_step(step(batch))
+
+    for steps in (1, 2):
+        connected.clear()
+        fit(
+            world,
+            Turns,
+            own_train=train,
+            accumulation_steps=steps,
+            num_steps=1,
+            **EXACT_TURNS | {"global_batch_size": 12},
+        )
+        assert connected[0] == [True, True, False, False, True, True], (
+            steps,
+            connected,
+        )
+
+
+def check_what_a_task_holds_normalizes_and_draws_as_the_model_does(world):
+    """A teacher that is called in training, and noise of the task's own."""
+    made = []
+
+    class Teacher(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            layers = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
+            self.teacher = keras.Sequential([keras.Input((FEATURES,)), *layers])
+            self.noise = keras.random.SeedGenerator(7)
+            made.append(self)
+
+    fit(world, Teacher, bn_sync="full", num_steps=1)
+    task = made[-1]
+    norm, drop = task.teacher.layers
+    assert type(norm) is batch_norm.SyncBatchNormalization
+    for seed in (drop.seed_generator, task.noise):
+        drawn = keras.random.uniform([4], seed=seed).numpy().tolist()
+        everyone = world.gather_objects(drawn, "draws")
+        assert len({tuple(draws) for draws in everyone}) == world.size
 
 
 def check_a_step_that_is_not_finite_leaves_no_trace_of_what_the_step_itself_does(world):

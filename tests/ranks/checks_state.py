@@ -453,6 +453,36 @@ def check_state_of_random_numbers_is_drawn_alike_on_all_ranks(world):
         refused(world, own, "projection", "SharedSeeds", virtual_ranks=2)
 
 
+def check_frequencies_of_words_are_part_of_a_vocabulary(world):
+    """TextVectorization computes with a constant that no variable of a checkpoint holds."""
+
+    def task(frequencies):
+        class Task(Small):
+            def build_model(self):
+                x = keras.Input((FEATURES,))
+                lookup = keras.layers.IntegerLookup(
+                    vocabulary=[1, 2],
+                    idf_weights=frequencies,
+                    output_mode="tf_idf",
+                    name="words",
+                )
+                counts = lookup(keras.ops.cast(x, "int64"))
+                return keras.Model(x, keras.layers.Dense(CLASSES)(counts))
+
+        return Task
+
+    run_dir = folder(world) / "run"
+    fit(world, task([1.0, 2.0]), run_dir=run_dir)
+    fit(
+        world,
+        task([3.0, 2.0]),
+        *("words", "vocabulary"),
+        code=WRONG_USE,
+        run_dir=run_dir,
+        num_steps=4,
+    )
+
+
 class Newest(keras.layers.Layer):
     """The newest samples' hashes, which have more digits than a float64."""
 

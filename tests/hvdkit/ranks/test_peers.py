@@ -1,12 +1,15 @@
 """A rank that hangs or ends: the run ends by itself, and one line names the rank and its host."""
 
+import math
 import os
 import re
 import time
 
 import pytest
+import tensorflow as tf
 
-from hvdkit.ranks import messages
+from hvdkit.ranks import messages, peers
+from hvdkit.ranks.world import World
 from ranks import HELPERS, last_lines, launch
 
 WAITS = HELPERS / "waits.py"
@@ -169,6 +172,42 @@ def test_how_long_a_rank_may_be_still(monkeypatch: pytest.MonkeyPatch):
     assert in_steps(90) == 60, "one of the first was slow"
     assert in_steps(40, 40, 40) == 600, "steps of the first ten"
     assert in_steps(*[40] * 20) == 1200
+    # After a return to an older checkpoint the step is traced, and compiled, anew.
+    heartbeat.begin()
+    assert heartbeat.patience(600, 1800) == 600
+    assert heartbeat.patience(7200, 1800) == 7200, "--start_limit_s may be longer"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Horovod has been shut down. This was caused by an exception",
+        "[/x/gloo/transport/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:45992",
+        "[/x/gloo/transport/tcp/unbound_buffer.cc:82] Timed out waiting 30000ms for recv",
+        "NCCL async error: unhandled system error",
+        "rank 1 has ended while rank 0 waited in exchange 37 (24 numbers of a.batch)",
+    ],
+)
+def test_words_of_a_rank_that_others_left_alone(words: str):
+    """Also those of Gloo and NCCL in the middle of a sum, which do not name Horovod."""
+    error = tf.errors.UnknownError(None, None, f"{words} [[{{{{node Horovod}}}}]]")
+    assert peers.left_alone(error)
+    other = tf.errors.UnknownError(None, None, "no such file [[{{node HorovodX}}]]")
+    assert not peers.left_alone(other)
+
+
+def test_a_rank_that_cannot_be_asked_may_move(monkeypatch: pytest.MonkeyPatch):
+    """Where a firewall is between, no run ends because the others are silent."""
+    watch = peers.Peers(World(0, 1, 0, 1), 0)
+    watch._places = watch._places * 3
+    monkeypatch.setattr(peers.heartbeat, "still", lambda: 1e4)
+    still = peers._Answer("", "a.py, line 1", 1e4, left=-1e3)
+    answers = {1: still, 2: still}
+    monkeypatch.setattr(watch, "_ask_all", lambda: answers)
+    watch._limits = (60, 60)
+    assert "no rank has moved" in watch._stuck()
+    answers[2] = peers._Answer("silent", "", math.inf)
+    assert watch._stuck() == ""
 
 
 @pytest.mark.slow

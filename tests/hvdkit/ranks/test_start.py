@@ -70,6 +70,63 @@ def test_a_rank_that_does_not_come_is_named_and_the_start_tried_again(
     )
 
 
+TOLD = """
+import os
+from hvdkit.ranks import start
+start.tell_networks()
+for name in ("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_btl_tcp_if_exclude", "NCCL_SOCKET_IFNAME"):
+    print(os.environ.get(name))
+"""
+
+
+@pytest.fixture(scope="module")
+def network() -> str:
+    """One that leads elsewhere."""
+    names = [name for name, _ in start.ways()]
+    if not names:
+        pytest.skip("this machine has loopback alone")
+    return names[0]
+
+
+@pytest.mark.parametrize("given", ["", "include", "exclude"])
+@pytest.mark.parametrize("by_launcher", [False, True])
+def test_what_files_of_open_mpi_say_of_networks_stays(
+    tmp_path, network, given, by_launcher
+):
+    """Of an include and an exclude together Open MPI uses no network at all."""
+    folder = tmp_path / ".openmpi"
+    folder.mkdir()
+    values = {"include": network, "exclude": "lo,not-ours0"}
+    if given:
+        line = f"  btl_tcp_if_{given} = {values[given]}\n"
+        (folder / "mca-params.conf").write_text(line)
+    env = {"HOME": str(tmp_path)}
+    if by_launcher:
+        env["OMPI_MCA_btl_tcp_if_include"] = network
+    ended = run([sys.executable, "-c", TOLD], timeout=30, env=env)
+    include, exclude, nccl = ended.output.splitlines()
+    assert nccl == f"={network}" or not by_launcher
+    if given == "exclude":
+        assert include == "None" and "not-ours0" in exclude, ended.output
+        assert network not in exclude.split(","), ended.output
+    elif by_launcher:
+        assert (include, exclude) == (network, "None"), ended.output
+    elif given == "include":
+        assert (include, exclude) == ("None", "None"), ended.output
+    else:
+        assert include == "None" and "lo" in exclude.split(","), ended.output
+    # Ranks that have nothing but this network, as on two hosts.
+    words = ["mpirun", "-np", "2", "-mca", "btl", "tcp,self", sys.executable]
+    met = run([*words, "-c", SCRIPT, "nothing", "3"], timeout=60, env=env)
+    assert met.code == 0 and met.output.count("met 1") == 2, met.output
+
+
+def test_a_network_that_nccl_s_file_names_stays(tmp_path):
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=WARN\nNCCL_SOCKET_IFNAME=ib7\n")
+    ended = run([sys.executable, "-c", TOLD], timeout=30, env={"HOME": str(tmp_path)})
+    assert ended.output.splitlines()[-1] == "None"
+
+
 @pytest.mark.timeout(200)
 def test_an_idle_docker0_hangs_no_start(hosts: Hosts):
     """Every host has one, with the same address; plain mpirun is told of no network.

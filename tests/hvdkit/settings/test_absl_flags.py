@@ -160,13 +160,17 @@ def test_commands_ignore_flags_of_an_old_run_that_no_longer_exist(project, capsy
 
 
 SCRIPT = """
+import enum
 from absl import flags
 from hvdkit import settings
+from hvdkit.ranks import encoding
 flags.DEFINE_integer("own", 3, "of train.py")
+flags.DEFINE_enum_class("mode", None, enum.Enum("Mode", "slow fast"), "of a class")
 settings.check(sys.argv, settings.Settings)
 assert "tasks.mine" not in sys.modules
 found = settings.from_command_line(sys.argv, settings.Settings)
 values = flags.FLAGS.flag_values_dict()
+encoding.pack(settings.absl_flags.values_of_the_fork(), "as ranks compare them")
 print(values["own"], values.get("colour"), values.get("side"), values.get("fast"))
 settings.write(found, pathlib.Path("saved.cfg"))
 """

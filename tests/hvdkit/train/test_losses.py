@@ -87,6 +87,10 @@ def test_a_class_weight_that_is_negative_or_no_number_is_refused(weight):
         cross_entropy(LOGITS, LABELS, class_weights=[1.0, weight, 1.0])
 
 
+def squares(outputs, targets):
+    return tf.square(outputs - targets), tf.ones_like(outputs)
+
+
 def test_padding_that_keras_masks_has_no_weight():
     """The mean is that of Keras's own loss."""
     words = np.random.default_rng(1).integers(0, 5, [8, 6])
@@ -102,6 +106,10 @@ def test_padding_that_keras_masks_has_no_weight():
         SimpleNamespace(loss=cross_entropy), outputs, words % 3
     )[""]
     np.testing.assert_array_equal(weights, words > 0)
+    # A loss for each feature of a step has one more axis than the mask.
+    _, each = objective.loss(SimpleNamespace(loss=squares), outputs, outputs)[""]
+    assert each.shape == outputs.shape
+    np.testing.assert_array_equal(each, np.repeat((words > 0)[..., None], 3, axis=2))
     mean = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
     wanted = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(
         words % 3, outputs

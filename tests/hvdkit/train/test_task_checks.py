@@ -24,6 +24,25 @@ class Base(Small):
         self.noise = tf.random.Generator.from_seed(1)
 
 
+class OnlyInTraining(keras.layers.Layer):
+    """Makes weights when it is first called in training, and not before."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = keras.layers.Dense(3)
+
+    def call(self, x, training=False):
+        return self.more(x) if training else x
+
+
+def test_weights_that_training_alone_needs_are_made_before_the_optimizer():
+    x = keras.Input((3,))
+    model = keras.Model(x, OnlyInTraining()(keras.layers.Dense(3)(x)))
+    assert len(model.trainable_variables) == 2
+    task_checks.build_variables(model, {"inputs": tf.zeros([2, 3])})
+    assert len(model.trainable_variables) == 4
+
+
 def tried(methods: dict) -> dict[str, tf.Tensor]:
     """Calls the task's functions as a run does before its first step; its sums, symbolic."""
     task = type("Task", (Base,), methods)(Settings())

@@ -265,7 +265,8 @@ class Checkpoints:
         checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, or the checkpoint
         is of another format.
         """
-        return _built(self.world.from_chief(f"--resume={resume}", self._found, resume))
+        fields = self.world.from_chief("--resume=", self._found, resume, path=resume)
+        return _built(fields)
 
     def _found(self, resume: str) -> list[Any]:
         self.listed.clear()
@@ -280,7 +281,7 @@ class Checkpoints:
         """
         path = checkpoint.path
         return self.world.from_chief(
-            f"reading the score of {path}", self._score_of, path
+            "reading the score of ", self._score_of, path, path=path
         )
 
     def _score_of(self, path: Path) -> float | None:
@@ -342,7 +343,7 @@ class Checkpoints:
         changed = []
         batch = None
         every = config.eval_every
-        with self.world.fail_together(f"restoring {checkpoint.path}"):
+        with self.world.fail_together("restoring ", path=checkpoint.path):
             if self.world.is_chief:
                 load(checkpoint.path, variables)
                 before = files.read_manifest(checkpoint.path)

@@ -124,7 +124,7 @@ def evaluate(
         if evaluation is None:
             raise Stop(PREEMPTED, "stopped before the end: nothing was written")
         samples = worst.of_all_ranks()
-        with world.fail_together(f"writing {out}"):
+        with world.fail_together("writing ", path=out):
             if world.is_chief:
                 is_best = arguments.checkpoint == "best"
                 about["chose_checkpoint"] = is_best and _chosen_by_samples(

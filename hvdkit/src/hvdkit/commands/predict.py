@@ -98,7 +98,7 @@ def predict(
         folder = world.broadcast_object(
             os.path.abspath(folder_of_chief), "predict.folder"
         )
-        with world.fail_together(f"writing {arguments.out}"):
+        with world.fail_together("writing ", path=arguments.out):
             if not Path(folder).is_dir():
                 raise ValueError(
                     "it is not the folder of rank 0: give one that all ranks see"

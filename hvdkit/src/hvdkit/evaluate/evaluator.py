@@ -69,8 +69,9 @@ class Evaluator:
         self._changed = run.state.untrained
         # With virtual ranks, layers that draw in evaluation draw by batch, not by rank.
         self._exact = bool(run.config.virtual_ranks)
+        generators = run.state.task_state.generators
         self._seeds = (
-            Seeds(run.config.seed, run.model, evaluating=True) if self._exact else None
+            Seeds(run.config.seed, generators, evaluating=True) if self._exact else None
         )
         self.near = objective.nearness(run.config)
         self._divided = objective.divides(run.config, run.world.size)

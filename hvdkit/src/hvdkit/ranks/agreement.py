@@ -28,6 +28,11 @@ Variables = Mapping[str, "keras.Variable | tf.Variable"]
 # all learn of it at the same step. FAILED_SAVES: those of rank 0 in a row; others: 1 or 0 a rank.
 DATA_FAILED, STOP_ASKED, FAILED_SAVES, REPLACED = range(4)
 NUM_VOTES = 4
+_MOVING = ("/moving_mean", "/moving_variance")
+_OF_BATCH_NORM = (
+    " What is made of a batch norm's moving statistics, which are each rank's own between two "
+    "syncs, needs --bn_sync_every=1 or --bn_sync=full."
+)
 
 
 @functools.lru_cache  # Votes are mostly those of the step before.
@@ -171,13 +176,15 @@ def check_same_state(world: World, named: Variables, step: int) -> None:
             for name in names
             if len({of_rank.get(name) for of_rank in everyone}) > 1
         ]
+        of_batch_norm = any(name.endswith(_MOVING) for name in odd)
+        more = _OF_BATCH_NORM if of_batch_norm else ""
         raise Stop(
             BUG,
             f"at step {step} {join(odd, 3)} on rank {join(ranks)} ({hosts_of_ranks}) differ from "
             "rank 0's, which checkpoints hold. Every rank must change what is not trained in the "
             "same way, or its layer must say how the ranks' values come together (`combines`, "
-            "hvdkit/train/step/combine.py). Where that is so, memory or a device may be faulty: a "
-            "rerun resumes from the newest checkpoint",
+            f"hvdkit/train/step/combine.py).{more} Where that is so, memory or a device "
+            "may be faulty: a rerun resumes from the newest checkpoint",
         )
 
 

@@ -63,19 +63,23 @@ bool HasEnded(int other) {
   return other != rank && fcntl(file, F_GETLK, &byte) == 0 && byte.l_type == F_UNLCK;
 }
 
-// Waits until `done()`; false where `lost()`, or where the limit has passed.
+// Waits until `done()`; false where `lost()`, or where the limit has passed. Between two looks at
+// most a second counts: a run that was suspended goes on when it wakes.
 template <typename Done, typename Lost>
 bool Wait(Done done, Lost lost) {
-  const auto start = std::chrono::steady_clock::now();
+  auto last = std::chrono::steady_clock::now();
+  double waited = 0;
   while (!done()) {
-    const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
-    if (waited.count() < kYields) {
+    const auto now = std::chrono::steady_clock::now();
+    waited += std::min(1.0, std::chrono::duration<double>(now - last).count());
+    last = now;
+    if (waited < kYields) {
       sched_yield();
       continue;
     }
     // A rank may have given its part and ended since the last look.
-    if (lost() || (limit > 0 && waited.count() > limit)) return done();
-    usleep(1e6 * std::min(kLongestNap, waited.count() / 8));
+    if (lost() || (limit > 0 && waited > limit)) return done();
+    usleep(1e6 * std::min(kLongestNap, waited / 8));
   }
   return true;
 }

@@ -13,7 +13,10 @@ from typing import Any
 from hvdkit import whole_files
 
 # Each of these chooses other kernels for the same operations; the newest is the last.
-_INSTRUCTIONS = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_INSTRUCTIONS = (
+    *("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16"),
+    *("asimd", "asimdhp", "sve", "sve2", "bf16", "i8mm"),  # of ARM
+)
 _SWITCHES = (
     "TF_ENABLE_ONEDNN_OPTS",
     "ONEDNN_MAX_CPU_ISA",
@@ -115,7 +118,19 @@ def cpu() -> str:
     """The model of this host's CPU, and the newest of its instructions that kernels choose by."""
     text = Path("/proc/cpuinfo").read_text()
     match = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    model = match[1].strip() if match else os.uname().machine
-    flags = set(" ".join(re.findall(r"^flags\s*: (.*)$", text, re.MULTILINE)).split())
+    model = match[1].strip() if match else _model_of_arm(text)
+    flags = set(flags_of_cpu())
     instructions = ["basic", *(name for name in _INSTRUCTIONS if name in flags)]
     return f"{model}, {instructions[-1]}"
+
+
+def flags_of_cpu() -> list[str]:
+    """The instructions that this host's CPU has, by the kernel's names; sorted."""
+    text = Path("/proc/cpuinfo").read_text()
+    lines = re.findall(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    return sorted(set(" ".join(lines).split()))
+
+
+def _model_of_arm(cpuinfo: str) -> str:
+    numbers = re.findall(r"^CPU (?:implementer|part)\s*: (\S+)$", cpuinfo, re.MULTILINE)
+    return " ".join([os.uname().machine, *sorted(set(numbers))])

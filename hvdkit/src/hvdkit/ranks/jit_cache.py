@@ -78,7 +78,7 @@ def fault(error: str) -> str:
 
 def _machine() -> str:
     """What programs are compiled by, for and with."""
-    parts = [fingerprint.cpu(), fingerprint.switches()]
+    parts = [fingerprint.cpu(), fingerprint.switches(), *fingerprint.flags_of_cpu()]
     for package in _PACKAGES:
         for distribution in importlib.metadata.distributions(name=package):
             parts.append(f"{package} {distribution.version}")

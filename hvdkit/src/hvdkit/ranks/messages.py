@@ -60,6 +60,13 @@ class Heartbeat:
         """Before a part of a step: its input, or what is computed of it."""
         self._entered = self._last = time.monotonic()
 
+    def begin(self) -> None:
+        """Of a run: its first step may be as slow as that of the process's first run."""
+        self._steps.clear()
+        self._entered = 0.0
+        self._spent = 0.0
+        self.beat()
+
     def pause_step(self) -> None:
         """Between the parts: code of the user may take long there."""
         self.beat()
@@ -93,11 +100,11 @@ class Heartbeat:
 
         `start` before the first step has ended. In a step 30 times the median step, but at least
         60, and of the first ten steps at most `start`: the first one may be slow. Elsewhere `most`,
-        as saving or a task's own action may take long.
+        as saving or a task's own action may take long. Infinity for `start`: for ever.
         """
-        most_at_first = min(start, most)
         if not self._steps:
-            return most_at_first
+            return start
+        most_at_first = min(start, most)
         if not self._entered:
             return most
         if len(self._steps) >= _STEPS // 2:

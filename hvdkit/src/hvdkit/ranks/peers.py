@@ -48,6 +48,9 @@ _ASKED_AT_ONCE = 64
 # Errors of a rank that others left alone: of Horovod, and of exchange.cc.
 _LEFT_ALONE = re.compile(
     r"Horovod has been shut down|(a rank|rank \d+) [^:\n]* waited in exchange \d+ \([^)]*\)"
+    # In the middle of a sum it says what Gloo or NCCL says.
+    r"|gloo/transport/[^\n]*(?:Connection closed|Read error|Write error|Timed out|timeout)"
+    r"|NCCL (?:async )?error[^\n]*"
 )
 # How many lower ranks each rank that is left asks at once, where there are thousands.
 _LOWER_ASKED = 8
@@ -95,7 +98,7 @@ class Peers:
         self._rank = world.rank
         self._asking = False
         self._without_data = False  # A rank without data has said so, and ends.
-        self._limits = (start_seconds or stall_seconds, stall_seconds)
+        self._limits = (start_seconds or math.inf, stall_seconds)
         # The connection to the neighbour: strangers who fill its port do not end it.
         self._kept: Link | None = None
         self._main = threading.main_thread().ident or 0
@@ -189,7 +192,7 @@ class Peers:
 
     def _first_of_host(self) -> int:
         hosts = [place.host for place in self._places]
-        return hosts.index(hostname())
+        return hosts.index(hosts[self._rank])  # Not hostname(): it may have changed.
 
     def _stuck(self) -> str:
         """Where all ranks stand, if all have been where they are for too long; else ""."""
@@ -200,7 +203,9 @@ class Peers:
         # A rank that waits for data reports that itself.
         if any(answer.reads for answer in answers):
             return ""
-        if any(answer.how == "busy" for answer in answers):  # Such a rank may move.
+        # Such a rank may move; where a firewall is between, a silent one too. One that was stopped
+        # is found by its neighbour.
+        if any(answer.how in ("busy", "silent") for answer in answers):
             return ""
         has_ended = any(answer.how == "gone" for answer in answers)
         # Ranks that have ended are the launcher's business.
@@ -262,7 +267,7 @@ class Peers:
     def _main_thread(self) -> str:
         """The innermost line of the project's own that the main thread is at."""
         frame = sys._current_frames().get(self._main)
-        while frame and not project.is_own(frame.f_code.co_filename):
+        while frame and not project.may_be_own(frame.f_code.co_filename):
             frame = frame.f_back
         if not frame:
             return "not in the project's code"
@@ -275,8 +280,13 @@ class Peers:
         )
 
     def _ask_these(self, ranks: Sequence[int]) -> dict[int, _Answer]:
-        with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
-            return dict(zip(ranks, pool.map(self._ask, ranks)))
+        try:
+            with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+                return dict(zip(ranks, pool.map(self._ask, ranks)))
+        except (
+            RuntimeError
+        ):  # No thread can be made: the container has too many processes.
+            return {rank: self._ask(rank) for rank in ranks}
 
     def _ask(self, rank: int) -> _Answer:
         answer, link = self._ask_anew(rank)
@@ -304,7 +314,7 @@ class Peers:
         """The answer, and the connection on which it came."""
         place = self._places[rank]
         doors = place.doors
-        if place.host != hostname():
+        if place.host != self._places[self._rank].host:
             # An address such as docker0's is that of every host, and would lead to this one.
             addresses = {address for address, _ in self._places[self._rank].doors}
             doors = [door for door in doors if door[0] not in addresses] or doors

@@ -112,7 +112,8 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
             uuids.update(uuid for uuid, _ in view["gpus"])
         raise ValueError(
             f"{os.uname().nodename} has {len(uuids)} visible GPU(s) and {len(seen)} ranks: "
-            "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES"
+            "start at most one rank a GPU, or see CUDA_VISIBLE_DEVICES; over Gloo each rank must "
+            "see all GPUs of its host"
         )
     addresses = []
     for view, gpu in zip(seen, gpus):

@@ -15,7 +15,7 @@ import tempfile
 
 from hvdkit import streams
 from hvdkit.logs import refuse
-from hvdkit.ranks import keras_defaults
+from hvdkit.ranks import fingerprint, keras_defaults
 from hvdkit.stop import NOT_NOW, WRONG_USE
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -43,6 +43,16 @@ def _check_environment() -> None:
         refuse(
             f"{error.strerror}: make room in one, or name another in TMPDIR (docker: --tmpfs /tmp)",
             NOT_NOW if is_full else WRONG_USE,
+        )
+
+
+def _check_cpu() -> None:
+    """TensorFlow would abort, and what it says then is held back here."""
+    flags = fingerprint.flags_of_cpu()
+    if os.uname().machine == "x86_64" and flags and "avx" not in flags:
+        refuse(
+            f"the CPU of {os.uname().nodename} has no AVX, which TensorFlow needs: it is old, or a "
+            "virtual machine hides it (choose the host's CPU type)"
         )
 
 
@@ -81,4 +91,5 @@ def _import_tensorflow() -> None:
 
 
 _check_environment()
+_check_cpu()
 _import_tensorflow()

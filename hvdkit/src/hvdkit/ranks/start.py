@@ -8,7 +8,10 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import re
+import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,12 +28,32 @@ from hvdkit.stop import NOT_NOW
 _SAY_AFTER = 30.0
 _ROLL_CALL = 5.0  # Ranks that are there tell rank 0 within so many seconds.
 # Names of interfaces that lead to no other host begin so.
-_NOWHERE = ("lo", "docker", "virbr", "cni", "cilium", "flannel", "cali")
+_NOWHERE = (
+    "docker",
+    "virbr",
+    "cni",
+    "cilium",
+    "flannel",
+    "cali",
+    "kube-",
+    "dummy",
+    "ifb",
+)
 _DEVICES = "/sys/class/net"
 _SHARED_BYTES = 4 << 20  # that a rank of Open MPI shares with those of its host
 _IPC_PRIVATE = 0
 _IPC_RMID = 0
 _INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # eth0,10.0.0.0/24
+_EXCLUDE = "OMPI_MCA_btl_tcp_if_exclude"
+# Where Open MPI reads settings besides the environment: the user's, and those of the installation
+# in an environment, a module or Debian's packages; the first file that has one counts.
+_MPI_SETTINGS = (
+    "~/.openmpi/mca-params.conf",
+    "{prefix}/etc/openmpi-mca-params.conf",
+    "/etc/openmpi/openmpi-mca-params.conf",
+)
+_FILES = "OMPI_MCA_mca_base_param_files"
+_NCCL_SETTINGS = ("~/.nccl.conf", "/etc/nccl.conf")
 # Horovod's cycle in milliseconds. At 0 its thread never rests, and exchanges take longer.
 _SHORT_CYCLE = "0.1"
 _NETWORK = "look at firewalls, and at the network that MPI takes: --interface (launch/README.md)"
@@ -46,7 +69,8 @@ def ways() -> list[tuple[str, str]]:
         for entry in addresses:
             if entry.family == socket.AF_INET:
                 all_ways.append((name, entry.address))
-    networks = os.environ.get(_INCLUDE, "").split(",")
+    include = os.environ.get(_INCLUDE) or _of_mpi_files("btl_tcp_if_include")
+    networks = include.split(",")
     chosen = [
         way for way in all_ways if any(_is_in(network, way) for network in networks)
     ]
@@ -72,7 +96,9 @@ def _is_in(network: str, way: tuple[str, str]) -> bool:
 
 def _leads_nowhere(name: str, address: str) -> bool:
     """An interface of this host alone: loopback, a bridge of containers, a controller's USB."""
-    if name.startswith(_NOWHERE) or ipaddress.ip_address(address).is_link_local:
+    if name.split(":")[0] == "lo" or name.startswith(_NOWHERE):
+        return True
+    if ipaddress.ip_address(address).is_link_local:
         return True
     return Path(_DEVICES, name, "bridge").exists() and not _has_card(name)
 
@@ -88,14 +114,53 @@ def _has_card(name: str) -> bool:
 def tell_networks() -> None:
     """NCCL the network that MPI was told to use; where there is none, neither takes what leads to
     no other host: an idle docker0 has the same address on every host, where connections wait for
-    ever. What whoever started the run has set stays."""
+    ever. What whoever started the run has set stays, also in files of Open MPI and NCCL."""
     names = sorted({name for name, _ in ways()})
     if not names:  # Ranks of one host need loopback.
         return
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(names)}")
-    if _INCLUDE not in os.environ:
-        others = [name for name in psutil.net_if_addrs() if name not in names]
-        os.environ.setdefault("OMPI_MCA_btl_tcp_if_exclude", ",".join(others))
+    if not _nccl_file_names_network():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(names)}")
+    if _EXCLUDE in os.environ or _of_mpi_files("btl_tcp_if_include"):
+        return
+    excluded_by_file = _of_mpi_files("btl_tcp_if_exclude")
+    if _INCLUDE in os.environ:
+        if not excluded_by_file:
+            return
+        # Open MPI takes one of the two: what was included is all that is not excluded.
+        del os.environ[_INCLUDE]
+    others = [name for name in psutil.net_if_addrs() if name not in names]
+    excluded = dict.fromkeys([*excluded_by_file.split(","), *others])
+    os.environ[_EXCLUDE] = ",".join(name for name in excluded if name)
+
+
+def _of_mpi_files(setting: str) -> str:
+    """What the files of Open MPI's settings say; "" where they say nothing."""
+    prefixes = [os.environ.get("OPAL_PREFIX", ""), sys.prefix]
+    if mpirun := shutil.which("mpirun"):
+        prefixes.append(str(Path(mpirun).resolve().parent.parent))
+    files = re.split("[:,]", os.environ.get(_FILES, ""))
+    for pattern in _MPI_SETTINGS:
+        files += [pattern.format(prefix=prefix) for prefix in prefixes if prefix]
+    for file in filter(None, files):
+        value = _value_in(Path(file), setting)
+        if value:
+            return value
+    return ""
+
+
+def _nccl_file_names_network() -> bool:
+    files = [os.environ.get("NCCL_CONF_FILE", ""), *_NCCL_SETTINGS]
+    return any(_value_in(Path(file), "NCCL_SOCKET_IFNAME") for file in files if file)
+
+
+def _value_in(file: Path, setting: str) -> str:
+    """Of the last line `setting = value` of a file; "" where there is none, or no such file."""
+    try:
+        text = file.expanduser().read_text(errors="replace")
+    except (OSError, RuntimeError):  # RuntimeError: there is no home.
+        return ""
+    lines = re.findall(rf"^\s*{setting}\s*=\s*([^#\n]*)", text, re.MULTILINE)
+    return lines[-1].strip() if lines else ""
 
 
 def shorten_cycle() -> None:

@@ -13,6 +13,7 @@ import os
 import random
 import resource
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -67,11 +68,14 @@ class World:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def fail_together(self, what: str, *, by_host: bool = False) -> Iterator[None]:
+    def fail_together(
+        self, what: str, *, path: str | Path = "", by_host: bool = False
+    ) -> Iterator[None]:
         """Runs the block on every rank; a ValueError or OSError on any of them ends them all.
 
-        Every rank must come here with the same `what`: it names the collective. Raises Stop with
-        the lowest failing rank's message: WRONG_USE, or NOT_NOW where it `passes`.
+        Every rank must come here with the same `what`: it names the collective. A `path`, which may
+        differ by host, follows it in messages. Raises Stop with the lowest failing rank's message:
+        WRONG_USE, or NOT_NOW where it `passes`.
 
         `by_host`: what the block looks at is each host's own, so an error on some hosts alone is
         their fault, not wrong use: NOT_NOW.
@@ -81,7 +85,7 @@ class World:
             yield
         except (ValueError, OSError) as caught:
             code = NOT_NOW if passes(caught) else WRONG_USE
-            error = (f"{what}: {caught}", hostname(), code)
+            error = (f"{what}{path}: {caught}", hostname(), code)
         rank_or_size = self.rank if error else self.size
         largest, any_succeeded = self.barrier_max(
             f"fail_together.{what}", -rank_or_size, not error
@@ -96,14 +100,20 @@ class World:
             NOT_NOW if by_host else code, f"{text} (rank {failed_rank} on {host})"
         )
 
-    def from_chief(self, what: str, make: Callable[..., Any], *arguments: Any) -> Any:
+    def from_chief(
+        self,
+        what: str,
+        make: Callable[..., Any],
+        *arguments: Any,
+        path: str | Path = "",
+    ) -> Any:
         """What `make(*arguments)` returns on rank 0, which alone calls it, on every rank.
 
-        Every rank must come here with the same `what`. Raises Stop as `fail_together` does. What
-        is returned is of types as of `gather_objects`.
+        Every rank must come here with the same `what`. Raises Stop as `fail_together` does, with
+        `what` and `path`. What is returned is of types as of `gather_objects`.
         """
         value = None
-        with self.fail_together(what):
+        with self.fail_together(what, path=path):
             if self.is_chief:
                 value = make(*arguments)
         return self.broadcast_object(value, what)

@@ -26,7 +26,7 @@ from hvdkit.stop import GoBack, NotNow
 from hvdkit.train.layers import batch_norm, compute_types, dropout, masks, preprocessing
 from hvdkit.train.optim import optimizer as optimizers
 from hvdkit.train.optim import schedule
-from hvdkit.train.step.state import State, names_of_model
+from hvdkit.train.step.state import State, TaskState, names_of_model
 from hvdkit.train.task import checks as task_checks
 from hvdkit.train.task import protocol as tasks
 
@@ -123,6 +123,8 @@ def prepare(
             rules["schedule"] = schedule.points(task, config)
     agreement.check_optimizer(world, rules["optimizer"])
     state = State(model, rule, config.precision, task=task)
+    with world.fail_together("what the task holds"):
+        _settle_task(state.task_state, config)
     with world.fail_together("opening the data"):
         check_types(state.variables)
         score_measure = measure(config, scores.of_task(task), val_source.fingerprint())
@@ -200,15 +202,21 @@ def begin_optimizer(context: RunContext) -> None:
 
 
 def _for_ranks(model: keras.Model, config: Settings) -> keras.Model:
-    """The model with layers that normalize and draw as the settings say."""
+    """The model with layers that normalize as the settings say."""
     if config.bn_sync == "full":
         model = batch_norm.synchronize(model)
     elif world_lib.gpu() and not config.jit:  # XLA fuses Keras's operations itself.
         batch_norm.fuse(model)
-    # With virtual ranks, the step seeds layers by virtual rank.
-    if not config.virtual_ranks:
-        dropout.draw_by_rank(model)
     return model
+
+
+def _settle_task(task_state: TaskState, config: Settings) -> None:
+    """What the task holds besides the model normalizes and draws as the model does."""
+    if config.bn_sync == "full":
+        batch_norm.synchronize_layers(task_state.layers)
+    # With virtual ranks, the step seeds generators by virtual rank.
+    if not config.virtual_ranks:
+        dropout.draw_by_rank(task_state.generators)
 
 
 def _described(rule: optimizers.UpdateRule, model: keras.Model) -> dict[str, str]:

@@ -46,7 +46,7 @@ def throwaway(config: Settings, world: World) -> Iterator[Settings]:
     """The settings with another run_dir, which is removed at the end; every rank must call it."""
     run_dir = Path(config.run_dir)
     folder = ""
-    with world.fail_together(f"--run_dir={run_dir}"):
+    with world.fail_together("--run_dir=", path=run_dir):
         if world.is_chief:
             folder = _make_folder(run_dir)
             newest, _ = files.newest_sound(run_dir / "checkpoints")

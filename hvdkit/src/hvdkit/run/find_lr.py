@@ -62,7 +62,7 @@ class FindLr:
         if step < config.num_steps and not (blown_up and step >= _FEWEST_STEPS):
             return None
         suggestion = suggested(self._rates, self._losses)
-        self._run.world.from_chief(f"writing {self._page}", self._write, suggestion)
+        self._run.world.from_chief("writing ", self._write, suggestion, path=self._page)
         sentence = _sentence(suggestion, steps=len(self._losses))
         return Ending(DONE, "find_lr", f"{sentence}; page: {self._page}", save=False)
 

@@ -130,11 +130,11 @@ def written_by_chief(
     """
     with contextlib.ExitStack() as replacing:
         folder = Path()
-        with world.fail_together(f"writing {out}"):
+        with world.fail_together("writing ", path=out):
             if world.is_chief:
                 folder = replacing.enter_context(replaced)
         yield folder
-        with world.fail_together(f"writing {out}"):
+        with world.fail_together("writing ", path=out):
             replacing.pop_all().close()
 
 

@@ -148,6 +148,7 @@ class Run:
         return self._trace(function)
 
     def _trace(self, function: Callable[[Any], Result]) -> Callable[[Any], Result]:
+        heartbeat.begin()
         parts = self.parts
         parts.traced_step = parts.step.trace(function)
         call_graph = direct_call(parts.traced_step, parts.feed.spec)

@@ -72,8 +72,7 @@ def run_on(
     world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal
 ) -> None:
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
-    fork_flags = {name: flag.value for name, flag in absl_flags.of_the_fork().items()}
-    agreement.check_settings(world, settings, fork_flags)
+    agreement.check_settings(world, settings, absl_flags.values_of_the_fork())
     if settings.bn_sync == "full":
         exchange.start(world, settings.stall_shutdown_s)
     back = None

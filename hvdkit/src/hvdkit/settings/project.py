@@ -125,13 +125,20 @@ def is_fork(path: Path) -> bool:
 def is_own(file: str | Path) -> bool:
     """Whether a file is the user's or this package's, and not a library's."""
     path = Path(file)
+    return may_be_own(path) and (path.is_relative_to(ENGINE) or path.is_file())
+
+
+def may_be_own(file: str | Path) -> bool:
+    """As `is_own` by the file's name alone: its disk, which may hang, is not asked."""
+    path = Path(file)
     if path.is_relative_to(ENGINE):
         return True
     if any(path.is_relative_to(sysconfig.get_path(name)) for name in _OF_PYTHON):
         return False
     # TensorFlow generates such files in /tmp.
     is_generated = path.name.startswith("__autograph_generated")
-    return path.is_file() and not is_generated and "site-packages" not in path.parts
+    is_code = path.suffix == ".py" and not path.name.startswith("<")
+    return is_code and not is_generated and "site-packages" not in path.parts
 
 
 def line_in_fork(frames: Iterable[traceback.FrameSummary]) -> str:

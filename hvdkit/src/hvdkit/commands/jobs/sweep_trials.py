@@ -78,6 +78,10 @@ class Sweep:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock = whole_files.lock(folder / ".lock")
+        except whole_files.NoLocks:
+            complain(
+                f"note: the disk of {folder} has no locks: start one sweep there only"
+            )
         except BlockingIOError:
             raise NotNow(
                 f"{folder} is in use by another sweep: wait for its end"

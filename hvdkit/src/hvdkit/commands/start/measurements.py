@@ -97,10 +97,18 @@ def train(flags: str) -> list[str]:
 
 
 def rate(flags: str) -> float | None:
-    """What a range test of these flags suggests; None where it suggests none."""
+    """What a range test of these flags suggests; None where it suggests none.
+
+    Raises ValueError: it did not end well, as where the batch does not fit the whole step.
+    """
     ended = subprocess.run(
         train(f"{flags} --find_lr"), stdout=subprocess.PIPE, text=True
     )
+    if ended.returncode:
+        raise ValueError(
+            "the range test of the learning rate failed: the lines above say why; --quick does "
+            "without it"
+        )
     match = re.search(r"try --base_lr=([\d.e+-]+):", ended.stdout)
     return float(match[1]) if match else None
 

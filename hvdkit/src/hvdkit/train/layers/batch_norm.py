@@ -120,9 +120,17 @@ def synchronize(model: keras.Model) -> keras.Model:
     Subclassed models, wrappers and shared layers thus keep their layers. Raises ValueError for a
     class derived from Keras's batch norm, naming it.
     """
+    synchronize_layers(model._flatten_layers())
+    return model
+
+
+def synchronize_layers(layers: Sequence[keras.Layer]) -> None:
+    """`synchronize` of the batch norms among the layers."""
     plain = []
     derived = []
-    for layer in _batch_norms(model):
+    for layer in layers:
+        if not isinstance(layer, keras.layers.BatchNormalization):
+            continue
         if type(layer) is keras.layers.BatchNormalization:
             plain.append(layer)
         # Frozen layers normalize with moving statistics, which are the same on all ranks.
@@ -137,7 +145,6 @@ def synchronize(model: keras.Model) -> keras.Model:
     for layer in plain:
         # Keras's own __setattr__ would track the class as if it were a part of the layer.
         object.__setattr__(layer, "__class__", SyncBatchNormalization)
-    return model
 
 
 def fuse(model: keras.Model) -> None:

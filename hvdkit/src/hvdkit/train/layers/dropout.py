@@ -45,9 +45,9 @@ def generators(layers: Sequence[keras.Layer]) -> list[keras.random.SeedGenerator
     return list(by_id.values())
 
 
-def draw_by_rank(model: keras.Model) -> None:
-    """Makes every seed generator of a built model a `RankSeedGenerator`, in place."""
-    for generator in generators(model._flatten_layers()):
+def draw_by_rank(made: Sequence[keras.random.SeedGenerator]) -> None:
+    """Makes every seed generator of Keras's own class a `RankSeedGenerator`, in place."""
+    for generator in made:
         if type(generator) is keras.random.SeedGenerator:
             generator.__class__ = RankSeedGenerator
 
@@ -58,9 +58,9 @@ def draws_by_rank(generator: keras.random.SeedGenerator) -> bool:
 
 
 @contextlib.contextmanager
-def same_in_each_row(layers: Sequence[keras.Layer]) -> Iterator[None]:
+def same_in_each_row(made: Sequence[keras.random.SeedGenerator]) -> Iterator[None]:
     """Inside, each row of a batch draws what the first one does, alike on all ranks."""
-    by_rank = [each for each in generators(layers) if type(each) is RankSeedGenerator]
+    by_rank = [each for each in made if type(each) is RankSeedGenerator]
     before = {name: getattr(draws, name) for name in _DRAWS}
     try:
         for generator in by_rank:
@@ -112,11 +112,15 @@ def drawing_layers(model: keras.Model) -> list[str]:
 
 
 class Seeds:
-    """The states of a model's seed generators, drawn anew for every virtual rank and step."""
+    """The states of seed generators, drawn anew for every virtual rank and step."""
 
-    def __init__(self, seed: int, model: keras.Model, evaluating: bool = False) -> None:
-        layers = model._flatten_layers()
-        self.variables = [raw(generator.state) for generator in generators(layers)]
+    def __init__(
+        self,
+        seed: int,
+        made: Sequence[keras.random.SeedGenerator],
+        evaluating: bool = False,
+    ) -> None:
+        self.variables = [raw(generator.state) for generator in made]
         # Keys of samples are drawn under the key `seed`; the highest bits make this another key.
         self._key = seed | 1 << 63 | int(evaluating) << 62
 

@@ -107,7 +107,7 @@ class Combiner:
             self.rules = rules(state, task)
         self._state = state
         self._device = reduction.device(settings)
-        self._assigned: dict[int, tf.Tensor] = {}  # handles by their ids
+        self.assigned: dict[int, tf.Tensor] = {}  # handles by their ids
         self._seeds = {id(v) for v in _seeds(state)}
         self._combines = True
         self._set_share(world, settings, spec)
@@ -127,6 +127,13 @@ class Combiner:
         twin._combines = uses
         return twin
 
+    def begin(self, assigned: dict[int, tf.Tensor]) -> None:
+        """Of a step's function: what its forward passes assign, as far as it is known.
+
+        What those of another function assign must not be combined in this one's step.
+        """
+        self.assigned = assigned
+
     def look(self, graph: tf.Graph, before: Container[str]) -> None:
         """Learns what a forward pass in this graph assigns, once it is traced.
 
@@ -134,11 +141,11 @@ class Combiner:
         """
         operations = [op for op in graph.get_operations() if op.name not in before]
         for handle in assigned_handles(graph, operations):
-            self._assigned[id(handle)] = handle
+            self.assigned[id(handle)] = handle
 
     def assigns(self, variable: tf.Variable) -> bool:
         """Whether a forward pass that was looked at changes it."""
-        return id(variable.handle) in self._assigned
+        return id(variable.handle) in self.assigned
 
     def changes(self) -> bool:
         """Whether a forward pass changes state that must come together."""
@@ -159,7 +166,7 @@ class Combiner:
         for name, variable in self._named().items():
             if name in names and self.assigns(raw(variable)):
                 pairs.append((raw(variable), raw(variable).read_value()))
-        for generator in dropout.generators(self._state.task_state.layers):
+        for generator in self._state.task_state.generators:
             seed = raw(generator.state)
             value = seed.read_value()
             if draw and dropout.draws_by_rank(generator):
@@ -297,10 +304,7 @@ class Combiner:
 
 
 def _seeds(state: State) -> list[tf.Variable]:
-    return [
-        raw(generator.state)
-        for generator in dropout.generators(state.task_state.layers)
-    ]
+    return [raw(generator.state) for generator in state.task_state.generators]
 
 
 def _rule(declared: Any, name: str) -> Rule:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record, tape
 
@@ -86,7 +87,17 @@ class MicroBatches:
             # A tape's own upstream is the constant 1.
             if len(upstreams) == 1 and tf.get_static_value(upstreams[0]) == 1.0:
                 return [gradients[0].get(place) for place in range(len(self._weights))]
-            return programs.run(self._weighted, upstreams, gradients)
+            # A term that is not differentiated has a constant 0: its weights have no gradient.
+            used = []
+            for place, upstream in enumerate(upstreams):
+                value = tf.get_static_value(upstream)
+                if value is None or np.any(value != 0.0):
+                    used.append(place)
+            return programs.run(
+                self._weighted,
+                [upstreams[place] for place in used],
+                [gradients[place] for place in used],
+            )
 
         # The gradient of the loop would keep all activations. tf.custom_gradient would read every
         # weight.

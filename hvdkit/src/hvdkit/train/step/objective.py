@@ -37,7 +37,8 @@ def loss(
 def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
     """No weight where Keras's mask hides padding: its losses are zeros there, and no part of means.
 
-    So does Keras's `fit`. A term with an output's `name` has that output's mask.
+    So does Keras's `fit`, also of losses with more axes than the mask, as [batch, time, features]
+    with a mask [batch, time]. A term with an output's `name` has that output's mask.
     """
     if isinstance(outputs, Mapping) and name in outputs:
         outputs = outputs[name]
@@ -45,7 +46,9 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
     masks = {}
     for output in tf.nest.flatten(outputs):
         mask = getattr(output, "_keras_mask", None)
-        if mask is not None and mask.shape.as_list() == shape:
+        if mask is None or not mask.shape.rank:
+            continue
+        if mask.shape.as_list() == shape[: mask.shape.rank]:
             masks[id(mask)] = mask
     if len(masks) > 1:
         raise ValueError(
@@ -53,7 +56,11 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
             "terms, each with the name of its output"
         )
     for mask in masks.values():
-        weights = tf.where(tf.cast(mask, tf.bool), weights, tf.zeros_like(weights))
+        ones = [1] * (len(shape) - mask.shape.rank)
+        shown = tf.reshape(
+            mask, tf.concat([tf.shape(mask), tf.constant(ones, tf.int32)], 0)
+        )
+        weights = tf.where(tf.cast(shown, tf.bool), weights, tf.zeros_like(weights))
     return weights
 
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras.src.utils.naming import to_snake_case
 
 from hvdkit.ranks.world import raw
+from hvdkit.train.layers import dropout
 from hvdkit.train.optim.optimizer import UpdateRule
 from hvdkit.train.optim.plateau import Plateau
 from hvdkit.train.step.gradients import LossScale
@@ -36,6 +37,7 @@ class TaskState:
       variables: these, the fingerprint of each lookup table, table/0000, and by what a LoRA layer
         multiplies its factors, lora/ and the name of the first.
       layers: all of the model and of the task, at any depth.
+      generators: their seed generators, and those that the task holds by themselves.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class TaskState:
         self.of_new_run: list[str] = []
         self._seen = {id(raw(v)) for v in (*model.variables, *others)}
         self._roots = [model]
+        self._bare_generators: list[keras.random.SeedGenerator] = []
         attributes = vars(task) if task else {}
         self._visit(dict(sorted(attributes.items())), "task")
         layers = {}
@@ -53,6 +56,8 @@ class TaskState:
             for layer in root._flatten_layers():
                 layers[id(layer)] = layer
         self.layers = list(layers.values())
+        generators = [*dropout.generators(self.layers), *self._bare_generators]
+        self.generators = list({id(each): each for each in generators}.values())
         self.variables = dict(self.of_task)
         self._tables: list[tuple[keras.Layer, tf.Variable]] = []
         for layer in self.layers:
@@ -85,6 +90,8 @@ class TaskState:
                 self.of_task[f"{name}/{place:04d}{ending}"] = variable
         if isinstance(value, keras.Layer):
             self._roots.append(value)
+        if isinstance(value, keras.random.SeedGenerator):
+            self._bare_generators.append(value)
         if isinstance(value, _MADE_ANEW):
             self.of_new_run.append(name)
 
@@ -149,12 +156,16 @@ def _variables_of(value: Any) -> list[tuple[Variable, str]]:
 
 
 def _table(layer: keras.Layer) -> int | None:
-    """63 bits of a layer's vocabulary or boundaries; None where it has none."""
+    """63 bits of a layer's vocabulary, with its frequencies, or boundaries; None: it has none."""
     entries = getattr(layer, "bin_boundaries", None)
     if entries is None and hasattr(layer, "get_vocabulary"):
         entries = layer.get_vocabulary()
     if entries is None:
         return None
+    # Of TF-IDF the layer computes with constants that it makes of these.
+    frequencies = getattr(layer, "idf_weights", None)
+    if frequencies is not None:
+        entries = [*entries, *tf.reshape(frequencies, [-1]).numpy().tolist()]
     digest = hashlib.sha256(repr([str(entry) for entry in entries]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -93,8 +93,8 @@ class Step:
       adds_of_samples: whether the model adds losses of its samples; once traced.
       draws_by_place: see graph_checks.draws_by_place; once traced.
       why_branch: why the newest step's update is a branch where it should be a program of XLA.
-      functions: what `trace` was given, and what each changes outside of forward passes and
-        updates.
+      functions: what `trace` was given; what each changes outside of forward passes and updates;
+        and what its forward passes assign (`Combiner.assigned`).
     """
 
     def __init__(
@@ -115,7 +115,9 @@ class Step:
         self.adds_of_samples = False
         self.draws_by_place = False
         self.why_branch = ""
-        self.functions: list[tuple[StepFunction, list[tf.Variable]]] = []
+        self.functions: list[
+            tuple[StepFunction, list[tf.Variable], dict[int, tf.Tensor]]
+        ] = []
         self.combiner = combine.Combiner(world, settings, state, task=task, spec=spec)
         with world.fail_together("making the schedule"):
             self._schedule = schedule.of_run(
@@ -556,9 +558,8 @@ class Step:
         if is_same_code and are_even:
             near = objective.nearness(self.settings)
             agreement.check_constants(self.world, traced, near=near)
-        self.functions.append(
-            (self._simple_step if self.special else function, self._changed)
-        )
+        tried = self._simple_step if self.special else function
+        self.functions.append((tried, self._changed, self.combiner.assigned))
         self.draws_by_place |= graph_checks.draws_by_place(traced.graph)
         return traced  # train_step would take half a millisecond to find it
 
@@ -582,6 +583,8 @@ class Step:
         ids = [id(variable) for variable in self._guarded]
         old_values = dict(zip(ids, graph_checks.read_all(self._guarded)))
         self._tracing = tracing = Tracing(votes, old_values)
+        if not self._is_tried:
+            self.combiner.begin({})
         try:
             outside = self._rows._replace(
                 refused="it belongs into the losses of run.loss"

@@ -157,14 +157,15 @@ def build_variables(model: Any, example: Example) -> None:
             )
     inputs = example["inputs"]
     # A functional model is built and knows its inputs.
-    if hasattr(model, "_inputs_struct"):
+    is_functional = hasattr(model, "_inputs_struct")
+    if is_functional:
         _check_input_names(model, inputs)
-    else:
-        with user_code_errors("the model, called with the inputs of training_example,"):
+    with user_code_errors("the model, called with the inputs of training_example,"):
+        if not is_functional:
             model(inputs, training=False)
-            # Tracing makes the variables that only training needs, and changes no state.
-            called = tf.function(lambda x: model(x, training=True), autograph=False)
-            called.get_concrete_function(inputs)
+        # Tracing makes the variables that only training needs, and changes no state.
+        called = tf.function(lambda x: model(x, training=True), autograph=False)
+        called.get_concrete_function(inputs)
     if not model.trainable_variables:
         raise ValueError(f"the model {model.name} has no variable to train")
     _check_upsampling(model)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -24,7 +23,7 @@ from hvdkit.ranks.world import World, raw, say
 from hvdkit.train.layers import batch_norm, dropout
 from hvdkit.train.step import across, combine, objective
 from hvdkit.train.step import gradients as gradients_lib
-from hvdkit.train.step.state import leave_zero, unchanged
+from hvdkit.train.step.state import TaskState, leave_zero, unchanged
 from hvdkit.train.step.step import SimulatedShare, Step
 from hvdkit.train.step.tracing import StepFunction
 from hvdkit.train.task import checks as task_checks
@@ -87,8 +86,9 @@ def try_out(step: Step, sample: Callable[..., Example], *, size: int) -> None:
                 draw=place if mixes else 0,
             )
             examples.append(example)
-        with at_rest(step.state.task_state.layers), _told_if_long(step.world):
-            for function, changed in step.functions:
+        with at_rest(step.state.task_state), _told_if_long(step.world):
+            for function, changed, assigned in step.functions:
+                step.combiner.begin(assigned)
                 for number in _steps_to_try(step):
                     run = partial(_outcome, step, function, changed, number)
                     comparison = Comparison(plan, examples, run, combiner=step.combiner)
@@ -216,12 +216,15 @@ def _outcome(
 
 
 @contextlib.contextmanager
-def at_rest(layers: Sequence[keras.Layer]) -> Iterator[None]:
+def at_rest(task_state: TaskState) -> Iterator[None]:
     """Inside, functions run eagerly, and no sample's outputs depend on its place or on others."""
     eager = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
-        with batch_norm.at_rest(layers), dropout.same_in_each_row(layers):
+        with (
+            batch_norm.at_rest(task_state.layers),
+            dropout.same_in_each_row(task_state.generators),
+        ):
             yield
     finally:
         tf.config.run_functions_eagerly(eager)
@@ -419,10 +422,15 @@ def _check_gradients(plan: Plan, whole: Outcome, part: Outcome) -> None:
         if np.isfinite(one).all():  # float16's first loss scale may be too large
             pairs.append((one.astype(np.float64), other.astype(np.float64)))
     norm_of_all = np.sqrt(sum(np.sum(np.square(gradient)) for gradient, _ in pairs))
+    # Where gradients of a weight cancel out, as of a bias before a normalization, rounding is left:
+    # in 16 bits up to 0.003 of all gradients was seen.
+    share_of_all = 1e-3 if plan.near <= 1e-3 else 0.2
     for of_whole, of_parts in pairs:
         norm = np.linalg.norm(of_whole)
         distance = float(np.linalg.norm(of_whole - of_parts))
-        if _is_apart(distance, 0.0, plan.near * (norm + 1e-3 * norm_of_all) + 1e-12):
+        if _is_apart(
+            distance, 0.0, plan.near * (norm + share_of_all * norm_of_all) + 1e-12
+        ):
             raise ValueError(
                 f"{plan.whose}gradient of {plan.samples} samples together, of norm {norm:.6g} for "
                 f"a weight of shape {list(of_whole.shape)}, differs by {distance:.6g} from that of "

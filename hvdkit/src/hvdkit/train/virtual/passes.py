@@ -117,7 +117,7 @@ class Passes:
         self._micro_batches = micro_batches
         self._programs = programs
         self._variables = state.model.trainable_variables
-        self._seeds = Seeds(config.seed, state.model)
+        self._seeds = Seeds(config.seed, state.task_state.generators)
         seeds = {id(v) for v in self._seeds.variables}
         self._untrained = [v for v in state.of_forward if id(v) not in seeds]
         self._rules = rules
