@@ -21,7 +21,7 @@ def refusal(folder: Path) -> str | None:
             f"its last part, {folder.name!r}, is the project's name: use a letter, then letters, "
             f"digits, dots, dashes and underscores, as in NAME=../my-model"
         )
-    if folder.is_relative_to(REPOSITORY):
+    if folder.resolve().is_relative_to(REPOSITORY):
         return f"{folder} lies in the template's own clone: name a folder outside of it"
     try:
         folder.mkdir(parents=True, exist_ok=True)

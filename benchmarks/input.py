@@ -18,7 +18,7 @@ of 512 pixels in memory: 31,278/s on a p3dn.24xlarge (https://docs.ffcv.io/bench
     python benchmarks/input.py --remote --sets=photos --cores=1    # needs requirements-remote.txt
 
 compares a packed set on a server of S3's protocol (moto, on the last core) with the same one on the
-disk: 60 shards (photos: 192 samples, 6 MB), by --shuffle_shards=6 in 10 windows. Each GET waits
+disk: 60 shards (photos: 192 samples, 13 MB), by --shuffle_shards=6 in 10 windows. Each GET waits
 20 ms; each 20th gets a 503, each 33rd is cut off in its middle. A process reads the first epoch,
 which is timed from its request for the first batch to the last batch. "filling" begins with an
 empty cache; "full" begins with the cache that "filling" left, which holds all shards.

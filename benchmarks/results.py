@@ -5,7 +5,7 @@
 NAMEs are equivalence, peers, operations, small, input and cost; without any, all of them, with the
 flags in PARTS: 40 minutes on two cores. Run it on an idle machine: the file says what the load was
 at the start. If a part fails, the file holds what it printed, the others run, and the exit code is
-1.
+1. With NAMEs it is RESULTS.some.md, and RESULTS.md stays; until all have run it is named *.new.
 --torch is the Python of an environment with requirements-peers.txt, for PyTorch's rows.
 """
 
@@ -98,13 +98,17 @@ def main() -> int:
 
 def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
     """Runs the parts and adds their output to `out`; 0 if all of them ended with 0, else 1."""
+    printed = "them" if len(parts) == len(PARTS) else "some of them"
     head = [
-        "# Benchmarks, as `make bench` last printed them",
+        f"# Benchmarks, as `make bench` last printed {printed}",
         "",
         *machine(),
         versions(torch),
     ]
-    unfinished = out.with_name(f"{out.name}.new")
+    # What is no file, as /dev/stdout, is written to at once.
+    unfinished = out
+    if out.is_file() or not out.exists():
+        unfinished = out.with_name(f"{out.name}.new")
     unfinished.write_text("\n".join(head) + "\n")
     failed = []
     for name, part in parts.items():
@@ -126,7 +130,8 @@ def run_all(parts: Mapping[str, Part], torch: str | None, out: Path) -> int:
                 f"{outcome} after {minutes} min {seconds} s. {part.about}\n\n"
             )
             results.write(f"{output.strip()}\n")
-    unfinished.replace(out)
+    if unfinished != out:
+        unfinished.replace(out)
     if failed:
         print(f"{out}; failed: {', '.join(failed)}", file=sys.stderr)
         return 1

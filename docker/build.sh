@@ -53,7 +53,7 @@ fi
 case ${BUILDER:-} in
 docker)
     # podman may answer to this name; its own format of images has no health checks.
-    ! docker --version | grep -i podman >/dev/null || words+=(--format docker)
+    ! docker build --help 2>/dev/null | grep -e '--format' >/dev/null || words+=(--format docker)
     DOCKER_BUILDKIT=1 docker build "${words[@]}" "$@" .
     ;;
 # Docker's format: the other one has no health checks.

@@ -16,7 +16,7 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-# In a project that was made from the template, and in the repository.
+# At the root of a project, or where the repository keeps it.
 lock=$here/../uv.lock
 [ -e "$lock" ] || lock=$here/../template/uv.lock
 project=$(dirname "$(readlink -f "$lock")")
@@ -56,14 +56,15 @@ pip_setting() {
     fi
 }
 
-# For uv: what pip was told, as far as uv was not told itself.
+# For uv: the index, certificates and proxy that pip was told, as far as uv was not told itself.
 pass_pip_settings() {
     local index cert proxy caches
     index=$(pip_setting index-url)
     cert=$(pip_setting cert)
+    cert=${cert/#\~\//$HOME/}
     proxy=$(pip_setting proxy)
     [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
-    [ -z "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
+    [ ! -f "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
     [ -z "$proxy" ] || export ALL_PROXY="${ALL_PROXY:-$proxy}"
     caches=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/uv}
     mkdir -p "$caches" 2>/dev/null && [ -w "$caches" ] || export UV_NO_CACHE=1
@@ -166,13 +167,13 @@ stamp() {
 # Of programs, which /tmp often forbids.
 temporary_folder() {
     local folder
-    folder=$(mktemp -d --suffix=-horovod)
+    folder=$(mktemp -d --suffix=-horovod) || return
     printf '#!/bin/sh\n' >"$folder/program"
     chmod +x "$folder/program"
     if ! "$folder/program" 2>/dev/null; then
         rm -r "$folder"
-        mkdir -p "$here/../.venvs"
-        folder=$(mktemp -d "$here/../.venvs/.work-XXXXXX")
+        mkdir -p "$here/../.venvs" || return
+        folder=$(mktemp -d "$here/../.venvs/.tools-XXXXXX") || return
     fi
     echo "$folder"
 }
@@ -182,17 +183,25 @@ whole() {
     [ "$(cat "$1/.setup" 2>/dev/null)" -ef "$1" ] && "$1/bin/python" -c '' 2>/dev/null
 }
 
+# choose_name: sets `name` and `new` for `stamped`. The same disk may be seen under another path: an
+# environment that was made there may be in use there, and cannot be used here.
+choose_name() {
+    name=$stamped
+    new=${venv}s/$name
+    if [ -s "$new/.setup" ] && ! [ "$(cat "$new/.setup")" -ef "$new" ]; then
+        name+=-$(echo "$venv" | sha256sum | cut -c1-6)
+        [ -e "${venv}s/$name" ] || echo "note: $new was made for $(cat "$new/.setup"): if the project" \
+            "was moved from there, remove it" >&2
+        new=${venv}s/$name
+    fi
+}
+
 # One folder per stamp, so that running jobs, here or on other nodes, keep theirs; .venv is a link,
 # switched when the new one is complete.
 set_up_environment() {
-    local name new
-    name=$DEVICE-$(stamp | sha256sum | cut -c1-12)
-    new=${venv}s/$name
-    # The same disk under another path: there it may be in use, and here it cannot be used.
-    if [ -e "$new/.setup" ] && ! [ "$(cat "$new/.setup")" -ef "$new" ]; then
-        name+=-$(echo "$venv" | sha256sum | cut -c1-6)
-        new=${venv}s/$name
-    fi
+    local stamped name new
+    stamped=$DEVICE-$(stamp | sha256sum | cut -c1-12)
+    choose_name
     if [ "$(basename "$(readlink -f "$venv")")" = "$name" ] && whole "$venv"; then return; fi
     [ -L "$venv" ] || [ ! -e "$venv" ] || die "$venv is there and is no link: move it away"
     [[ $new != *[[:space:]]* ]] || die "Horovod cannot be built in a path with a space: $new"
@@ -201,6 +210,7 @@ set_up_environment() {
     exec 9>"${venv}s/.lock"
     # 1: another has it; else the disk has no locks, as flock says, and nothing keeps two apart.
     flock -n 9 || [ $? != 1 ] || { echo "waiting for another set-up in ${venv}s to end" && flock 9; }
+    choose_name # another path's set-up may have ended meanwhile
     if ! whole "$new"; then
         echo "$("$python" --version), $DEVICE: $new"
         check_machine "${venv}s"
@@ -238,7 +248,8 @@ if [ -n "$venv" ]; then
     set_up_environment
     exit
 fi
-begin "$(temporary_folder)" "$(mktemp --suffix=-horovod.log)"
+folder=$(temporary_folder) || die "no folder for temporary files: make room, or name one in TMPDIR"
+begin "$folder" "$(mktemp --suffix=-horovod.log)"
 [ "$mode" != --requirements ] || check_machine "$work"
 get_uv
 case $mode in

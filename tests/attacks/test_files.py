@@ -90,7 +90,7 @@ def test_links_raced_into_a_runs_folder_change_and_copy_nothing(tmp_path: Path):
     secret = tmp_path / "secret"
     secret.write_text(SECRET)
     for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
+        folder.chmod(folder.stat().st_mode | 0o055)
     config = Settings(run_dir=str(run), num_steps=9, trackers="")
     run_folder.begin(run, None, config, evaluates_first=False)
     sampler = Sampler(9, 9, micro_batches=1, seed=0, rank=0, size=1)
@@ -150,7 +150,7 @@ def test_nobody_locks_what_a_run_waits_for(
     for folder in (run, packed):
         folder.mkdir()
     for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
+        folder.chmod(folder.stat().st_mode | 0o055)
     (run / "summary.json").write_text("{}")
     (packed / "shard").write_bytes(b"five!")
     monkeypatch.setattr(remote, "_folder", str(tmp_path / "cache"))

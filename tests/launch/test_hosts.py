@@ -990,6 +990,7 @@ for pid in $pids; do wait $pid; echo $?; done
 sleep 0.3
 kill -KILL $others
 for pid in $others; do wait $pid; echo $?; done 2>/dev/null
+rm -r "$D"
 """
 
 

@@ -49,9 +49,9 @@ def test_the_docs_print_the_table_of_the_code():
 def test_a_run_that_ends_without_a_step(
     code: int, returned: int, *, starts: int, said: str
 ):
-    # Of 76, that the third start comes after the patience: also where a start takes half a second.
+    # Of 76, the third start comes after the patience, also where one takes nearly a second.
     pause = "1" if code == 76 else "0"
-    words = [*SUPERVISE, "--pause", pause, "--patience", "1.9"]
+    words = [*SUPERVISE, "--pause", pause, "--patience", "2.9"]
     words += ["--", "sh", "-c", f"echo start; exit {code}"]
     ended = run(words, 20)
     assert ended.code == returned and said in ended.output, ended.output
