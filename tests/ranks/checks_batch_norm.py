@@ -43,7 +43,7 @@ def check_sync_batch_norm_takes_one_collective_forward_and_one_backward(world):
 
     for rows in (2, 4):
         graph = run.get_concrete_function(tf.TensorSpec([rows, 4, 4, 3])).graph
-        collectives = list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
+        collectives = list(agreement.collectives(graph.as_graph_def(add_shapes=True)))
         assert len(collectives) == (2 if world.size > 1 else 0), collectives
         kernels = [op.type for op in graph.get_operations()]
         is_fused = "FusedBatchNormGradV3" in kernels

@@ -11,7 +11,16 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-from small_runs import FEATURES, Small, classifier, fit, folder, numbers, same
+from small_runs import (
+    CLASSES,
+    FEATURES,
+    Small,
+    classifier,
+    fit,
+    folder,
+    numbers,
+    same,
+)
 
 from hvdkit import logs
 from hvdkit.data.sampler import Sampler
@@ -371,8 +380,49 @@ def check_a_term_that_is_not_differentiated_gives_no_gradient(world):
         )
 
 
+def check_a_factor_that_begins_at_0_is_no_missing_gradient(world):
+    """As of a discriminator that joins later; with micro-batches."""
+
+    def make(run):
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch)
+                loss *= tf.cast(run.state.step > 0, loss.dtype)
+            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
+            return run.update(tape.gradient(loss, run.weights))
+
+        return step
+
+    def train(run):
+        step = make(run)
+        for batch in run.batches():
+            run.after_step(step(batch))
+
+    fit(world, Small, own_train=train, accumulation_steps=2, num_steps=2)
+
+
+def check_an_evaluation_in_which_ranks_would_meet_is_refused(world):
+    """At a save rank 0 alone evaluates samples."""
+
+    class Teacher(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            norm = keras.layers.BatchNormalization(center=False, scale=False)
+            self.teacher = keras.Sequential([keras.Input((CLASSES,)), norm])
+
+        def loss(self, outputs, targets):
+            return super().loss(self.teacher(outputs, training=True), targets)
+
+    if world.size > 1:
+        words = ("the evaluation exchanges", "training=False")
+        fit(world, Teacher, *words, code=WRONG_USE, bn_sync="full")
+    else:
+        fit(world, Teacher, bn_sync="full", num_steps=1)
+
+
 def check_what_a_task_holds_normalizes_and_draws_as_the_model_does(world):
-    """A teacher that is called in training, and noise of the task's own."""
+    """A teacher that is called in training."""
     made = []
 
     class Teacher(Small):
@@ -387,10 +437,11 @@ def check_what_a_task_holds_normalizes_and_draws_as_the_model_does(world):
     task = made[-1]
     norm, drop = task.teacher.layers
     assert type(norm) is batch_norm.SyncBatchNormalization
-    for seed in (drop.seed_generator, task.noise):
+    # Numbers of the task's own generator may change weights after the sum over ranks.
+    for seed, different in ((drop.seed_generator, world.size), (task.noise, 1)):
         drawn = keras.random.uniform([4], seed=seed).numpy().tolist()
         everyone = world.gather_objects(drawn, "draws")
-        assert len({tuple(draws) for draws in everyone}) == world.size
+        assert len({tuple(draws) for draws in everyone}) == different
 
 
 def check_a_step_that_is_not_finite_leaves_no_trace_of_what_the_step_itself_does(world):

@@ -68,7 +68,7 @@ def collectives(config, model, loss):
     graph = (
         summing(config, loss, model.trainable_variables).get_concrete_function().graph
     )
-    return list(agreement._collectives(graph.as_graph_def(add_shapes=True)))
+    return list(agreement.collectives(graph.as_graph_def(add_shapes=True)))
 
 
 def through_all(model, ids, training):

@@ -89,9 +89,7 @@ def check_what_a_step_exchanges_besides_gradients_does_not_grow_with_the_ranks(w
     """The loss's sums and the votes, however many ranks; each rank's own loss stays with it."""
     do, _ = regression_step(world, PLAIN)
     graph = do.step.graph.as_graph_def(add_shapes=True)
-    (totals,) = [
-        c for c in agreement._collectives(graph) if c.startswith("step.totals")
-    ]
+    (totals,) = [c for c in agreement.collectives(graph) if c.startswith("step.totals")]
     assert f"float32 [2, {6 + agreement.NUM_VOTES}]" in totals, totals
     result = do(*batch())
     by_rank = health.losses(world, 0, result)
@@ -118,7 +116,7 @@ def check_accumulation_reduces_once_a_step(world):
     """Two gradients and the sums, none of them inside of the loop over micro-batches."""
     do, _ = regression_step(world, dataclasses.replace(PLAIN, accumulation_steps=3))
     graph = do.step.graph.as_graph_def(add_shapes=True)
-    assert len(list(agreement._collectives(graph))) == 3
+    assert len(list(agreement.collectives(graph))) == 3
     called = {f.signature.name: f.node_def for f in graph.library.function}
     every = [*graph.node, *(node for nodes in called.values() for node in nodes)]
     bodies = [

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from hvdkit import whole_files
 from hvdkit.commands.jobs import sweep, sweep_trials
 from hvdkit.observe import records
 from ranks import PROJECT, launch
@@ -298,3 +299,12 @@ def test_without_optuna_it_says_how_to_install_it(start, monkeypatch, capfd):
     with pytest.raises(SystemExit, match="2"):
         start("--base_lr=0.1:1.0")
     assert "pip install optuna" in capfd.readouterr().err
+
+
+def test_a_disk_without_locks_is_told(start, monkeypatch, capsys):
+    def no_locks(path):
+        raise whole_files.NoLocks(38, "Function not implemented")
+
+    monkeypatch.setattr(whole_files, "lock", no_locks)
+    assert start("--base_lr=0.1:1.0", "--model=whole", "--trials=1") == 0
+    assert "has no locks: start one sweep there only" in capsys.readouterr().out

@@ -43,6 +43,19 @@ def test_weights_that_training_alone_needs_are_made_before_the_optimizer():
     assert len(model.trainable_variables) == 4
 
 
+class Ghost(keras.layers.Layer):
+    """Splits its batch in training, as a normalization by parts of it does; it has no weights."""
+
+    def call(self, x, training=False):
+        return tf.concat(tf.split(x, 2), 0) if training else x
+
+
+def test_a_model_that_takes_no_single_sample_in_training_is_built():
+    x = keras.Input((3,))
+    model = keras.Model(x, keras.layers.Dense(3)(Ghost()(x)))
+    task_checks.build_variables(model, {"inputs": tf.zeros([1, 3])})
+
+
 def tried(methods: dict) -> dict[str, tf.Tensor]:
     """Calls the task's functions as a run does before its first step; its sums, symbolic."""
     task = type("Task", (Base,), methods)(Settings())

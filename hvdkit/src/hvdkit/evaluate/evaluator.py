@@ -14,6 +14,7 @@ import tensorflow as tf
 from hvdkit.data.pipeline import EvaluationFeed, line_of, reason_of
 from hvdkit.evaluate import metrics
 from hvdkit.logs import join
+from hvdkit.ranks import agreement
 from hvdkit.ranks.messages import heartbeat
 from hvdkit.ranks.world import raw, say, unoptimized
 from hvdkit.settings import Settings
@@ -94,6 +95,7 @@ class Evaluator:
                 }
                 self._changed = [v for v in self._changed if id(v.handle) in assigned]
                 graph_checks.check_state(graph, self._state, "the evaluation")
+                _check_alone(graph)
                 try:
                     outputs, _, batch_sums, rows = self._step(batch)
                 except tf.errors.OpError as error:
@@ -504,3 +506,14 @@ def stopped_improving(config: Settings, step: int, best_step: int) -> bool:
     if not every or not config.early_stop_evals:
         return False
     return step // every - best_step // every >= config.early_stop_evals
+
+
+def _check_alone(graph: tf.Graph) -> None:
+    """Raises ValueError where ranks would meet: each evaluates as many batches as it has."""
+    collectives = list(agreement.collectives(graph.as_graph_def(add_shapes=True)))
+    if collectives:
+        raise ValueError(
+            f"the evaluation exchanges {join(collectives)} between ranks, of which each has "
+            "batches of its own: call batch norms with training=False in predict, loss and sums, "
+            "or take another --bn_sync than full"
+        )

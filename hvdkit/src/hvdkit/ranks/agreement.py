@@ -192,8 +192,8 @@ def check_collectives(
     world: World, step: tf.types.experimental.ConcreteFunction
 ) -> None:
     """Raises Stop on all ranks when the traced step's collectives differ from rank 0's."""
-    collectives = sorted(_collectives(step.graph.as_graph_def(add_shapes=True)))
-    everyone, ranks = world.compare(collectives, "agreement.collectives")
+    of_step = sorted(collectives(step.graph.as_graph_def(add_shapes=True)))
+    everyone, ranks = world.compare(of_step, "agreement.collectives")
     if ranks:
         first = set(everyone[0])
         other = set(everyone[ranks[0]])
@@ -263,7 +263,7 @@ def _tables(step: tf.types.experimental.ConcreteFunction) -> Iterable[np.ndarray
                 yield values
 
 
-def _collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
+def collectives(graph: tf.compat.v1.GraphDef) -> Iterable[str]:
     """Name, type and shape of each Horovod operation in a graph and the functions it calls."""
     inner = (function.node_def for function in graph.library.function)
     for node in itertools.chain(graph.node, *inner):

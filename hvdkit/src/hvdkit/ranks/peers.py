@@ -49,7 +49,7 @@ _ASKED_AT_ONCE = 64
 _LEFT_ALONE = re.compile(
     r"Horovod has been shut down|(a rank|rank \d+) [^:\n]* waited in exchange \d+ \([^)]*\)"
     # In the middle of a sum it says what Gloo or NCCL says.
-    r"|gloo/transport/[^\n]*(?:Connection closed|Read error|Write error|Timed out|timeout)"
+    r"|gloo/transport/[^\n]*(?:Connection closed|Read error|Write error|Timed out|timeout)[^\n]*"
     r"|NCCL (?:async )?error[^\n]*"
 )
 # How many lower ranks each rank that is left asks at once, where there are thousands.
@@ -167,8 +167,8 @@ class Peers:
                 how == "gone" for how in missing.values()
             )
             if over and self._rank == min(set(range(len(self._places))) - set(missing)):
-                of_exchange = f" ({reason})" if "exchange" in reason else ""
-                complain(self._sentence(missing) + of_exchange)
+                shown = "" if reason.startswith("Horovod has been") else f" ({reason})"
+                complain(self._sentence(missing) + shown)
                 if len(missing) < len(self._places) - 1:
                     time.sleep(_SPOKEN)
                 return
@@ -249,7 +249,7 @@ class Peers:
 
     def _sentence(self, missing: dict[int, str]) -> str:
         if not missing:
-            return "Horovod was shut down though all ranks are there: its own lines above say why"
+            return "the run ends: a sum over ranks failed though all ranks are there"
         # A rank may have ended because another hangs.
         hangs = {rank: how for rank, how in missing.items() if how != "gone"} or missing
         parts = [

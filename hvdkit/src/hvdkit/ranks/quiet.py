@@ -49,7 +49,8 @@ def _check_environment() -> None:
 def _check_cpu() -> None:
     """TensorFlow would abort, and what it says then is held back here."""
     flags = fingerprint.flags_of_cpu()
-    if os.uname().machine == "x86_64" and flags and "avx" not in flags:
+    # An emulator may show another processor's.
+    if "sse2" in flags and "avx" not in flags:
         refuse(
             f"the CPU of {os.uname().nodename} has no AVX, which TensorFlow needs: it is old, or a "
             "virtual machine hides it (choose the host's CPU type)"

@@ -45,14 +45,14 @@ _IPC_PRIVATE = 0
 _IPC_RMID = 0
 _INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # eth0,10.0.0.0/24
 _EXCLUDE = "OMPI_MCA_btl_tcp_if_exclude"
-# Where Open MPI reads settings besides the environment: the user's, and those of the installation
-# in an environment, a module or Debian's packages; the first file that has one counts.
-_MPI_SETTINGS = (
-    "~/.openmpi/mca-params.conf",
-    "{prefix}/etc/openmpi-mca-params.conf",
-    "/etc/openmpi/openmpi-mca-params.conf",
-)
+# Where Open MPI reads settings besides the environment, unless _FILES names others: the user's, and
+# those of the installation, which Debian keeps elsewhere.
+_OF_USER = "~/.openmpi/mca-params.conf"
+_OF_INSTALLATION = "etc/openmpi-mca-params.conf"
+_OF_DEBIAN = "/etc/openmpi/openmpi-mca-params.conf"
 _FILES = "OMPI_MCA_mca_base_param_files"
+# What the launcher said, where the environment had to be changed.
+_included = ""
 _NCCL_SETTINGS = ("~/.nccl.conf", "/etc/nccl.conf")
 # Horovod's cycle in milliseconds. At 0 its thread never rests, and exchanges take longer.
 _SHORT_CYCLE = "0.1"
@@ -69,7 +69,9 @@ def ways() -> list[tuple[str, str]]:
         for entry in addresses:
             if entry.family == socket.AF_INET:
                 all_ways.append((name, entry.address))
-    include = os.environ.get(_INCLUDE) or _of_mpi_files("btl_tcp_if_include")
+    include = (
+        os.environ.get(_INCLUDE) or _included or _of_mpi_files("btl_tcp_if_include")
+    )
     networks = include.split(",")
     chosen = [
         way for way in all_ways if any(_is_in(network, way) for network in networks)
@@ -115,6 +117,7 @@ def tell_networks() -> None:
     """NCCL the network that MPI was told to use; where there is none, neither takes what leads to
     no other host: an idle docker0 has the same address on every host, where connections wait for
     ever. What whoever started the run has set stays, also in files of Open MPI and NCCL."""
+    global _included
     names = sorted({name for name, _ in ways()})
     if not names:  # Ranks of one host need loopback.
         return
@@ -127,21 +130,32 @@ def tell_networks() -> None:
         if not excluded_by_file:
             return
         # Open MPI takes one of the two: what was included is all that is not excluded.
-        del os.environ[_INCLUDE]
+        _included = os.environ.pop(_INCLUDE)
     others = [name for name in psutil.net_if_addrs() if name not in names]
     excluded = dict.fromkeys([*excluded_by_file.split(","), *others])
+    if _included:  # It comes before what a file says of the same network.
+        taken = [way for way in ways() if way[0] in names]
+        excluded = dict.fromkeys(
+            network
+            for network in excluded
+            if not any(_is_in(network, way) for way in taken)
+        )
     os.environ[_EXCLUDE] = ",".join(name for name in excluded if name)
 
 
 def _of_mpi_files(setting: str) -> str:
     """What the files of Open MPI's settings say; "" where they say nothing."""
-    prefixes = [os.environ.get("OPAL_PREFIX", ""), sys.prefix]
-    if mpirun := shutil.which("mpirun"):
-        prefixes.append(str(Path(mpirun).resolve().parent.parent))
-    files = re.split("[:,]", os.environ.get(_FILES, ""))
-    for pattern in _MPI_SETTINGS:
-        files += [pattern.format(prefix=prefix) for prefix in prefixes if prefix]
-    for file in filter(None, files):
+    files = [file for file in re.split("[:,]", os.environ.get(_FILES, "")) if file]
+    if not files:
+        files = [_OF_USER]
+        prefixes = [os.environ.get("OPAL_PREFIX", ""), sys.prefix]
+        if mpirun := shutil.which("mpirun"):
+            prefixes.append(str(Path(mpirun).resolve().parent.parent))
+        for prefix in filter(None, prefixes):
+            files.append(str(Path(prefix, _OF_INSTALLATION)))
+        if "/usr" in prefixes:
+            files.append(_OF_DEBIAN)
+    for file in files:
         value = _value_in(Path(file), setting)
         if value:
             return value
@@ -159,7 +173,7 @@ def _value_in(file: Path, setting: str) -> str:
         text = file.expanduser().read_text(errors="replace")
     except (OSError, RuntimeError):  # RuntimeError: there is no home.
         return ""
-    lines = re.findall(rf"^\s*{setting}\s*=\s*([^#\n]*)", text, re.MULTILINE)
+    lines = re.findall(rf"^[ \t]*{setting}[ \t]*=[ \t]*([^#\n]*)", text, re.MULTILINE)
     return lines[-1].strip() if lines else ""
 
 

@@ -72,7 +72,9 @@ def run_on(
     world: World, settings: Settings, train: Callable, *, stop_signal: StopSignal
 ) -> None:
     """A run on connected ranks; once more where it goes back. Raises Stop, on every rank."""
-    agreement.check_settings(world, settings, absl_flags.values_of_the_fork())
+    flags = absl_flags.values_of_the_fork()
+    values = {name.removeprefix("--"): value for name, value in flags.items()}
+    agreement.check_settings(world, settings, values)
     if settings.bn_sync == "full":
         exchange.start(world, settings.stall_shutdown_s)
     back = None

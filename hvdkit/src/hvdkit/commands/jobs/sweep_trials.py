@@ -75,13 +75,16 @@ class Sweep:
         self._gpus = _gpus() if arguments.jobs > 1 and "srun" not in programs else []
 
         folder = arguments.folder
+        self.lock: contextlib.AbstractContextManager
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self.lock = whole_files.lock(folder / ".lock")
         except whole_files.NoLocks:
-            complain(
+            self.lock = contextlib.nullcontext()
+            note = (
                 f"note: the disk of {folder} has no locks: start one sweep there only"
             )
+            print(printable(note), flush=True)
         except BlockingIOError:
             raise NotNow(
                 f"{folder} is in use by another sweep: wait for its end"

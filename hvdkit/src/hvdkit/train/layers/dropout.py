@@ -120,7 +120,7 @@ class Seeds:
         made: Sequence[keras.random.SeedGenerator],
         evaluating: bool = False,
     ) -> None:
-        self.variables = [raw(generator.state) for generator in made]
+        self.variables = [raw(each.state) for each in made if draws_by_rank(each)]
         # Keys of samples are drawn under the key `seed`; the highest bits make this another key.
         self._key = seed | 1 << 63 | int(evaluating) << 62
 

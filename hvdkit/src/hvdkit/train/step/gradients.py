@@ -87,10 +87,13 @@ class MicroBatches:
             # A tape's own upstream is the constant 1.
             if len(upstreams) == 1 and tf.get_static_value(upstreams[0]) == 1.0:
                 return [gradients[0].get(place) for place in range(len(self._weights))]
-            # A term that is not differentiated has a constant 0: its weights have no gradient.
+            # In a graph a term that is not differentiated has a constant 0: its weights have no
+            # gradient. In a trial, without one, every value is known, and 0 may be a factor's.
             used = []
             for place, upstream in enumerate(upstreams):
-                value = tf.get_static_value(upstream)
+                value = None
+                if tf.is_symbolic_tensor(upstream):
+                    value = tf.get_static_value(upstream)
                 if value is None or np.any(value != 0.0):
                     used.append(place)
             return programs.run(

@@ -44,24 +44,43 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
         outputs = outputs[name]
     shape = weights.shape.as_list()
     masks = {}
+    of_fewer_axes = {}
     for output in tf.nest.flatten(outputs):
         mask = getattr(output, "_keras_mask", None)
         if mask is None or not mask.shape.rank:
             continue
-        if mask.shape.as_list() == shape[: mask.shape.rank]:
+        if mask.shape.as_list() == shape:
             masks[id(mask)] = mask
+        elif mask.shape.as_list() == shape[: mask.shape.rank]:
+            of_fewer_axes[id(mask)] = mask
+    if not masks and len(of_fewer_axes) == 1:
+        return _hidden(weights, *of_fewer_axes.values())
     if len(masks) > 1:
         raise ValueError(
             f"the task's loss: its outputs have {len(masks)} masks of padding: return a dict of "
             "terms, each with the name of its output"
         )
     for mask in masks.values():
-        ones = [1] * (len(shape) - mask.shape.rank)
-        shown = tf.reshape(
-            mask, tf.concat([tf.shape(mask), tf.constant(ones, tf.int32)], 0)
-        )
-        weights = tf.where(tf.cast(shown, tf.bool), weights, tf.zeros_like(weights))
+        weights = _hidden(weights, mask)
     return weights
+
+
+def _hidden(weights: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """The weights, 0 where the mask of their first axes hides; as they are where it does not fit.
+
+    In evaluation sizes are not known before a batch is there.
+    """
+    ones = [1] * (weights.shape.rank - mask.shape.rank)
+    sizes = tf.concat([tf.shape(mask), tf.constant(ones, tf.int32)], 0)
+
+    def hidden() -> tf.Tensor:
+        shown = tf.cast(tf.reshape(mask, sizes), tf.bool)
+        return tf.where(shown, weights, tf.zeros_like(weights))
+
+    if not ones or None not in mask.shape.as_list():
+        return hidden()
+    fits = tf.reduce_all(tf.shape(mask) == tf.shape(weights)[: mask.shape.rank])
+    return tf.ensure_shape(tf.cond(fits, hidden, lambda: weights), weights.shape)
 
 
 def terms(returned: Any, samples: int | None) -> Terms:

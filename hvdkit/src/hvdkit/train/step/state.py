@@ -37,7 +37,8 @@ class TaskState:
       variables: these, the fingerprint of each lookup table, table/0000, and by what a LoRA layer
         multiplies its factors, lora/ and the name of the first.
       layers: all of the model and of the task, at any depth.
-      generators: their seed generators, and those that the task holds by themselves.
+      generators: their seed generators. One that the task holds by itself may draw outside of
+        forward passes too, so it draws alike on all ranks.
     """
 
     def __init__(
@@ -48,7 +49,6 @@ class TaskState:
         self.of_new_run: list[str] = []
         self._seen = {id(raw(v)) for v in (*model.variables, *others)}
         self._roots = [model]
-        self._bare_generators: list[keras.random.SeedGenerator] = []
         attributes = vars(task) if task else {}
         self._visit(dict(sorted(attributes.items())), "task")
         layers = {}
@@ -56,8 +56,7 @@ class TaskState:
             for layer in root._flatten_layers():
                 layers[id(layer)] = layer
         self.layers = list(layers.values())
-        generators = [*dropout.generators(self.layers), *self._bare_generators]
-        self.generators = list({id(each): each for each in generators}.values())
+        self.generators = dropout.generators(self.layers)
         self.variables = dict(self.of_task)
         self._tables: list[tuple[keras.Layer, tf.Variable]] = []
         for layer in self.layers:
@@ -90,8 +89,6 @@ class TaskState:
                 self.of_task[f"{name}/{place:04d}{ending}"] = variable
         if isinstance(value, keras.Layer):
             self._roots.append(value)
-        if isinstance(value, keras.random.SeedGenerator):
-            self._bare_generators.append(value)
         if isinstance(value, _MADE_ANEW):
             self.of_new_run.append(name)
 
@@ -109,11 +106,14 @@ class TaskState:
             if finalize_state:
                 finalize_state()
         for layer, fingerprint in self._tables:
-            if int(fingerprint) != _table(layer):
+            # Checkpoints before 2026-12 leave out frequencies.
+            tables = (_table(layer), _table(layer, with_frequencies=False))
+            if int(fingerprint) not in tables:
                 raise ValueError(
-                    f"{layer.path or layer.name} has another vocabulary or other boundaries than "
-                    "on rank 0, or than when the checkpoint was written: give them to the layer, "
-                    "or adapt it on the same data on every rank and at every start"
+                    f"{layer.path or layer.name} has another vocabulary, other frequencies or "
+                    "other boundaries than on rank 0, or than when the checkpoint was written: "
+                    "give them to the layer, or adapt it on the same data on every rank and at "
+                    "every start"
                 )
         for layer, first, scale in lora_factors(self.layers):
             known = float(self._scales[id(first)])
@@ -155,7 +155,7 @@ def _variables_of(value: Any) -> list[tuple[Variable, str]]:
     return []
 
 
-def _table(layer: keras.Layer) -> int | None:
+def _table(layer: keras.Layer, *, with_frequencies: bool = True) -> int | None:
     """63 bits of a layer's vocabulary, with its frequencies, or boundaries; None: it has none."""
     entries = getattr(layer, "bin_boundaries", None)
     if entries is None and hasattr(layer, "get_vocabulary"):
@@ -164,8 +164,10 @@ def _table(layer: keras.Layer) -> int | None:
         return None
     # Of TF-IDF the layer computes with constants that it makes of these.
     frequencies = getattr(layer, "idf_weights", None)
-    if frequencies is not None:
-        entries = [*entries, *tf.reshape(frequencies, [-1]).numpy().tolist()]
+    if frequencies is not None and with_frequencies:
+        numbers = tf.reshape(frequencies, [-1]).numpy().tolist()
+        # Other processors may round the last digits of a logarithm otherwise.
+        entries = [*entries, *[f"{number:.5g}" for number in numbers]]
     digest = hashlib.sha256(repr([str(entry) for entry in entries]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -165,7 +165,10 @@ def build_variables(model: Any, example: Example) -> None:
             model(inputs, training=False)
         # Tracing makes the variables that only training needs, and changes no state.
         called = tf.function(lambda x: model(x, training=True), autograph=False)
-        called.get_concrete_function(inputs)
+        # A functional model may take no single sample in training, as one that splits its batch.
+        unfit = (Exception,) if is_functional else ()
+        with contextlib.suppress(*unfit):
+            called.get_concrete_function(inputs)
     if not model.trainable_variables:
         raise ValueError(f"the model {model.name} has no variable to train")
     _check_upsampling(model)

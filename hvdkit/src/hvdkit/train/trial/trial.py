@@ -132,11 +132,19 @@ def _by_ranks(step: Step) -> bool:
 def _is_needed(step: Step, mixes: bool) -> bool:
     if not objective.divides(step.settings, step.world.size):
         return False
-    if step.draws_by_place:
-        return _by_ranks(step) and step.combiner.changes()
-    if _is_of_user(step) or across.used or step.adds_of_samples or mixes:
+    is_asked = _is_of_user(step) or across.used or step.adds_of_samples or mixes
+    if is_asked and not step.draws_by_place:
         return True
-    return _by_ranks(step) and step.combiner.changes()
+    return _by_ranks(step) and _changes_state(step)
+
+
+def _changes_state(step: Step) -> bool:
+    """Whether a forward pass of any of the step's functions changes what ranks share."""
+    for _, _, assigned in step.functions:
+        step.combiner.begin(assigned)
+        if step.combiner.changes():
+            return True
+    return False
 
 
 def _plan(step: Step) -> Plan:
