@@ -95,7 +95,8 @@ def test_values_of_label_pictures_are_mapped_by_a_flag_or_a_file(
     tmp_path: Path, flag, expected
 ):
     readers.write_pairs(tmp_path, {"a": (readers.noise(0, 4, 4), MASK)}, "train", "val")
-    (tmp_path / "map.txt").write_text(flag.replace(",", "\n") + "\n")
+    # As some editors write it.
+    (tmp_path / "map.txt").write_text(flag.replace(",", "\r\n") + "\r\n", "utf-8-sig")
     flags = [f"--data_dir={tmp_path}", "--num_classes=2"]
     for label_map in (flag, tmp_path / "map.txt"):
         config = parse(["train.py", *flags, f"--label_map={label_map}"])

@@ -41,6 +41,17 @@ def test_an_epoch_has_every_sample_in_these_shares(sizes, shares, expected):
     )
 
 
+def test_what_comes_once_more_is_spread_over_the_set():
+    """Readers list class by class: repetitions of the first samples would be those of few."""
+    mixed = Mixture((numbers(0, 3000), 3), (numbers(10_000, 600), 1))
+    counts = Counter(int(sample["label"]) for sample in readers.read_all(mixed))
+    by_class = [
+        sum(counts[10_000 + 120 * number + n] for n in range(120))
+        for number in range(5)
+    ]
+    assert by_class == [200] * 5
+
+
 def test_packed_sets_are_read_ahead_and_others_alike(tmp_path):
     for name, seeds in (("a", (1, 2, 3)), ("b", (4,))):
         pictures = np.stack([readers.noise(seed) for seed in seeds])

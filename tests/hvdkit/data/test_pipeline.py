@@ -18,6 +18,7 @@ from hvdkit.data.pipeline import EvaluationFeed, Replaced, TrainingFeed, reader
 from hvdkit.data.sampler import Sampler
 from hvdkit.data.source import Arrays
 from hvdkit.train.step import losses
+from ranks import launch
 
 SOURCE = Arrays(x=np.arange(40))
 
@@ -449,6 +450,44 @@ def test_small_samples_read_at_once_have_the_bits_of_each(monkeypatch, large: bo
 )
 def test_what_may_be_otherwise_among_many_is_read_one_by_one(transform):
     assert not reader(SMALL_SAMPLES, transform, keyed=False).is_exact_at_once
+
+
+# Prints how many different sums 25 runs have, in a process of its own: as TensorFlow starts.
+SUMS = """
+import hvdkit.ranks.quiet
+import sys
+import numpy as np
+import tensorflow as tf
+from hvdkit.data.pipeline import TrainingFeed, reader
+from hvdkit.data.sampler import Sampler
+from hvdkit.data.source import Arrays
+from hvdkit.run import main
+from hvdkit.settings import Settings
+
+def example(sample, key):
+    a, b, c, d = tf.unstack(sample["x"])
+    return {"inputs": tf.stack([a + b + c + d, a - b, c - d]), "targets": ()}
+
+def work(world, stop_signal):
+    draw = np.random.default_rng(0)
+    microphones = Arrays(x=draw.normal(size=(64, 4, 2000)).astype(np.float32))
+    made = reader(microphones, example, keyed=True)
+    results = set()
+    for _ in range(25):
+        sampler = Sampler(64, 16, micro_batches=1, seed=5, rank=0, size=1)
+        with TrainingFeed(sampler, made, num_steps=4) as feed:
+            batches = [feed.next()["inputs"] for _ in range(4)]
+        results.add(b"".join(batch.numpy().tobytes() for batch in batches))
+    print(len(results))
+
+sys.exit(main.with_ranks(Settings(deterministic=True, cpu_threads=2), work))
+"""
+
+
+def test_a_deterministic_run_adds_up_in_one_order():
+    """Else TensorFlow joins three additions, in an order that depends on threads."""
+    ended = launch(1, ["-c", SUMS])
+    assert ended.output.splitlines()[-1] == "1", ended.output
 
 
 def test_a_bad_sample_among_many_read_at_once_is_named():

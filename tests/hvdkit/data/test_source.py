@@ -36,6 +36,13 @@ def test_arrays_that_tensorflow_would_read_as_others_are_refused(dtype: str):
     refused(lambda: Arrays(odd=np.zeros(3, dtype)), "array odd is of ", "byte order")
 
 
+def test_masked_values_are_no_numbers():
+    masked = np.ma.masked_greater(np.array([1.0, 2.0, 9.97e36, 4.0]), 1e30)
+    refused(lambda: Arrays(x=masked), "array x has masked values", "filled")
+    sound = Arrays(x=np.ma.masked_greater(np.array([1.0, 2.0]), 1e30))
+    assert float(sound.read(tf.constant(1))["x"]) == 2.0
+
+
 def test_what_is_shipped_is_what_scikit_learn_has():
     """SHA-256 of load_digits and load_sample_images as arrays of bytes."""
     arrays = [*shipped.digits(), *shipped.photographs()]

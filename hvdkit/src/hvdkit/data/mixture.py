@@ -16,7 +16,8 @@ class Mixture(ReadAhead):
     """Sources as one: `Mixture((streets, 3), (rain, 1))` has three of `streets` for one of `rain`.
 
     An epoch is as short as holds each sample of each set at least once, with these shares to within
-    a sample: a set that is small for its share comes several times, each time augmented anew.
+    a sample: a set that is small for its share comes several times, each time augmented anew, and
+    each of its samples equally often, or once more: those are spread over the whole set.
     If all are packed (`Records`) they are read ahead; others are read where they are decoded,
     whole, and lose "file".
     ValueError: a share that is not above 0, or sets of other classes or kinds of labels.
@@ -39,7 +40,8 @@ class Mixture(ReadAhead):
 
         self._sizes = np.array([len(source) for source in self._sources])
         counts = np.array(shares) * max(self._sizes / shares)
-        self._ends = np.cumsum(np.ceil(counts - 1e-6).astype(np.int64))
+        self._counts = np.ceil(counts - 1e-6).astype(np.int64)  # of an epoch, by set
+        self._ends = np.cumsum(self._counts)
         self._starts = np.append(0, self._ends)
         self._packed = [source for source in self._sources if type(source) is Records]
         self.reads_ahead = len(self._packed) == len(sets)
@@ -55,7 +57,8 @@ class Mixture(ReadAhead):
     def _place(self, indices: Any) -> tuple[np.ndarray, np.ndarray]:
         """The number of each sample's set, and its index there."""
         numbers = np.searchsorted(self._ends, indices, "right")
-        return numbers, (indices - self._starts[numbers]) % self._sizes[numbers]
+        place = indices - self._starts[numbers]
+        return numbers, place * self._sizes[numbers] // self._counts[numbers]
 
     def fetch(self, indices: np.ndarray) -> list[np.ndarray]:
         numbers, set_indices = self._place(indices)
@@ -73,8 +76,9 @@ class Mixture(ReadAhead):
         if self.reads_ahead:
             return super().read(index)
         number = tf.searchsorted(self._ends, [index], "right")[0]
-        start = tf.gather(self._starts, number)
-        set_index = (index - start) % tf.gather(self._sizes, number)
+        place = index - tf.gather(self._starts, number)
+        size = tf.gather(self._sizes, number)
+        set_index = place * size // tf.gather(self._counts, number)
         forms = {}
 
         def sample(place: int) -> Parts:
@@ -102,7 +106,8 @@ class Mixture(ReadAhead):
 
     def fingerprint(self) -> str:
         prints = [source.fingerprint() for source in self._sources]
-        return digest(zip(prints, self._ends.tolist()))
+        # "spread": repetitions once began with a set's first samples.
+        return digest([("spread", 0), *zip(prints, self._ends.tolist())])
 
 
 def _common(name: str, values: list) -> object:

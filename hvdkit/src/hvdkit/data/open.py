@@ -13,7 +13,7 @@ from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.pipeline import as_written
 from hvdkit.data.readers import listing, pictures, remote
 from hvdkit.data.scoped import Scoped
-from hvdkit.data.source import Source, Synthetic, is_listed
+from hvdkit.data.source import Source, Synthetic, Wrapper, is_listed
 from hvdkit.settings import Settings
 from hvdkit.settings.data import PACK_ONLY, READERS
 
@@ -98,8 +98,17 @@ def check_once(*sources: Source) -> None:
 
 def trained_on_too(train: Source, val: Source) -> int:
     """How many validation pictures are also trained on; known for listed files only."""
+    train = _listed(train)
+    val = _listed(val)
     shared_with = getattr(train, "shared_with", None)
     return shared_with(val) if shared_with and type(train) is type(val) else 0
+
+
+def _listed(source: Source) -> Source:
+    """The source below those that change its numbers, as of classes."""
+    while isinstance(source, Wrapper):
+        source = source._source
+    return source
 
 
 def doubt(source: Source) -> str:
@@ -175,13 +184,15 @@ def _read(config: Settings, split: str, data_format: str) -> Source:
 def _check_number(
     config: Settings, source: Source, *, split: str, data_format: str
 ) -> None:
-    known = getattr(source, "num_classes", config.num_classes)
+    named = len(classes.of(source))
+    known = named or getattr(source, "num_classes", config.num_classes)
     if known == 1 and data_format == "class_folders":
         raise ValueError(
             f"--data_format={data_format}: {one_class(Path(config.data_dir, split))}"
         )
-    # A packed split knows only the classes that occur in it; the whole set may have more.
-    too_few = known < config.num_classes and data_format != "records"
+    # A packed split without names knows only the classes that occur in it.
+    may_have_more = data_format == "records" and not named
+    too_few = known < config.num_classes and not may_have_more
     if too_few or known > config.num_classes:
         raise ValueError(
             f"--num_classes={config.num_classes}: {config.data_dir} ({data_format}, split {split}) "

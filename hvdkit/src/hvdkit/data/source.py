@@ -163,9 +163,13 @@ class Arrays(ReadAhead):
     """
 
     def __init__(self, **arrays: np.ndarray) -> None:
-        self._arrays = {name: np.asanyarray(array) for name, array in arrays.items()}
-        for name, array in self._arrays.items():
-            _check_type(name, array)
+        for name, array in arrays.items():
+            _check_type(name, np.asanyarray(array))
+        self._arrays = {}
+        for name, array in arrays.items():
+            # A memmap stays one; a mask that hides nothing goes.
+            is_masked = isinstance(array, np.ma.MaskedArray)
+            self._arrays[name] = np.asanyarray(array.data if is_masked else array)
         lengths = {name: len(array) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1 or 0 in lengths.values():
             raise ValueError(
@@ -219,6 +223,11 @@ class Arrays(ReadAhead):
 
 def _check_type(name: str, array: np.ndarray) -> None:
     """Raises ValueError for an array that TensorFlow does not take, or takes for other numbers."""
+    if np.ma.is_masked(array):
+        raise ValueError(
+            f"array {name} has masked values, below which are other numbers: give "
+            f"{name}.filled(np.nan), or leave those samples out"
+        )
     try:
         # An array of objects holds addresses, which differ between ranks.
         known = (

@@ -229,6 +229,26 @@ class World:
 
 
 @contextlib.contextmanager
+def arithmetic_as_written(config: Settings) -> Iterator[None]:
+    """With --deterministic sums are added up as they are written, inside; call it before `connect`.
+
+    TensorFlow's optimizer of graphs makes one AddN of a + b + c + d, which begins with whatever
+    addend has a buffer to reuse: that depends on threads, and op determinism knows nothing of it.
+    Pipelines of data take the option that was set when TensorFlow started.
+    """
+    if not config.deterministic:
+        yield
+        return
+    name = "arithmetic_optimization"
+    before = tf.config.optimizer.get_experimental_options().get(name, True)
+    tf.config.optimizer.set_experimental_options({name: False})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
+
+
+@contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
     """For what runs once: TensorFlow takes longer to optimize its graph than to run it."""
     name = "disable_meta_optimizer"

@@ -105,6 +105,11 @@ def with_ranks(
         return WRONG_USE
     if config.bn_sync == "full" and not exchange.is_expected():
         start.shorten_cycle()
+    with world_lib.arithmetic_as_written(config):
+        return _connected(config, work, stop_signal)
+
+
+def _connected(config: Settings, work: Work, stop_signal: StopSignal) -> int:
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:

@@ -298,7 +298,7 @@ def label_values(label_map: str) -> dict[int, int | None]:
         try:
             text = whole_files.read(
                 Path(text), whole_files.JSON_BYTES, links=True
-            ).decode()
+            ).decode("utf-8-sig")
         except OSError as error:
             raise ValueError(f"--label_map={label_map}: {error.strerror}") from None
         except ValueError:  # It is not UTF-8.

@@ -12,7 +12,8 @@ import tensorflow as tf
 from refusals import refused
 
 from hvdkit.data import source
-from hvdkit.data.open import trained_on_too
+from hvdkit.data.open import open_sources, trained_on_too
+from hvdkit.data.prepare import pack
 from hvdkit.data.readers.class_folders import ClassFolders
 from hvdkit.settings import Settings
 from tasks import classification
@@ -42,6 +43,38 @@ def test_the_pictures_of_an_evaluation_have_the_names_of_classes(root, monkeypat
 
 def fails(root: Path, *parts: object):
     refused(lambda: ClassFolders(root, "train"), *parts)
+
+
+def test_a_class_without_pictures_of_a_split_is_refused(tmp_path: Path):
+    """Where classes come before splits, as where splits come before classes."""
+    for name, count in (("ant", 1), ("bee", 1), ("zebra", 0)):
+        (tmp_path / name / "train").mkdir(parents=True)
+        for number in range(count):
+            readers.save(tmp_path / name / "train" / f"{number}.png", readers.noise(1))
+    (tmp_path / "notes").mkdir()
+    fails(tmp_path, "zebra/train has no picture", "remove")
+    shutil.rmtree(tmp_path / "zebra")
+    assert ClassFolders(tmp_path, "train").class_names == ["ant", "bee"]
+
+
+def test_pictures_that_are_also_trained_on_are_counted_where_val_lacks_a_class(root):
+    for folder in sorted((root / "train").iterdir())[:2]:
+        shutil.rmtree(root / "val" / folder.name, ignore_errors=True)
+    folder = root / "val" / "n10"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(root / "train" / "n10", folder)
+    config = Settings(data_dir=str(root), data_format="class_folders", num_classes=3)
+    train, val = open_sources(config, "class_folders")
+    assert trained_on_too(train, val) == len(val) > 0
+
+
+def test_a_packed_set_that_names_its_classes_has_so_many(root, tmp_path):
+    out = tmp_path / "packed"
+    for split in ("train", "val"):
+        source = ClassFolders(root, split)
+        pack.pack(source, out, split, shards=1, packed_from="folders")
+    config = Settings(data_dir=str(out), data_format="records", num_classes=5)
+    refused(lambda: open_sources(config, "class_folders"), "give --num_classes=3")
 
 
 def test_samples_are_ordered_by_class_and_name(root: Path):

@@ -117,7 +117,12 @@ class ClassFolders:
 
 def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Packed]:
     """Classes, the folder of each in `root`, how many pictures each has, and these."""
-    places, _ = layout.arranged(root, split=split)
+    places, left_out = layout.arranged(root, split=split)
+    for folder in left_out:
+        if split and (folder / split).is_dir():
+            raise ValueError(
+                f"{folder / split} has no picture: add some, or remove {folder}"
+            )
     for place in places:
         if place.kind:
             raise ValueError(
