@@ -16,9 +16,13 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-# At the root of a project, or where the repository keeps it.
 lock=$here/../uv.lock
-[ -e "$lock" ] || lock=$here/../template/uv.lock
+if [ ! -e "$lock" ]; then
+    # The repository keeps it beside a link to its requirements.txt; a neighbour has its own.
+    for lock in "$here"/../*/uv.lock; do
+        [ ! "$(dirname "$lock")/requirements.txt" -ef "$here/../requirements.txt" ] || break
+    done
+fi
 project=$(dirname "$(readlink -f "$lock")")
 python=${PYTHON:-python3}
 cache=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/horovod-wheels}
