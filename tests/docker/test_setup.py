@@ -451,3 +451,21 @@ def test_the_list_of_packages_names_the_engine_and_the_licenses():
     [engine] = parts["components"]
     assert engine["name"] == "hvdkit" and engine["licenses"] == mit
     assert engine["version"] == importlib.metadata.version("hvdkit")
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks"), [(None, 4), ("1", 1), ("0,2", 2), ("", 2), ("-1", 2)]
+)
+def test_make_train_starts_a_rank_for_each_gpu_that_may_be_used(
+    tmp_path, visible, ranks
+):
+    """Two where there is none. Of the Makefile's own words; nothing is started."""
+    lines = "\n".join(f"GPU {number}: H200 (UUID: GPU-{number})" for number in range(4))
+    executable(tmp_path / "bin/nvidia-smi", f"cat <<'END'\n{lines}\nEND")
+    env = {"PATH": f"{tmp_path}/bin:{OUTSIDE}"}
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    planned = run("make", "-n", "-C", ROOT, "train", **env)
+    assert re.findall(r"hosts\.sh --plain -np (\d+) ", planned.stdout) == [
+        str(ranks)
+    ], planned.stdout + planned.stderr
