@@ -34,7 +34,7 @@ _NOT_OURS += (
     "XDG_",
     "ALL_PROXY",
     "SSL_CERT",
-    "CUDA_HOME",
+    "CUDA_",
     "WHEELHOUSE",
     "VIRTUAL_ENV",
     "TMPDIR",
