@@ -194,8 +194,6 @@ choose_name() {
     new=${venv}s/$name
     if [ -s "$new/.setup" ] && ! [ "$(cat "$new/.setup")" -ef "$new" ]; then
         name+=-$(echo "$venv" | sha256sum | cut -c1-6)
-        [ -e "${venv}s/$name" ] || echo "note: $new was made for $(cat "$new/.setup"): if the project" \
-            "was moved from there, remove it" >&2
         new=${venv}s/$name
     fi
 }
@@ -218,6 +216,8 @@ set_up_environment() {
     if ! whole "$new"; then
         echo "$("$python" --version), $DEVICE: $new"
         check_machine "${venv}s"
+        [ "$name" = "$stamped" ] || echo "note: ${venv}s/$stamped was made for" \
+            "$(cat "${venv}s/$stamped/.setup"): if the project was moved from there, remove it" >&2
         rm -rf "$new" "$new".* "${venv}s"/.work-* # of a set-up that was killed: it no longer has the lock
         begin "${venv}s/.work-$$" "$new.log"
         get_uv

@@ -39,6 +39,8 @@ def test_arrays_that_tensorflow_would_read_as_others_are_refused(dtype: str):
 def test_masked_values_are_no_numbers():
     masked = np.ma.masked_greater(np.array([1.0, 2.0, 9.97e36, 4.0]), 1e30)
     refused(lambda: Arrays(x=masked), "array x has masked values", "filled")
+    counts = np.ma.masked_equal(np.array([1, 7]), 7)
+    refused(lambda: Arrays(x=counts), "masked", "leave those samples out")
     sound = Arrays(x=np.ma.masked_greater(np.array([1.0, 2.0]), 1e30))
     assert float(sound.read(tf.constant(1))["x"]) == 2.0
 

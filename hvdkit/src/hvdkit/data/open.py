@@ -185,15 +185,17 @@ def _check_number(
     config: Settings, source: Source, *, split: str, data_format: str
 ) -> None:
     named = len(classes.of(source))
-    known = named or getattr(source, "num_classes", config.num_classes)
+    known = getattr(source, "num_classes", named or config.num_classes)
     if known == 1 and data_format == "class_folders":
         raise ValueError(
             f"--data_format={data_format}: {one_class(Path(config.data_dir, split))}"
         )
-    # A packed split without names knows only the classes that occur in it.
-    may_have_more = data_format == "records" and not named
-    too_few = known < config.num_classes and not may_have_more
-    if too_few or known > config.num_classes:
+    most = known
+    if data_format == "records":
+        # A packed split knows only the classes that occur in it, unless it has their names.
+        most = max(known, named or config.num_classes)
+    if not known <= config.num_classes <= most:
+        known = most
         raise ValueError(
             f"--num_classes={config.num_classes}: {config.data_dir} ({data_format}, split {split}) "
             f"has {known} classes; give --num_classes={known}"

@@ -223,11 +223,6 @@ class Arrays(ReadAhead):
 
 def _check_type(name: str, array: np.ndarray) -> None:
     """Raises ValueError for an array that TensorFlow does not take, or takes for other numbers."""
-    if np.ma.is_masked(array):
-        raise ValueError(
-            f"array {name} has masked values, below which are other numbers: give "
-            f"{name}.filled(np.nan), or leave those samples out"
-        )
     try:
         # An array of objects holds addresses, which differ between ranks.
         known = (
@@ -239,6 +234,13 @@ def _check_type(name: str, array: np.ndarray) -> None:
         raise ValueError(
             f"array {name} is of {array.dtype}: make it numbers, in this machine's byte order, "
             "or text"
+        )
+    if np.ma.is_masked(array):
+        way_out = "leave those samples out"
+        if array.dtype.kind == "f":
+            way_out = f"give {name}.filled(np.nan), or {way_out}"
+        raise ValueError(
+            f"array {name} has masked values, below which are other numbers: {way_out}"
         )
 
 

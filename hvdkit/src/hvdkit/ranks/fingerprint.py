@@ -56,6 +56,9 @@ def here() -> dict[str, str]:
     for name in ("keras", "horovod"):
         fingerprint[name] = importlib.metadata.version(name)
     fingerprint["switches"] = switches()
+    options = tf.config.optimizer.get_experimental_options()
+    if not options.get("arithmetic_optimization", True):
+        fingerprint["arithmetic"] = "as written"
     return fingerprint
 
 

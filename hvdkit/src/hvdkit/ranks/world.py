@@ -228,17 +228,31 @@ class World:
             raise Stop(BUG, f"{what} on rank {join(ranks)} differ from those on rank 0")
 
 
+# Whether TensorFlow started within `arithmetic_as_written`.
+_starts_as_written = False
+
+
 @contextlib.contextmanager
 def arithmetic_as_written(config: Settings) -> Iterator[None]:
     """With --deterministic sums are added up as they are written, inside; call it before `connect`.
 
     TensorFlow's optimizer of graphs makes one AddN of a + b + c + d, which begins with whatever
     addend has a buffer to reuse: that depends on threads, and op determinism knows nothing of it.
-    Pipelines of data take the option that was set when TensorFlow started.
+    Pipelines of data take the option that was set when TensorFlow started: a note says so where it
+    has started without it.
     """
+    global _starts_as_written
     if not config.deterministic:
         yield
         return
+    has_started = context.context()._context_handle is not None
+    if has_started and not _starts_as_written and launcher.launch_rank() == 0:
+        print(
+            "note: TensorFlow was used before this run, so sums in its data pipeline may differ "
+            "from run to run: start it in a new process",
+            flush=True,
+        )
+    _starts_as_written = _starts_as_written or not has_started
     name = "arithmetic_optimization"
     before = tf.config.optimizer.get_experimental_options().get(name, True)
     tf.config.optimizer.set_experimental_options({name: False})

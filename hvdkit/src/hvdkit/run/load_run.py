@@ -117,7 +117,7 @@ def on_ranks(config: Settings, arguments: argparse.Namespace, work: Work) -> int
         with world_lib.kept_numbers():
             work(resolved, world, stop_signal, arguments=arguments)
 
-    return with_ranks(config, on_each)
+    return with_ranks(config, on_each, trains=False)
 
 
 @contextlib.contextmanager

@@ -93,9 +93,16 @@ def run_on(
 
 
 def with_ranks(
-    config: Settings, work: Work, stop_signal: StopSignal | None = None
+    config: Settings,
+    work: Work,
+    stop_signal: StopSignal | None = None,
+    *,
+    trains: bool = True,
 ) -> int:
-    """Does the work on every launched rank; returns DONE, or the code of the Stop it raised."""
+    """Does the work on every launched rank; returns DONE, or the code of the Stop it raised.
+
+    `trains`: whether it makes steps; else --stall_shutdown_s counts from its beginning.
+    """
     # Signals count from here on, also while a run starts.
     stop_signal = stop_signal or StopSignal(launch_rank())
     logs.use()
@@ -106,10 +113,12 @@ def with_ranks(
     if config.bn_sync == "full" and not exchange.is_expected():
         start.shorten_cycle()
     with world_lib.arithmetic_as_written(config):
-        return _connected(config, work, stop_signal)
+        return _connected(config, work, stop_signal, trains=trains)
 
 
-def _connected(config: Settings, work: Work, stop_signal: StopSignal) -> int:
+def _connected(
+    config: Settings, work: Work, stop_signal: StopSignal, *, trains: bool
+) -> int:
     try:
         world = world_lib.connect(config.start_limit_s)
     except Stop as stop:
@@ -123,7 +132,11 @@ def _connected(config: Settings, work: Work, stop_signal: StopSignal) -> int:
             world = world_lib.set_up(world, config)
         with world.fail_together("choosing what carries gradients"):
             reduction.check_backend(config)
-        with Peers(world, config.stall_shutdown_s, config.start_limit_s):
+        start_seconds = config.start_limit_s
+        if not trains:
+            limits = (config.start_limit_s, config.stall_shutdown_s)
+            start_seconds = min(filter(None, limits), default=0)
+        with Peers(world, config.stall_shutdown_s, start_seconds):
             work(world, stop_signal)
     except Stop as stop:
         code = stop.code

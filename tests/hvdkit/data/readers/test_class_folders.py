@@ -51,8 +51,12 @@ def test_a_class_without_pictures_of_a_split_is_refused(tmp_path: Path):
         (tmp_path / name / "train").mkdir(parents=True)
         for number in range(count):
             readers.save(tmp_path / name / "train" / f"{number}.png", readers.noise(1))
-    (tmp_path / "notes").mkdir()
-    fails(tmp_path, "zebra/train has no picture", "remove")
+    # No class: a run's logs, which lie in folders of these names.
+    (tmp_path / "logs" / "train").mkdir(parents=True)
+    (tmp_path / "logs" / "train" / "events.out").write_bytes(b"x")
+    fails(tmp_path, "zebra/train has no picture", "move zebra away")
+    (tmp_path / "zebra" / "train").rename(tmp_path / "zebra" / "training")
+    fails(tmp_path, "zebra/training has no picture")
     shutil.rmtree(tmp_path / "zebra")
     assert ClassFolders(tmp_path, "train").class_names == ["ant", "bee"]
 

@@ -118,11 +118,14 @@ class ClassFolders:
 def _list(root: Path, split: str) -> tuple[list[str], list[str], np.ndarray, *Packed]:
     """Classes, the folder of each in `root`, how many pictures each has, and these."""
     places, left_out = layout.arranged(root, split=split)
-    for folder in left_out:
-        if split and (folder / split).is_dir():
-            raise ValueError(
-                f"{folder / split} has no picture: add some, or remove {folder}"
-            )
+    for folder in left_out if split else ():
+        for below in sorted(folder.iterdir()):
+            words = {below.name, layout.split_of(below.name)} - {""}
+            is_of_split = bool(words & {split, layout.split_of(split)})
+            if is_of_split and below.is_dir() and not any(listing.files(below)):
+                raise ValueError(
+                    f"{below} has no picture: add some, or move {folder.name} away"
+                )
     for place in places:
         if place.kind:
             raise ValueError(

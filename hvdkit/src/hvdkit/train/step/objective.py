@@ -53,8 +53,7 @@ def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
             masks[id(mask)] = mask
         elif mask.shape.as_list() == shape[: mask.shape.rank]:
             of_fewer_axes[id(mask)] = mask
-    if not masks and len(of_fewer_axes) == 1:
-        return _hidden(weights, *of_fewer_axes.values())
+    masks = masks or of_fewer_axes
     if len(masks) > 1:
         raise ValueError(
             f"the task's loss: its outputs have {len(masks)} masks of padding: return a dict of "
