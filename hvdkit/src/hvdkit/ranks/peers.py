@@ -283,9 +283,8 @@ class Peers:
         try:
             with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
                 return dict(zip(ranks, pool.map(self._ask, ranks)))
-        except (
-            RuntimeError
-        ):  # No thread can be made: the container has too many processes.
+        except RuntimeError:
+            # No thread can be made: the container has too many processes.
             return {rank: self._ask(rank) for rank in ranks}
 
     def _ask(self, rank: int) -> _Answer:
