@@ -12,7 +12,7 @@ import pytest
 
 import hvdkit
 
-# A run that writes a file while it prints.
+# A run that writes a file while it prints more than a pipe holds.
 RUN = """
 import sys
 import hvdkit.streams as streams
@@ -20,14 +20,14 @@ streams.hold()
 if sys.argv[2] == "run":
     streams.never_wait()
 with open(sys.argv[1], "w") as file:
-    for number in range(2000):
+    for number in range(20_000):
         print(f"line {number}")
         print("progress", file=sys.stderr)
         file.write(f"{number}\\n")
 print("last")
 sys.exit(7 if streams.is_lost() else 0)
 """
-WHOLE = "".join(f"{number}\n" for number in range(2000))
+WHOLE = "".join(f"{number}\n" for number in range(20_000))
 
 
 def started(words: list[str], **options) -> subprocess.Popen:
@@ -73,7 +73,7 @@ def test_a_pipe_that_does_not_wait_loses_nothing(tmp_path: Path, kind: str):
     with open(reading) as pipe:
         lines = pipe.read().splitlines()
     assert process.wait(60) == 0
-    assert lines == [*(f"line {number}" for number in range(2000)), "last"]
+    assert lines == [*(f"line {number}" for number in range(20_000)), "last"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_run_waits_for_no_reader_and_its_lines_come_later(tmp_path: Path):
     with os.fdopen(reader) as pipe:
         lines = pipe.read().splitlines()
     assert process.wait(60) == 0
-    assert lines == [*(f"line {number}" for number in range(2000)), "last"]
+    assert lines == [*(f"line {number}" for number in range(20_000)), "last"]
 
 
 def test_a_run_whose_reader_never_comes_ends(tmp_path: Path):
