@@ -328,8 +328,7 @@ def check_state_of_one_turn_is_not_combined_in_the_other(world):
             def step(batch, place=place):
                 with tf.GradientTape() as tape:
                     loss = run.loss(batch, partial(of_head, run, place))
-                tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-                return run.update(tape.gradient(loss, run.weights))
+                return run.update(summed(run, tape, loss))
 
             steps.append(step)
         (counts,) = [x for x in run.model.layers if isinstance(x, Counts)]
@@ -389,8 +388,7 @@ def check_a_factor_that_begins_at_0_is_no_missing_gradient(world):
             with tf.GradientTape() as tape:
                 loss = run.loss(batch)
                 loss *= tf.cast(run.state.step > 0, loss.dtype)
-            tape = hvd.DistributedGradientTape(tape, op=hvd.Sum, **run.reduction)
-            return run.update(tape.gradient(loss, run.weights))
+            return run.update(summed(run, tape, loss))
 
         return step
 

@@ -253,21 +253,22 @@ def arithmetic_as_written(config: Settings) -> Iterator[None]:
             flush=True,
         )
     _starts_as_written = _starts_as_written or not has_started
-    name = "arithmetic_optimization"
-    before = tf.config.optimizer.get_experimental_options().get(name, True)
-    tf.config.optimizer.set_experimental_options({name: False})
-    try:
+    with _optimizer_option("arithmetic_optimization", False, default=True):
         yield
-    finally:
-        tf.config.optimizer.set_experimental_options({name: before})
 
 
 @contextlib.contextmanager
 def unoptimized() -> Iterator[None]:
     """For what runs once: TensorFlow takes longer to optimize its graph than to run it."""
-    name = "disable_meta_optimizer"
-    before = tf.config.optimizer.get_experimental_options().get(name, False)
-    tf.config.optimizer.set_experimental_options({name: True})
+    with _optimizer_option("disable_meta_optimizer", True, default=False):
+        yield
+
+
+@contextlib.contextmanager
+def _optimizer_option(name: str, value: bool, *, default: bool) -> Iterator[None]:
+    """Inside, TensorFlow's optimizer of graphs has another option; afterwards its own again."""
+    before = tf.config.optimizer.get_experimental_options().get(name, default)
+    tf.config.optimizer.set_experimental_options({name: value})
     try:
         yield
     finally:

@@ -137,8 +137,9 @@ def may_be_own(file: str | Path) -> bool:
         return False
     # TensorFlow generates such files in /tmp.
     is_generated = path.name.startswith("__autograph_generated")
-    is_code = path.suffix == ".py" and not path.name.startswith("<")
-    return is_code and not is_generated and "site-packages" not in path.parts
+    # Python calls what is no file <string>, <frozen importlib._bootstrap> and the like.
+    is_code = not path.name.startswith("<") and not is_generated
+    return is_code and "site-packages" not in path.parts
 
 
 def line_in_fork(frames: Iterable[traceback.FrameSummary]) -> str:
