@@ -3,7 +3,7 @@
     python benchmarks/results.py [--torch=PYTHON] [--out=benchmarks/RESULTS.md] [NAME ...]
 
 NAMEs are equivalence, peers, operations, small, input and cost; without any, all of them, with the
-flags in PARTS: 40 minutes on two cores. Run it on an idle machine: the file says what the load was
+flags in PARTS: 50 minutes on two cores. Run it on an idle machine: the file says what the load was
 at the start. If a part fails, the file holds what it printed, the others run, and the exit code is
 1. With NAMEs it is RESULTS.some.md, and RESULTS.md stays; until all have run it is named *.new.
 --torch is the Python of an environment with requirements-peers.txt, for PyTorch's rows.

@@ -72,7 +72,9 @@ def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
     # White is usual in binary masks.
     write(data, layout, high=255 if layout == "patients" else 1)
     before = sorted(data.rglob("*"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("n\n" if tried else "\n"))
+    # Enter says yes; where nobody answers, pictures are not mirrored.
+    answer = {"patients": "n\n", "classes": ""}.get(layout, "\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
     monkeypatch.setattr(
         measurements, "rate", lambda flags: 0.02 if "my-data" in flags else None
     )
@@ -85,7 +87,8 @@ def test_a_folder_becomes_a_flagfile(fork, tmp_path, monkeypatch, layout):
     assert config.task == ("segmentation" if LAYOUTS[layout][1] else "classification")
     assert config.base_lr == (0.02 if tried else 0.003)
     assert config.label_map == ("255:1" if layout == "patients" else "")
-    assert config.num_classes == 2 and config.mirror == ("off" if tried else "on")
+    assert config.num_classes == 2
+    assert config.mirror == ("on" if answer == "\n" else "off")
     train, val = open_sources(config, config.data_format)
     assert len(train) == 16 and len(val) == 4
     for source in (train, val):
@@ -123,6 +126,7 @@ def test_a_table_of_pictures_becomes_a_flagfile(fork, tmp_path, listed):
     (tmp_path / "pets" / "labels.csv").write_text("\n".join(lines))
     assert start.main(["hvdkit start", str(tmp_path / "pets"), "--yes", "--quick"]) == 0
     config = settings_lib.parse(["", "--flagfile=configs/pets.cfg"])
+    assert config.mirror == "off"
     train, val = open_sources(config, config.data_format)
     assert train.class_names == ["husky", "pug"] and (len(train), len(val)) == (12, 8)
     for number in range(12):

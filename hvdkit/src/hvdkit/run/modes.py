@@ -5,7 +5,7 @@
 | (none) | sync, drift, log, the task's own, numbers, model doctor, save, evaluate | all |
 | --dry_run | two steps, one save and one evaluation, one batch by heart, then the end | nothing |
 | --find_lr | the same, but neither: the loss by learning rate | a page |
-| --benchmark | the same, but neither: clocks | benchmark.json |
+| --benchmark | the same, but neither: clocks | benchmark.json and records, no checkpoint |
 """
 
 from __future__ import annotations

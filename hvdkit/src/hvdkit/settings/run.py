@@ -24,7 +24,9 @@ class RunSettings(Room):
     find_lr: bool = setting(
         False, "suggest a learning rate; keep only RUN_DIR-find_lr.html"
     )
-    benchmark: bool = setting(False, "measure the speed; save only benchmark.json")
+    benchmark: bool = setting(
+        False, "measure the speed: benchmark.json and records, no checkpoint"
+    )
 
     def check(self) -> None:
         if not self.run_dir:

@@ -182,7 +182,7 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
         print(
             f"{data.task}: {len(data.train.sizes):,} pictures to train on; {data.about}"
         )
-        mirror = arguments.yes or _may_mirror()
+        mirror = not arguments.yes and _may_mirror()
         undone.callback(cfg.unlink, missing_ok=True)
 
         def write(measured: Measured) -> settings_lib.Settings:
@@ -236,8 +236,12 @@ def _check_paths(root: Path, cfg: Path, links: Path) -> None:
 
 
 def _may_mirror() -> bool:
+    """The answer; where nobody can give one, no: mirrored letters would be wrong in silence."""
     print(_QUESTION, end="", flush=True)
-    return not sys.stdin.readline().strip().lower().startswith("n")
+    answer = sys.stdin.readline()
+    if not answer:
+        print("nobody answers: not mirrored")
+    return bool(answer) and not answer.strip().lower().startswith("n")
 
 
 @logs.explained
@@ -249,7 +253,7 @@ def main(argv: list[str]) -> int:
     add("--name", help="of the new files; by default the data's")
     add("--label", default="", help="column of a table that holds the classes")
     add("--layout", default="", help="roles of the folders' levels: any/split/class")
-    add("--yes", action="store_true", help="ask nothing: mirror pictures")
+    add("--yes", action="store_true", help="ask nothing: pictures are not mirrored")
     add("--quick", action="store_true", help="usual batch and rate, not measured")
     add("--train", action="store_true", help="train, on all GPUs or two ranks")
     arguments = parser.parse_args(argv[1:])

@@ -72,7 +72,7 @@ def cross_entropy(
     """Losses and weights, both of the labels' shape, in float32 (float64 for logits of float64).
 
     A task's `loss` returns them: the run's loss is sum(losses * weights) / sum(weights). A label
-    that is no class makes the loss NaN, which ends the run.
+    that is no class makes the loss NaN: the step is not applied, and a run of such steps ends.
 
     Args:
       logits: float [..., classes].
