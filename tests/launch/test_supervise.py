@@ -13,7 +13,7 @@ import pytest
 from hosts import ENVIRONMENT, ROOT, STAND_IN, Hosts, executable, require, run, wait_for
 from terminal import CTRL_C, Terminal
 
-from hvdkit.commands.jobs import supervise
+from hvdkit.commands.jobs import process_tree, supervise
 from ranks import PROJECT, TINY_FLAGS
 
 SUPERVISE = [sys.executable, "-m", "hvdkit", "supervise"]
@@ -243,6 +243,73 @@ def test_a_signal_that_the_launcher_loses_is_sent_again(
         said = job.stderr.read()
         assert job.wait(20) == code
         assert ("no step was made in this start" in said) == (code == 1)
+
+
+# Where a minute takes a third of a second.
+FAST_CLOCK = """
+import sys, time, types
+from hvdkit.commands.jobs import supervise
+clock = types.SimpleNamespace(**vars(time))
+clock.monotonic = lambda: 200 * time.monotonic()
+supervise.time = clock
+sys.exit(supervise.main(sys.argv))
+"""
+
+
+@pytest.mark.parametrize("code", [75, 76])
+def test_a_long_start_without_a_folder_is_no_run_whose_disk_is_away(
+    tmp_path: Path, code: int
+):
+    words = ["--pause", "0", "--run-dir", tmp_path / "run", "--"]
+    fails = f"echo start; echo >> {tmp_path}/starts; sleep 0.5"
+    command = [
+        "sh",
+        "-c",
+        f"{fails}; [ $(wc -l < {tmp_path}/starts) = 3 ] || exit {code}",
+    ]
+    ended = run([sys.executable, "-c", FAST_CLOCK, *words, *command], 30)
+    assert ended.code == 0 and ended.output.count("start\n") == 3, ended.output
+    assert "mounted" not in ended.output
+
+
+def test_an_exit_code_that_a_pipe_has_lost_is_the_runs_own(tmp_path: Path):
+    """The run is preempted, then it crashes, then it is done; `tee` returns 0 each time."""
+    loses = f"""
+cd {tmp_path}; echo '{{"step": 0}}' >> starts.jsonl; rm -f summary.json
+case $(wc -l < starts.jsonl) in
+1) echo '{{"exit_code": 75}}' > summary.json ;;
+3) echo '{{"exit_code": 0}}' > summary.json ;;
+esac
+"""
+    words = [*FAST, "--run-dir", tmp_path, "--", "sh", "-c", loses]
+    ended = run(words, 30)
+    assert ended.code == 0, ended.output
+    assert "the command returned 0, but its run ended with 75" in ended.output
+    assert "its run wrote no summary.json: a crash" in ended.output
+    # Where nothing has begun to train, the command is believed.
+    ended = run([*FAST, "--run-dir", tmp_path, "--", "true"], 30)
+    assert ended.code == 0
+
+
+def test_a_process_whose_name_is_cut_within_a_character_is_told(tmp_path: Path):
+    program = tmp_path / "обучение-модели"
+    shutil.copy(shutil.which("sleep"), program)
+    with subprocess.Popen([program, "60"]) as child:
+        process_tree.tell(child, signal.SIGTERM)
+        assert child.wait(10) == -signal.SIGTERM
+
+
+def test_a_process_of_another_user_is_named(monkeypatch, capfd):
+    with subprocess.Popen(["sleep", "60"]) as child:
+        with monkeypatch.context() as patched:
+
+            def refuse(pid: int, number: int) -> None:
+                raise PermissionError
+
+            patched.setattr(process_tree.os, "kill", refuse)
+            process_tree.tell(child, signal.SIGTERM)
+        assert f"process {child.pid} is another user's" in capfd.readouterr().err
+        child.kill()
 
 
 def test_the_first_restart_is_at_once_and_a_stop_between_two_runs_ends_it():

@@ -249,6 +249,28 @@ def test_colours_of_16_bits_in_a_tiff_are_refused():
     )
 
 
+def test_several_pictures_in_a_file_and_16_bits_in_a_ppm_are_refused():
+    pages = io.BytesIO()
+    page = Image.new("RGB", (2, 3))
+    page.save(pages, "TIFF", save_all=True, append_images=[page])
+    refused(
+        lambda: predict.decoded(pages.getvalue(), "a.tiff"), "a.tiff holds 2 pictures"
+    )
+    for largest, bytes_of in ((255, 6), (15, 6)):
+        file = b"P6 2 1 %d\n" % largest + bytes(bytes_of)
+        assert predict.decoded(file, "a.ppm").shape == (1, 2, 3)
+    deep = b"P6 2 1 65535\n" + bytes(12)
+    refused(lambda: predict.decoded(deep, "a.ppm"), "a.ppm has more than 8 bits")
+
+
+@pytest.mark.parametrize(("value", "words"), [(0.5, "0.5 to 0.5"), (-2.0, "-2 to -2")])
+def test_pictures_of_0_to_1_are_not_shown_black(value, words):
+    example = {"inputs": np.full([2, 2, 3], value, np.float32), "targets": 0}
+    refused(lambda: browse.sheet([example], ["cat"]), words, "0 to 255")
+    dark = {"inputs": np.zeros([2, 2, 3], np.float32), "targets": 0}
+    assert browse.sheet([dark], ["cat"]).dtype == np.uint8
+
+
 def test_earlier_predictions_in_a_folder_of_pictures_are_left_out(tmp_path):
     for name in ("a.png", "labels.png", "out/labels/a.png.png", "out/predictions.csv"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

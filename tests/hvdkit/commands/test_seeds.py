@@ -96,6 +96,24 @@ def test_runs_of_another_command_are_not_mixed_in(tmp_path, capfd):
     assert start(3) == 0
 
 
+def test_runs_of_an_edited_flagfile_are_not_mixed_in(tmp_path, capfd):
+    program = tmp_path / "train.py"
+    program.write_text(RUN)
+    flagfile = tmp_path / "a.cfg"
+    flagfile.write_text("--task=blank\n--base_lr=0.1")
+
+    def start(first: int) -> int:
+        words = [f"--first={first}", "--count=2", f"--run_dir={tmp_path}/five", "--"]
+        command = [sys.executable, program, f"--flagfile={flagfile}"]
+        return seeds.main(["hvdkit seeds", *words, *map(str, command)])
+
+    assert start(1) == 0
+    flagfile.write_text("--task=blank\n--base_lr=0.2")
+    assert start(3) == 2
+    assert "with another base_lr: give another" in capfd.readouterr().err
+    assert not (tmp_path / "five" / "seed-3").exists()
+
+
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):
     """It would end alone, and leave its child, mpirun, that passes SIGUSR1 on to the ranks."""
     # As mpirun, it handles SIGTERM.

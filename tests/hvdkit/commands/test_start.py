@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -504,3 +505,25 @@ def test_a_folder_of_the_project_itself_stays_as_it_is(fork):
     assert start.main(["hvdkit start", str(pets), "--yes", "--quick"]) == 0
     assert sorted(pets.rglob("*")) == before and (fork / "datasets/pets-links").is_dir()
     assert start.main(["hvdkit start", str(fork / "datasets"), "--yes"]) == 2
+
+
+def test_a_run_of_the_same_name_is_not_resumed_on_other_data(fork, tmp_path, capfd):
+    write(tmp_path / "pets", "classes")
+    (fork / "runs" / "pets").mkdir(parents=True)
+    assert start.main(["hvdkit start", str(tmp_path / "pets"), "--yes"]) == 2
+    assert "runs/pets exists: give another --name" in capfd.readouterr().err
+
+
+def test_a_stop_signal_leaves_nothing(fork, tmp_path, monkeypatch):
+    write(tmp_path / "pets", "classes")
+
+    def stopped(*flags: object) -> None:
+        assert (fork / "configs/pets.cfg").exists()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(measurements, "batch", stopped)
+    with pytest.raises(SystemExit) as ended:
+        start.main(["hvdkit start", str(tmp_path / "pets"), "--yes"])
+    assert ended.value.code == 128 + signal.SIGINT
+    assert not (fork / "configs/pets.cfg").exists()
+    assert not (fork / "datasets").exists() or not any((fork / "datasets").iterdir())

@@ -102,6 +102,27 @@ def test_a_killed_sweep_resumes_and_its_flagfile_trains_to_the_same_bits(tmp_pat
     assert all(f'aria-label="{name}"' in page for name in figures)
 
 
+def test_a_lock_that_a_killed_sweep_has_left_is_not_waited_for(start, tmp_path):
+    folder = tmp_path / "all"
+    words = ["--base_lr=0.1,0.2", "--model=whole"]
+    assert start(*words, "--trials=1") == 0
+    (folder / "journal.log.lock").symlink_to("runs/journal.log")
+    assert start(*words, "--trials=2") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--jobs=3"], "would share 2 GPU(s)"),
+        (["--jobs=2", "--launch=hosts.sh -H a:2 train.py"], "GPUs of other hosts (-H"),
+    ],
+)
+def test_trials_do_not_share_gpus(start, monkeypatch, capfd, words, message):
+    monkeypatch.setattr(sweep_trials, "_gpus", lambda: ["0", "1"])
+    assert start("--base_lr=0.1,0.2", *words) == 2
+    assert message in capfd.readouterr().err
+
+
 def test_a_disk_that_is_away_ends_no_trial(start, tmp_path, capfd):
     launch_away = shlex.join([sys.executable, "-c", AWAY + RUN, f"{tmp_path}/away"])
     words = ["--base_lr=0.1:1.0", "--model=whole", f"--launch={launch_away}"]

@@ -72,7 +72,11 @@ def _draws(sampler: Sampler, num_steps: int) -> Iterator[tuple[int, tf.Tensor]]:
 
 
 def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarray:
-    """All tiles in rows, uint8 [height, width, 3]."""
+    """All tiles in rows, uint8 [height, width, 3].
+
+    Raises ValueError: an example holds no picture, or none has values of 0 to 255.
+    """
+    _check_range(examples)
     tiles = [tile(example, names) for example in examples]
     height, width = np.max([part.shape[:2] for part in tiles], axis=0)
     columns = max(1, min(_COLUMNS * _SIDE // width, len(tiles)))
@@ -84,6 +88,19 @@ def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarra
         left = column * width
         canvas[top : top + part.shape[0], left : left + part.shape[1]] = part
     return canvas
+
+
+def _check_range(examples: Sequence[dict[str, Any]]) -> None:
+    """Raises ValueError where all pictures are scaled to 0 to 1, or normalized."""
+    pictures = [_first_picture(example["inputs"]) for example in examples]
+    lowest = min(float(picture.min()) for picture in pictures)
+    highest = max(float(picture.max()) for picture in pictures)
+    is_float = any(picture.dtype == np.float32 for picture in pictures)
+    if is_float and (lowest < -1 or 0 < highest <= 1):
+        raise ValueError(
+            f"the task's pictures have values from {lowest:.3g} to {highest:.3g}: browse shows "
+            "those of 0 to 255, so scale them in the model, as layers.Rescaling does"
+        )
 
 
 def write(file: Path, image: np.ndarray) -> None:
@@ -158,10 +175,14 @@ def _is_picture(part: Any) -> bool:
 
 def _picture(inputs: Any) -> np.ndarray:
     """The first of an example's inputs that looks like a picture, uint8 [height, width, 3]."""
+    image = np.clip(np.rint(_first_picture(inputs)), 0, 255).astype(np.uint8)
+    return image if image.shape[-1] == 3 else image.repeat(3, -1)
+
+
+def _first_picture(inputs: Any) -> np.ndarray:
     for part in tf.nest.flatten(inputs):
         if _is_picture(part):
-            image = np.clip(np.rint(part), 0, 255).astype(np.uint8)
-            return image if image.shape[-1] == 3 else image.repeat(3, -1)
+            return part
     raise ValueError(
         "the task's inputs hold no picture: browse shows uint8 or float32 "
         "[height, width, 1 or 3], of 0 to 255"

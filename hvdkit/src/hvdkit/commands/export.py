@@ -505,5 +505,7 @@ def main(argv: list[str]) -> int:
         "--onnx", action="store_true", help="the network alone as OUT/model.onnx too"
     )
     arguments, flags = parser.parse_known_args(argv[1:])
-    config = load_run.settings(arguments.run_dir, ["--eval_crop=0", *flags])
+    # The outputs are compared with a new process's to the last bit: both compute on CPUs.
+    fixed = ["--eval_crop=0", "--device=cpu"]
+    config = load_run.settings(arguments.run_dir, [*fixed, *flags])
     return load_run.on_ranks(config, arguments, export)

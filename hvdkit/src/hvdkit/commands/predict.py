@@ -274,7 +274,7 @@ def decoded(data: bytes, file: object) -> np.ndarray:
         if tf.io.is_jpeg(data) or pictures.is_webp(data) or data[:4] == b"\x89PNG":
             return pictures.decode_image(tf.constant(data)).numpy()
         with Image.open(io.BytesIO(data), formats=_BY_PILLOW) as picture:
-            fault = pictures.too_large(*picture.size) or _too_deep(picture)
+            fault = pictures.too_large(*picture.size) or _unlike_training(picture)
             if not fault:
                 return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except tf.errors.OpError:
@@ -291,9 +291,15 @@ def decoded(data: bytes, file: object) -> np.ndarray:
     raise ValueError(f"{file} {fault}")
 
 
-def _too_deep(picture: Image.Image) -> str:
-    """Why a picture's colours are refused; "" where they have 8 bits or fewer."""
+def _unlike_training(picture: Image.Image) -> str:
+    """Why a file's pictures or colours are refused; "" for one picture of at most 8 bits."""
+    if getattr(picture, "n_frames", 1) > 1:
+        return f"holds {picture.n_frames} pictures: write each into a file of its own"
     bits = (1,)
+    if picture.format == "PPM":  # its highest value, which may have 16 bits
+        settings = picture.tile[0].args
+        largest = settings[1] if isinstance(settings, tuple) else 255
+        bits = (int(largest).bit_length(),)
     if picture.format == "TIFF":  # Pillow would keep the high 8 of 16 bits
         bits = picture.tag_v2.get(_BITS_PER_SAMPLE, bits)
     if picture.mode[0] in "IF" or max(bits) > 8:

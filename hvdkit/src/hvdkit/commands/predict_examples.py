@@ -78,7 +78,11 @@ class ExamplePredictor:
             elif predictions:
                 example_files.write_arrays(own_part, predictions)
         example_files.check_stopped(world, stop_signal)
-        written = [part for part in parts if part.exists()]
+        written = [
+            part
+            for rank, part in enumerate(parts)
+            if range(*share(self.count, rank, world.size))
+        ]
         world.from_chief(
             f"writing {folder.parent}", example_files.join_parts, folder / name, written
         )
@@ -110,7 +114,9 @@ class ExamplePredictor:
         arrays = {name: value.numpy() for name, value in outputs.items()}
         without = example_files.without_class(arrays)
         if without.any():
-            arrays["classes"] = np.where(without, -1, arrays["classes"])
+            # -1 is no number of an unsigned type.
+            classes = arrays["classes"].astype(np.int64)
+            arrays["classes"] = np.where(without, -1, classes)
         if without.ndim == 1:  # of an example; a token may be padding
             places = np.flatnonzero(without)
             self._without_class += [indices.start + int(place) for place in places]

@@ -7,6 +7,8 @@ import subprocess
 
 import psutil
 
+from hvdkit.logs import complain
+
 
 def tell(child: subprocess.Popen, number: int) -> None:
     """Signals the launcher, also within a script or the shell that horovodrun becomes.
@@ -24,8 +26,14 @@ def tell(child: subprocess.Popen, number: int) -> None:
             if process.pid != child.pid and number == signal.SIGTERM:
                 # After SIGTERM mpirun kills its ranks within a second.
                 passed = signal.SIGUSR1
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(process.pid, passed)
+            except ProcessLookupError:
+                continue
+            except PermissionError:
+                complain(
+                    f"process {process.pid} is another user's (sudo?): it cannot be told to stop"
+                )
 
 
 def _handling(process: psutil.Process, number: int) -> list[psutil.Process]:
@@ -42,7 +50,8 @@ def _handling(process: psutil.Process, number: int) -> list[psutil.Process]:
 
 def _handles(pid: int, number: int) -> bool:
     """Whether a process catches the signal, or blocks it to wait for it, as srun does."""
-    with open(f"/proc/{pid}/status") as status:
+    # A name is cut at 15 bytes, which may be within a character.
+    with open(f"/proc/{pid}/status", errors="replace") as status:
         masks = dict(line.split(":\t", 1) for line in status if line.startswith("Sig"))
     handled = int(masks["SigCgt"], 16) | int(masks["SigBlk"], 16)
     return bool(handled >> (number - 1) & 1)

@@ -20,7 +20,7 @@ from hvdkit.commands.jobs.process_tree import tell
 from hvdkit.commands.jobs.supervise import end_with_parent, hear
 from hvdkit.observe import records
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import typed
+from hvdkit.settings import fields, of_command, typed
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, DONE, PREEMPTED
 
@@ -75,6 +75,17 @@ def _begin() -> None:
     """In the new process of a run: in a process group of its own, it may write to the terminal."""
     end_with_parent()
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+
+
+def _settings(command: Sequence[str]) -> dict[str, str]:
+    """What the command's flags and flagfiles say; {} where it is no training command."""
+    settings = of_command(command)
+    if not settings:
+        return {}
+    texts = {name: str(getattr(settings, name)) for name in fields.of(settings)}
+    # Each seed has its own.
+    del texts["seed"], texts["run_dir"]
+    return texts
 
 
 class SeedRuns:
@@ -139,23 +150,41 @@ class SeedRuns:
         """Writes what trains; ValueError where the folder has runs of another command."""
         file = self._arguments.run_dir / "seeds.json"
         command = self._arguments.command
-        if file.exists():
-            content = whole_files.read(file, whole_files.JSON_BYTES)
-            if whole_files.from_json(content, file) != command:
-                raise ValueError(
-                    f"{file.parent} has runs of another command, which {file.name} holds: give "
-                    "that one, or another --run_dir"
-                )
-        else:
+        settings = _settings(command)
+        if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            whole_files.write_json(file, command)
+            whole_files.write_json(file, {"command": command, "settings": settings})
+            return
+        content = whole_files.read(file, whole_files.JSON_BYTES)
+        kept = whole_files.from_json(content, file)
+        if not isinstance(kept, dict) or kept.get("command") != command:
+            raise ValueError(
+                f"{file.parent} has runs of another command, which {file.name} holds: give "
+                "that one, or another --run_dir"
+            )
+        # A flagfile may have been edited since.
+        before = kept.get("settings")
+        if settings and isinstance(before, dict):
+            names = settings.keys() | before.keys()
+            changed = sorted(n for n in names if settings.get(n) != before.get(n))
+            if changed:
+                raise ValueError(
+                    f"{file.parent} has runs of the same command with another "
+                    f"{logs.join(changed)}: give another --run_dir"
+                )
 
     def _train(self, seed: int, folder: Path) -> int:
         """Returns the exit code of the run; -N where signal N ended it."""
         run_dir = typed.written(folder, is_path=True)
         command = [*self._arguments.command, f"--seed={seed}", f"--run_dir={run_dir}"]
         # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
-        self._process = subprocess.Popen(command, process_group=0, preexec_fn=_begin)
+        # In the background, who reads the terminal is stopped for ever.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=_begin,
+        )
         if self._signals:  # it came while there was no process to tell
             tell(self._process, self._signals[0])
         return self._process.wait()

@@ -70,9 +70,9 @@ _SRUN_END = re.compile(
 )
 # The exit code that each of srun's words for a signal stands for.
 _SIGNALS = {signal.strsignal(n): 128 + n for n in (4, 6, 7, 8, 9, 11)}
-_AGAIN = 5.0  # seconds between two signals to a run that has not made a step
+AGAIN = 5.0  # seconds between two signals to a run that has not made a step
 _MOST_LOSSES = 10  # starts that lose what they trained, without a new step
-_STARTING = 120.0  # seconds in which srun starts ranks
+STARTING = 120.0  # seconds in which srun starts ranks
 _PR_SET_PDEATHSIG = 1
 # A Popen's preexec_fn: where this process is killed, its command is told to stop.
 end_with_parent = functools.partial(
@@ -203,8 +203,11 @@ class Supervisor:
                 self._wait_for_hosts()
             began_at = time.monotonic()
             self._rejoins = False
+            starts = self._record_of_starts()
             code = NOT_NOW if self._is_empty() else self._start()
             self._ended_at = time.monotonic()
+            if code == DONE and self._record_of_starts() not in ((), starts):
+                code = self._own_code()
             if self._is_away(code):
                 code = NOT_NOW
             rule = _rule_of(code)
@@ -234,15 +237,44 @@ class Supervisor:
 
     def _is_empty(self) -> bool:
         """Whether the run would begin anew: its disk may not be mounted."""
-        if not self._newest_step or not self._folder:
+        # A minute that counted as a step was not seen there.
+        if not self._seen_step or not self._folder:
             return False
         reason = _why_empty(self._folder)
         if reason:
             _say(
-                f"{reason} in {self._folder}, which had step {self._newest_step}: is its disk "
+                f"{reason} in {self._folder}, which had step {self._seen_step}: is its disk "
                 "mounted?"
             )
         return bool(reason)
+
+    def _record_of_starts(self) -> tuple[int, ...]:
+        """What changes with each start of the run; () where its folder is not seen."""
+        if not self._folder:
+            return ()
+        try:
+            record = (self._folder / "starts.jsonl").stat()
+        except OSError:
+            return ()
+        return record.st_ino, record.st_size, record.st_mtime_ns
+
+    def _own_code(self) -> int:
+        """The exit code in the run's summary.json: a script or a pipe may have lost it."""
+        if not self._folder:
+            return DONE
+        file = self._folder / "summary.json"
+        try:
+            content = whole_files.read(file, whole_files.JSON_BYTES)
+            code = whole_files.from_json(content, file)["exit_code"]
+        except FileNotFoundError:
+            _say("the command returned 0, but its run wrote no summary.json: a crash")
+            return BUG
+        except (OSError, *_NO_STEP):
+            return DONE
+        if code == DONE or not isinstance(code, int):
+            return DONE
+        _say(f"the command returned 0, but its run ended with {code}, as {file} says")
+        return code
 
     def _is_away(self, code: int) -> bool:
         """Whether a command is refused that was right before: a GPU, a disk or a mount is away."""
@@ -290,7 +322,7 @@ class Supervisor:
             time.sleep(0.05)
             reap_orphans(child)
             now = time.monotonic()
-            if self._may_be_lost and now - self._passed_on_at >= _AGAIN:
+            if self._may_be_lost and now - self._passed_on_at >= AGAIN:
                 self._pass_on(child)
             if rejoin_every and now - asked_at >= rejoin_every:
                 self._rejoin(child)
@@ -325,7 +357,7 @@ class Supervisor:
         self._passed_on_at = time.monotonic()
         stop_ends = self._options.stop_ends
         # srun loses a signal that comes before it has started the ranks, so it is sent again.
-        is_young = self._passed_on_at - self._started_at < _STARTING
+        is_young = self._passed_on_at - self._started_at < STARTING
         self._may_be_lost = (
             stop_ends and is_young and self._seen_step <= self._newest_step
         )
@@ -428,17 +460,19 @@ class Supervisor:
 
     def _count(self, rule: Rule, seconds: float) -> None:
         """Counts a start of so many seconds; progress sets the counts back."""
-        # In a container, a folder that is never there has another name.
-        if self._folder and (self._newest_step or os.path.exists(self._folder)):
-            step = newest_step(self._folder)
+        reached = 0
+        if self._folder:
+            self._seen_step = max(self._seen_step, newest_step(self._folder))
             reached = reached_step(self._folder)
-        else:  # a minute without a crash counts as a new step
-            step = self._newest_step + (seconds >= 60 and rule.sequel != _CRASH)
-            reached = 0
-        step = max(step, self._seen_step)
-        is_progress = step > self._newest_step
+        # In a container, a folder that is never there has another name.
+        is_there = self._folder and (self._seen_step or os.path.exists(self._folder))
+        is_progress = self._seen_step > self._newest_step
         if is_progress:
-            self._newest_step = step
+            self._newest_step = self._seen_step
+        elif not is_there and seconds >= 60 and rule.sequel != _CRASH:
+            self._newest_step += 1  # a minute without a crash counts as a new step
+            is_progress = True
+        if is_progress:
             self._newest_step_at = time.monotonic()
             self._losses = 0
         # It made steps of its own, and ended elsewhere than before: no fault of the program.

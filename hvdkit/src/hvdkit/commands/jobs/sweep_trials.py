@@ -26,7 +26,13 @@ from optuna.trial import FrozenTrial, TrialState
 from hvdkit import whole_files
 from hvdkit.commands.jobs import seeds
 from hvdkit.commands.jobs.search_space import SearchSpace
-from hvdkit.commands.jobs.supervise import end_with_parent, hear, newest_step
+from hvdkit.commands.jobs.supervise import (
+    AGAIN,
+    STARTING,
+    end_with_parent,
+    hear,
+    newest_step,
+)
 from hvdkit.logs import complain, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
@@ -38,11 +44,14 @@ _FAILURES = 3  # a sweep without a score ends after so many trials that failed
 _RESTARTS = 3  # a trial that ends with 75 or 76 by itself is restarted so often
 _INTERVAL = 1.0  # seconds between two looks at the trials that run
 _PAUSE = 5.0  # seconds before a restart
+_LOG_END = 2**20  # bytes of a log in which its error stands
 # The copy, in the folder, of the flagfile as the sweep began with it.
 _BASE = "base.cfg"
 # Names in the folder, beside sweep.json.
 _WRITTEN = (_BASE, "best.cfg", "journal.log", "sweep.html")
 _SCORED = (TrialState.COMPLETE, TrialState.PRUNED)
+# Flags of launchers that name hosts.
+_HOSTS = ("-H", "--host", "-host", "--hosts", "--hostfile", "-hostfile")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,6 +64,7 @@ class TrialRun:
     reported: int  # evaluations that Optuna knows
     process: subprocess.Popen = dataclasses.field(init=False)
     started_at: float = 0.0
+    told_at: float = 0.0  # when it was last told to stop
     restarts: int = 0
     pruned: bool = False
     stopped: bool = False
@@ -73,6 +83,7 @@ class Sweep:
         needs_usr1 = programs & {"srun", "mpirun"}
         self._signal = signal.SIGUSR1 if needs_usr1 else signal.SIGTERM
         self._gpus = _gpus() if arguments.jobs > 1 and "srun" not in programs else []
+        self._check_gpus()
 
         folder = arguments.folder
         self.lock: contextlib.AbstractContextManager
@@ -93,6 +104,22 @@ class Sweep:
         self._study = _study(folder, space)
         self._running: list[TrialRun] = []
         self._code = DONE  # another code ends the sweep
+
+    def _check_gpus(self) -> None:
+        """Raises ValueError where trials that run at once would share GPUs."""
+        jobs = self._arguments.jobs
+        if not self._gpus:
+            return
+        if jobs > len(self._gpus):
+            raise ValueError(
+                f"--jobs={jobs} trials would share {len(self._gpus)} GPU(s): at most one a GPU"
+            )
+        hosts = [word for word in self._launch if word.split("=")[0] in _HOSTS]
+        if hosts:
+            raise ValueError(
+                f"--jobs={jobs} trials would share the GPUs of other hosts ({hosts[0]} in "
+                "--launch): give --jobs=1"
+            )
 
     def run(self) -> int:
         """Runs trials to the last one, or to a signal; returns the exit code.
@@ -137,9 +164,17 @@ class Sweep:
                 self._look(run)
                 if code is not None and not _is_used(run.folder):
                     self._end(run, code)
-                elif code is None and (run.pruned or self._code) and not run.stopped:
-                    run.stopped = True
-                    os.killpg(run.process.pid, self._signal)
+                elif code is None and (run.pruned or self._code):
+                    self._stop(run)
+
+    def _stop(self, run: TrialRun) -> None:
+        """Tells a trial to stop, again while it may be lost: srun loses it before ranks run."""
+        now = time.monotonic()
+        is_young = now - run.started_at < STARTING and not newest_step(run.folder)
+        if not run.stopped or (is_young and now - run.told_at >= AGAIN):
+            run.stopped = True
+            run.told_at = now
+            os.killpg(run.process.pid, self._signal)
 
     def _hear(self, number: int, frame: object) -> None:
         if not self._code:
@@ -282,7 +317,9 @@ class Sweep:
         self._study.tell(run.trial, state=TrialState.FAIL)  # it is not drawn again
 
         log = run.folder.with_suffix(".log")
-        text = whole_files.read(log, whole_files.LINES_BYTES).decode(errors="replace")
+        with whole_files.opened(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_END))
+            text = file.read().decode(errors="replace")
         lines = re.findall(r"error: (.*)", text) or text.splitlines() or [""]
         complain(f"{run.folder}.log: {lines[-1]}")
 
@@ -367,7 +404,9 @@ def _study(folder: Path, space: SearchSpace) -> optuna.Study:
             os.truncate(journal, text.rfind(b"\n") + 1)
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    backend = optuna.storages.journal.JournalFileBackend(str(journal))
+    # Of a sweep that was killed, as this one holds `Sweep.lock`: Optuna would wait for it.
+    journal.with_name("journal.log.lock").unlink(missing_ok=True)
+    backend = optuna.storages.journal.JournalFileBackend(str(journal.absolute()))
     storage = optuna.storages.JournalStorage(backend)
     halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
     study = optuna.create_study(

@@ -16,10 +16,12 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -174,7 +176,7 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
     links = fork / "datasets" / name
     if links == root:
         links = links.with_name(f"{name}-links")
-    _check_paths(root, cfg, links)
+    _check_paths(root, cfg, links, fork / "runs" / name)
     whole_files.refuse_other(sheet, browse.SIGN)
     with contextlib.ExitStack() as undone:
         undone.callback(shutil.rmtree, links, ignore_errors=True)
@@ -220,8 +222,11 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
     return flag
 
 
-def _check_paths(root: Path, cfg: Path, links: Path) -> None:
-    """Raises ValueError: there are no data, or what would be written is there."""
+def _check_paths(root: Path, cfg: Path, links: Path, run_dir: Path) -> None:
+    """Raises ValueError: there are no data, or what would be written is there.
+
+    An old run in `run_dir` would be resumed, with what it has learned of other data.
+    """
     if not root.exists():
         raise ValueError(
             f"{root} does not exist: give the folder with the pictures, or a table of them"
@@ -230,9 +235,27 @@ def _check_paths(root: Path, cfg: Path, links: Path) -> None:
         raise ValueError(
             f"{root} holds {links.parent}, of all data sets: give the folder of one"
         )
-    for path in (cfg, links):
+    for path in (cfg, links, run_dir):
         if path.exists():
             raise ValueError(f"{path} exists: give another --name, or remove it")
+
+
+@contextlib.contextmanager
+def _signals_end() -> Iterator[None]:
+    """A signal ends what is inside as an error does, so that what was written goes."""
+
+    def end(number: int, frame: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    handled = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            handled[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
 
 
 def _may_mirror() -> bool:
@@ -262,7 +285,8 @@ def main(argv: list[str]) -> int:
     name = re.sub(r"[^\w.]+", "-", name, flags=re.ASCII).strip("-.") or "mine"
     # TensorFlow would hold the GPU memory that the trials need.
     tf.config.set_visible_devices([], "GPU")
-    flag = start(root, name, arguments)
+    with _signals_end():
+        flag = start(root, name, arguments)
     if arguments.train:
         sys.stdout.flush()
         command = measurements.train(flag)
