@@ -5,9 +5,11 @@ import json
 import math
 import os
 import resource
+import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import keras
@@ -28,9 +30,16 @@ from hvdkit.ranks.world import raw
 from hvdkit.run import load_run
 from hvdkit.scores import MainMetric
 from hvdkit.settings import Settings, absl_flags, project, setting
-from hvdkit.stop import Stop
+from hvdkit.stop import Stop, passes
 from hvdkit.train.optim import optimizer
 from hvdkit.train.step.state import State
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e5m2", "float8_e4m3fn", "int4"])
+def test_types_that_numpy_does_not_know_are_stored_as_bytes(name):
+    value = np.array([1, -2], getattr(ml_dtypes, name))
+    stored = writing._storable({"v": value, "w": np.ones(2, np.float16)})
+    assert stored["v"].dtype.kind == "V" and stored["w"].dtype == np.float16
 
 
 def test_types_that_numpy_does_not_know(kept):
@@ -509,6 +518,92 @@ def test_a_last_save_that_comes_late_has_its_score(kept, capsys):
         saver.last(Place(1), weights, Settings())
     assert kept.best()[:2] == (0.5, 1)
     assert "the checkpoint of step 1 is written now" in capsys.readouterr().out
+
+
+def test_a_failed_save_on_a_disk_that_answers_nothing_is_a_note(
+    kept, monkeypatch, capsys
+):
+    kept.folder.mkdir()
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with Saver(kept) as saver:
+        monkeypatch.setattr(Checkpoints, "write", stale)
+        monkeypatch.setattr(files, "candidates", stale)
+        saver.save(Place(1), {"w": tf.Variable(1.0)}, Settings())
+        saver.wait()
+    assert saver.failed == 1 and passes(saver.error)
+    printed = capsys.readouterr().out
+    assert "Stale file handle" in printed and "Kept in" in printed
+    assert "Free some space" not in printed
+
+
+def test_a_best_score_that_could_not_be_written_is_tried_again(kept, monkeypatch):
+    kept.folder.mkdir()
+    set_score = writing.set_score
+
+    def fails_once(*arguments: object) -> None:
+        monkeypatch.setattr(writing, "set_score", set_score)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    weights = {"w": tf.Variable(1.0)}
+    with Saver(kept) as saver:
+        for step, score in enumerate((0.5, 0.99, 0.6, 0.6, 0.6), start=1):
+            saver.save(Place(step), weights, Settings())
+            if step == 2:
+                monkeypatch.setattr(writing, "set_score", fails_once)
+            saver.add_score(of_step(step, score))
+    assert names(kept) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert kept.best()[:2] == (0.99, 2)
+
+
+def test_checkpoints_that_are_passed_over_are_named(kept, monkeypatch, capsys):
+    kept = replace(kept, keep=9)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.6)):
+        save(kept, step, score=score)
+    (kept.folder / "step-00000002" / files.MANIFEST).write_text("{")
+    assert kept.best()[:2] == (0.6, 3)
+    assert "passed over" in capsys.readouterr().out
+    (kept.folder / "step-00000003" / "state.npz").write_bytes(b"")
+    assert kept.sound_before(4).step == 1
+    assert capsys.readouterr().out.count("passed over") == 2
+    monkeypatch.setattr(whole_files, "sha256", _input_output_error)
+    assert differ(lambda: kept.sound_before(4), "Input/output error").code == 76
+    monkeypatch.setattr(whole_files, "read", _input_output_error)
+    assert differ(kept.best, "Input/output error").code == 76
+
+
+def _input_output_error(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_leftovers_of_kills_are_removed_or_kept_where_nothing_else_is_there(
+    kept, monkeypatch, capsys
+):
+    save(kept, 1)
+    for name in (
+        ".step-00000001.partial",
+        ".step-00000001.partial.old",
+        ".step-00000002.partial.old",
+        ".step-00000003.deleted",
+    ):
+        (kept.folder / name).mkdir()
+    remove = shutil.rmtree
+
+    def refuses(path: Path) -> None:
+        if path.name.endswith(".deleted"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refuses)
+    files.tidy(kept.folder)
+    assert names(kept) == [
+        ".step-00000002.partial.old",
+        ".step-00000003.deleted",
+        "step-00000001",
+    ]
+    assert ".step-00000003.deleted cannot be removed" in capsys.readouterr().out
 
 
 def test_all_that_a_run_counts_comes_back(kept):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from kills import killed_at_each
+from refusals import refused
 from small_checkpoints import ALONE, of_step
 
 from hvdkit import settings as settings_lib
@@ -189,6 +190,28 @@ def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     assert {p.name for p in run_dir.iterdir()} == expected
     written = settings_lib.parse(["train.py", f"--flagfile={run_dir / 'config.cfg'}"])
     assert written == config
+
+
+def test_a_lock_that_only_its_own_host_sees_lets_nobody_in(tmp_path, monkeypatch):
+    """As NFS does it with nolock: a lock is had at once, though another host renews the lease."""
+    monkeypatch.setattr(lease, "_BEAT", 0.1)
+    lease_file = tmp_path / ".lease"
+    lease_file.write_text('{"job": "another", "host": "node9"}')
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(0.05):
+            os.utime(lease_file)
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    try:
+        refused(lambda: lease.take(tmp_path), "another run, on node9", kind=NotNow)
+    finally:
+        ended.set()
+        renewing.join()
+    lease.take(tmp_path)
+    lease.release()
 
 
 @pytest.mark.parametrize("is_used", [False, True])

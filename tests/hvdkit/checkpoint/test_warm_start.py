@@ -225,6 +225,38 @@ def test_weights_of_another_precision_are_cast(run_dir):
     assert model.weights[0].dtype == "float64"
 
 
+def test_floats_are_not_cast_into_quantized_kernels(tmp_path):
+    def dense(*, is_quantized: bool) -> keras.Model:
+        x = keras.Input((4,))
+        model = keras.Model(x, keras.layers.Dense(3, name="head")(x))
+        if is_quantized:
+            model.quantize("int8")
+        return model
+
+    save(tmp_path / "checkpoints", dense(is_quantized=False))
+    for skip in (False, True):
+        with pytest.raises(
+            ValueError, match="load first, quantize afterwards"
+        ) as error:
+            warm_start.load(dense(is_quantized=True), tmp_path, skip)
+        assert "init_skip_mismatched" not in str(error.value)
+
+
+def test_a_layer_between_those_that_keras_has_numbered_is_told(tmp_path, capsys):
+    def stack(count: int) -> keras.Model:
+        keras.utils.clear_session()
+        dense = [keras.layers.Dense(4) for _ in range(count)]
+        return keras.Sequential([keras.Input((4,)), *dense])
+
+    save(tmp_path / "checkpoints", stack(3))
+    with pytest.raises(
+        ValueError, match=r"matched by number \(3 dense there, 4 here\)"
+    ):
+        warm_start.load(stack(4), tmp_path, False)
+    warm_start.load(stack(4), tmp_path, True)
+    assert "3 dense there, 4 here" in capsys.readouterr().out
+
+
 def test_two_layers_of_one_path_each_get_their_own(tmp_path):
     """Two models inside another may name their layers alike; order tells them apart."""
 
@@ -331,6 +363,22 @@ def test_the_best_to_start_from_is_by_the_tasks_mode(tmp_path, capsys):
             metric=MainMetric("mae", mode),
         )
         assert set(first_weights(model)) == {start}
+
+
+def test_classes_of_another_order_are_told(tmp_path, capsys):
+    kept = save(tmp_path / "checkpoints", network())
+    named = dataclasses.replace(kept, card={"class_names": ["cat", "dog"]})
+    named.write(named.copy(Place(2), averaging(network()).variables, Settings()))
+    for class_names, is_told in ((["cat", "dog"], False), (["dog", "cat"], True)):
+        model = network()
+        warm_start.start(
+            model,
+            Settings(init_from=str(tmp_path)),
+            task_state=TaskState(None, model),
+            metric=MainMetric("accuracy"),
+            class_names=class_names,
+        )
+        assert ("another class" in capsys.readouterr().out) == is_told
 
 
 # Real runs, of the skeleton: every project has it. What 1 rank begins, 2 go on with.

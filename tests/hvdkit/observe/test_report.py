@@ -63,6 +63,42 @@ def trained(tmp_path_factory) -> Path:
     return run
 
 
+def test_scores_of_another_measure_are_not_compared(tmp_path):
+    (tmp_path / "config.cfg").touch()
+    starts = [(0, "a"), (4, "b"), (8, "b")]
+    lines = [
+        json.dumps({"step": step, "time": 1.0, "score": "iou", "measure": measure})
+        for step, measure in starts
+    ]
+    (tmp_path / "starts.jsonl").write_text("\n".join(lines))
+    scores = [(2, 0.9), (4, 0.5), (6, 0.7), (10, 0.6)]
+    lines = [
+        json.dumps({"step": step, "eval_loss": 1.0, "eval_iou": score})
+        for step, score in scores
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    run = records.read(tmp_path)
+    assert [score.step for score in run.scored()] == [4, 6, 10]
+    assert run.best().step == 6
+
+
+def test_what_is_too_large_for_the_page_is_left_out_alone(
+    trained, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "confusion.csv").write_text("x" * 2000)
+    (run / "predictions.png").write_text("x" * 2000)
+    monkeypatch.setattr(whole_files, "JSON_BYTES", 1999)
+    monkeypatch.setattr(whole_files, "TABLE_BYTES", 1999)
+    (run / "summary.json").unlink()
+    (run / "profile" / "operations.json").unlink(missing_ok=True)
+    report.write(run)
+    text = " ".join(page_of(run).text)
+    assert "confusion.csv is not shown" in text
+    assert "predictions.png is not shown" in text
+
+
 def test_a_run_ends_with_a_page_that_needs_no_other_file(trained):
     page = page_of(trained)
     summary = json.loads((trained / "summary.json").read_text())

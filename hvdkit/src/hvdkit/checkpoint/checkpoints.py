@@ -38,6 +38,8 @@ _HARMLESS = {
     "accept_changed_data",
     "benchmark",
     "bind",
+    "cache_dir",
+    "cache_gb",
     "checkpoint_every",
     "data_workers",
     "dry_run",
@@ -59,6 +61,8 @@ _HARMLESS = {
     "reduce_backend",
     "resume",
     "run_dir",
+    "stall_shutdown_s",
+    "start_limit_s",
     "steps_per_call",
     "trackers",
 }
@@ -135,6 +139,8 @@ class Checkpoints:
     train_source: Any = None
     # The names of the checkpoints that there were when `find` looked, on rank 0.
     listed: set[str] = dataclasses.field(default_factory=set, init=False)
+    # Steps of checkpoints that are kept until their score can be written.
+    awaiting: set[int] = dataclasses.field(default_factory=set, init=False)
     _memory: dict[str, np.ndarray] = dataclasses.field(
         default_factory=dict, init=False, repr=False
     )
@@ -221,7 +227,9 @@ class Checkpoints:
         return Score(*fields) if fields else None
 
     def _best(self) -> Score | None:
-        scored = files.scored(files.candidates(self.folder))
+        checkpoints = files.candidates(self.folder)
+        files.say_unread(checkpoints, lambda note: say(self.world, note))
+        scored = files.scored(checkpoints)
         path = files.best(scored, self.measure)
         return scored[path].as_score() if path else None
 
@@ -296,7 +304,11 @@ class Checkpoints:
         return _built(self.world.from_chief(what, self._sound_before, step))
 
     def _sound_before(self, step: int) -> list[Any]:
-        path, _ = files.newest_sound(self.folder, step)
+        path, faults = files.newest_sound(self.folder, step)
+        for fault in faults:
+            say(self.world, f"note: passed over: {fault}")
+            if passes(fault):
+                raise NotNow(f"{fault}: to go back further would lose steps")
         return self._fields(path, is_named=True)
 
     def _choose(self, resume: str) -> Path | None:
@@ -398,6 +410,7 @@ class Checkpoints:
         kept = {
             *paths[-self.keep :],
             *newest_applied,
+            *[path for path in paths if files.step_of(path) in self.awaiting],
             *self._best_of_each_measure(manifests),
         }
         # A checkpoint that a failing disk does not show now may be the best, so it stays.

@@ -24,16 +24,17 @@ import numpy as np
 
 from hvdkit import scores, whole_files
 from hvdkit.data.place import Place
-from hvdkit.logs import join, printable
+from hvdkit.logs import join, printable, say
 from hvdkit.ranks.figures import NUM_FIGURES
 from hvdkit.scores import MainMetric, Score
+from hvdkit.stop import NotNow, passes
 
 FORMAT = 5  # Since 5, a manifest may have fields that only a newer version knows.
 _READ = (4, FORMAT)  # Since 4, the place in the data counts samples, not steps.
 STATE = "state.npz"
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
-_UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|(partial\.)?deleted)")
+_UNFINISHED = re.compile(r"\.step-\d{8,}\.(partial|partial\.old|(partial\.)?deleted)")
 
 
 class Damaged(ValueError):
@@ -211,6 +212,20 @@ def manifests(paths: Iterable[Path]) -> dict[Path, Manifest]:
     return readable
 
 
+def say_unread(paths: Iterable[Path], tell: Callable[[str], None]) -> None:
+    """Says which manifests cannot be read: a checkpoint of theirs may be the best.
+
+    Raises NotNow where that may pass.
+    """
+    for path in paths:
+        try:
+            read_manifest(path)
+        except (Damaged, OtherFormat) as error:
+            if passes(error):
+                raise NotNow(f"{error}: it may be the best checkpoint") from None
+            tell(f"note: passed over: {error}")
+
+
 def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
     """The manifests of checkpoints that have a score, in the same order."""
     readable = manifests(paths)
@@ -224,6 +239,12 @@ def card_of(path: Path) -> dict[str, Any]:
         with contextlib.suppress(Damaged, OtherFormat):
             return read_manifest(checkpoint).card
     return {}
+
+
+def digest_of(measure: Mapping[str, Any]) -> str:
+    """Two measures have the same one where their scores can be compared."""
+    text = json.dumps(without_mode(measure), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def best(scored: Mapping[Path, Manifest], measure: Mapping[str, Any]) -> Path | None:
@@ -282,8 +303,15 @@ def delete(path: Path) -> None:
 def tidy(folder: Path) -> None:
     """Removes checkpoints that a kill left half-written or half-deleted."""
     for path in list(folder.iterdir()):
-        if _UNFINISHED.fullmatch(path.name):
+        if not _UNFINISHED.fullmatch(path.name):
+            continue
+        step = path.name.removeprefix(".").removesuffix(".partial.old")
+        if path.name.endswith(".partial.old") and not (folder / step).exists():
+            continue  # A kill between two renames left this checkpoint here alone.
+        try:
             shutil.rmtree(path)
+        except OSError as error:
+            say(f"note: {path} cannot be removed: {error.strerror or error}")
 
 
 def _guarded(file: Path, read: Callable[[], Any]) -> Any:

@@ -43,9 +43,11 @@ def take(run_dir: Path) -> None:
         "host": os.uname().nodename,
     }
     end = time.monotonic() + _FENCING
+    # Some disks have locks that only their own host sees.
+    is_elsewhere = _read(folder).get("host", record["host"]) != record["host"]
     while True:
         try:
-            lock = _lock(folder)
+            lock = _lock(folder, is_elsewhere)
             break
         except BlockingIOError:
             _ask_to_end(folder, record, is_late=time.monotonic() > end)
@@ -54,7 +56,7 @@ def take(run_dir: Path) -> None:
     is_released = threading.Event()
     _held[folder] = (lock, is_released)
     threading.Thread(
-        target=_keep, args=(folder, start, is_released), name="lease", daemon=True
+        target=_keep, args=(folder, record, is_released), name="lease", daemon=True
     ).start()
 
 
@@ -93,22 +95,29 @@ def lost(run_dir: Path) -> str:
     return _lost.get(run_dir.resolve(), "")
 
 
-def _lock(folder: Path) -> IO[str] | None:
+def _lock(folder: Path, is_elsewhere: bool) -> IO[str] | None:
     """The folder's lock; None on a disk without locks.
 
-    Raises BlockingIOError: another process has the lock, or without locks renews the lease.
+    `is_elsewhere`: the lease is of another host, which may not see this one's lock.
+
+    Raises BlockingIOError: another process has the lock, or renews the lease where a lock does not
+    say enough.
     """
-    try:
-        return whole_files.lock(folder / ".lock")
-    except whole_files.NoLocks:
-        times = set()
-        for _ in range(4):
-            with contextlib.suppress(FileNotFoundError):
-                times.add((folder / ".lease").stat().st_mtime_ns)
-            time.sleep(_BEAT)
-        if len(times) > 1:
-            raise BlockingIOError from None
-        return None
+    lock = None
+    with contextlib.suppress(whole_files.NoLocks):
+        lock = whole_files.lock(folder / ".lock")
+    if lock and not is_elsewhere:
+        return lock
+    times = set()
+    for _ in range(4):
+        with contextlib.suppress(FileNotFoundError):
+            times.add((folder / ".lease").stat().st_mtime_ns)
+        time.sleep(_BEAT)
+    if len(times) > 1:
+        if lock:
+            lock.close()
+        raise BlockingIOError
+    return lock
 
 
 def _read(folder: Path) -> dict[str, str]:
@@ -120,8 +129,9 @@ def _read(folder: Path) -> dict[str, str]:
     return record if isinstance(record, dict) else {}
 
 
-def _keep(folder: Path, start: str, is_released: threading.Event) -> None:
+def _keep(folder: Path, record: dict[str, str], is_released: threading.Event) -> None:
     """Renews the lease until it is released, or another start has written itself there."""
+    start = record["start"]
     holder = _read(folder)
     while holder.get("start", start) == start:
         with contextlib.suppress(OSError):
@@ -129,7 +139,8 @@ def _keep(folder: Path, start: str, is_released: threading.Event) -> None:
         if is_released.wait(_BEAT):
             return
         holder = _read(folder)
+    is_same_job = holder.get("job") == record["job"]
+    owner = "a later start of this job" if is_same_job else "another run"
     _lost[folder] = (
-        f"a later start of this job, on {holder.get('host')}, has taken over {folder}: this one "
-        "ends, unsaved"
+        f"{owner}, on {holder.get('host')}, has taken over {folder}: this one ends, unsaved"
     )

@@ -33,7 +33,8 @@ class Saver:
     known to have failed, on rank 0; `error`: why the last one did, or None.
     """
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self, checkpoints: Checkpoints, skipped: int = 0) -> None:
+        """`skipped`: of the checkpoint that the run resumes from, see Copy."""
         self._checkpoints = checkpoints
         self._world = checkpoints.world
         self._pool = futures.ThreadPoolExecutor(1, "saver")
@@ -44,8 +45,10 @@ class Saver:
         # newest one.
         self._step: int | None = None
         self._figures: Mapping[str, Any] | None = None
-        self._skipped = 0
+        self._skipped = skipped
         self._score: Score | None = None
+        # Scores that could not be written yet; `Checkpoints.awaiting` has their steps.
+        self._unwritten: list[Score] = []
         self.failed = 0
         self.error: str | None = None
 
@@ -82,6 +85,7 @@ class Saver:
         self._figures = figures
         if not self._world.is_chief:
             return
+        self._write_scores()
         try:
             copy = self._checkpoints.copy(place, variables, config, figures=figures)
         except MemoryError as error:
@@ -97,13 +101,30 @@ class Saver:
         if not self._world.is_chief or (score.step == self._step and self.error):
             # A note was printed already; it gets its score if a later try writes it.
             return
-        try:
-            self._checkpoints.add_score(score, self._skipped)
-        except (OSError, ValueError) as error:
-            say(
-                self._world,
-                f"note: the score of step {score.step} was not written: {self._reason(error)}",
-            )
+        self._unwritten.append(score)
+        self._write_scores()
+
+    def _write_scores(self) -> None:
+        """On rank 0, those of checkpoints that lack theirs; what fails is tried at the next save.
+
+        Until then their checkpoints stay, as one of them may be the best.
+        """
+        awaiting = self._checkpoints.awaiting
+        for score in [*self._unwritten]:
+            try:
+                awaiting.discard(score.step)
+                self._checkpoints.add_score(score, self._skipped)
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError):
+                    awaiting.add(score.step)
+                else:  # its checkpoint is gone or damaged
+                    self._unwritten.remove(score)
+                say(
+                    self._world,
+                    f"note: the score of step {score.step} was not written: {self._reason(error)}",
+                )
+            else:
+                self._unwritten.remove(score)
 
     def last(self, place: Place, variables: Variables, config: Settings) -> None:
         """Waits for the run's last save, at `place`; where it failed, tries again.
@@ -126,10 +147,19 @@ class Saver:
             raise Stop(
                 code, f"the last checkpoint, of step {step}, was not written: {error}"
             )
+        if self._world.is_chief:
+            self._write_scores()
         if tries:
             say(self._world, f"the checkpoint of step {step} is written now")
             if self._score and self._score.step == step:
                 self.add_score(self._score)
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step is there, on rank 0."""
+        try:
+            return (self._checkpoints.folder / files.name_of(step)).is_dir()
+        except OSError:
+            return False
 
     def wait(self) -> None:
         """Until nothing is being written any more."""
@@ -162,11 +192,14 @@ class Saver:
     def _fail(self, error: Exception) -> None:
         self.failed += 1
         folder = self._checkpoints.folder
-        kept = ", ".join(path.name for path in files.candidates(folder)) or "none"
-        self.error = (
-            f"{self._reason(error)}. Kept in {folder}: {kept}. Free some space, or use another "
-            "--run_dir"
-        )
+        try:
+            names = [path.name for path in files.candidates(folder)]
+            kept = ", ".join(names) or "none"
+        except OSError:  # the disk is away
+            kept = "not known"
+        self.error = f"{self._reason(error)}. Kept in {folder}: {kept}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.error += ". Free some space, or use another --run_dir"
         say(
             self._world,
             f"note: the checkpoint of step {self._step} was not written: {self.error}",

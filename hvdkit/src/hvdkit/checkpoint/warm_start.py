@@ -1,7 +1,7 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import keras
@@ -16,18 +16,34 @@ from hvdkit.settings import Settings
 from hvdkit.train.layers import preprocessing
 from hvdkit.train.step.state import TaskState, names_of_model
 
+_QUANTIZE_LATER = "whose numbers it cannot hold: load first, quantize afterwards"
+
 
 def start(
-    model: keras.Model, config: Settings, *, task_state: TaskState, metric: MainMetric
+    model: keras.Model,
+    config: Settings,
+    *,
+    task_state: TaskState,
+    metric: MainMetric,
+    class_names: Sequence[str] = (),
 ) -> None:
     """Loads --init_from into the model and what the task holds; prints what it took from there.
 
     `metric`: the task's, by which a run's best checkpoint is chosen where its scores are of it.
+    `class_names`: of this run's data; they may be others there, or in another order.
     """
     path = Path(config.init_from)
     if not files.is_checkpoint(path) and path.suffix != ".keras":
         path = _best(path, metric)
     faults = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
+    names_there = (
+        [] if path.suffix == ".keras" else files.card_of(path).get("class_names")
+    )
+    if names_there and class_names and [*names_there] != [*class_names]:
+        logs.say(
+            f"note: classes are {join(class_names, 4)} here, and were {join(names_there, 4)} "
+            "there: an output that was taken from there means another class"
+        )
     if config.init_ema:
         logs.say(f"starting from the averages of the weights of {path}")
     else:
@@ -140,7 +156,8 @@ def load(
         name: (shapes[name], variable.dtype) for name, variable in variables.items()
     }
     faults = _faults(arrays, needed)
-    _check_faults(path, faults, count=len(needed), skip=skip)
+    numbered = _renumbered(arrays, needed)
+    _check_faults(path, faults, count=len(needed), skip=skip, numbered=numbered)
     _check_unused(path, [name for name in arrays if name not in named], skip)
     pixels = preprocessing.find(model)
     for name, variable in variables.items():
@@ -170,7 +187,8 @@ def _load_keras_file(model: keras.Model, path: Path, skip: bool) -> dict[str, st
         faults = _faults(arrays, needed)
         labels = {name: _label(name, entry, layers) for name, entry in entries.items()}
         labelled = {labels[name]: fault for name, fault in faults.items()}
-        _check_faults(path, labelled, count=len(needed), skip=skip)
+        numbered = _renumbered(arrays, needed)
+        _check_faults(path, labelled, count=len(needed), skip=skip, numbered=numbered)
         _check_unused(path, [name for name in arrays if name not in entries], skip)
         for name, entry in entries.items():
             if name not in faults:
@@ -206,25 +224,65 @@ def _faults(
             faults[name] = f"{list(array.shape)} there, {list(shape)} here"
         elif array.dtype.kind in "iu" and "int" not in dtype:
             faults[name] = f"{array.dtype} there, of a quantized model, {dtype} here"
+        elif array.dtype.kind in "fV" and "int" in dtype:
+            faults[name] = f"{array.dtype} there, {dtype} here, {_QUANTIZE_LATER}"
         elif array.dtype.kind in "fV" and np.isnan(array).any():
             faults[name] = "NaN there"
     return faults
 
 
+def _renumbered(there: Iterable[str], here: Iterable[str]) -> str:
+    """Which layers that Keras has numbered (dense, dense_1) are more or fewer here; or ""."""
+    layers_there = _numbered(there)
+    layers_here = _numbered(here)
+    differ = []
+    for kind in layers_here.keys() & layers_there.keys():
+        count_there = len(layers_there[kind])
+        count_here = len(layers_here[kind])
+        if kind in layers_there[kind] and count_there != count_here:
+            differ.append(f"{count_there} {kind} there, {count_here} here")
+    if not differ:
+        return ""
+    return (
+        f". Layers that Keras has numbered are matched by number ({join(sorted(differ))}): one "
+        "that was put in between takes the weights of the next; give layers names"
+    )
+
+
+def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
+    """Layers by their name without a number, of variables' names: dense for dense_1/kernel."""
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        layer = name.rpartition("/")[0]
+        layers.setdefault(re.sub(r"_\d+$", "", layer), set()).add(layer)
+    return layers
+
+
 def _check_faults(
-    path: Path, faults: dict[str, str], *, count: int, skip: bool
+    path: Path, faults: dict[str, str], *, count: int, skip: bool, numbered: str
 ) -> None:
-    """Raises ValueError where none of the model's `count` variables fit, or some do not."""
+    """Raises ValueError where none of the model's `count` variables fit, or some do not.
+
+    `numbered`: what `_renumbered` says.
+    """
     if len(faults) == count:
         raise ValueError(
             f"--init_from={path}: {count} of the model's {count} variables do not fit: "
             f"{_listed(faults)}. it is of another model altogether"
         )
+    if any(_QUANTIZE_LATER in fault for fault in faults.values()):
+        raise ValueError(
+            f"--init_from={path}: {len(faults)} of the model's {count} variables do not fit: "
+            f"{_listed(faults)}"
+        )
     if faults and not skip:
         raise ValueError(
             f"--init_from={path}: {len(faults)} of the model's {count} variables do not fit: "
             f"{_listed(faults)}. --init_skip_mismatched leaves such variables as they are made"
+            f"{numbered}"
         )
+    if faults and numbered:
+        logs.say(f"note: --init_from={path}{numbered}")
 
 
 def _check_unused(path: Path, names: list[str], skip: bool) -> None:
@@ -314,7 +372,9 @@ def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
     `metric`: where the scores are of it, its mode decides, else their own.
     """
     folder = run_dir / "checkpoints"
-    scored = files.scored(files.candidates(folder))
+    checkpoints = files.candidates(folder)
+    files.say_unread(checkpoints, logs.say)
+    scored = files.scored(checkpoints)
     measure = files.newest_measure(scored)
     if metric and measure.get("main_metric") == metric.name:
         measure = {**measure, "main_metric_mode": metric.mode}

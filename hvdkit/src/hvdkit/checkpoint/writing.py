@@ -139,4 +139,5 @@ def _storable(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def _is_numpys(dtype: np.dtype) -> bool:
     """bfloat16 and its like come from ml_dtypes; a file does not say which of them it holds."""
-    return dtype.kind in "biufc"
+    # By the module: ml_dtypes gives some of its types the letter of NumPy's floats.
+    return dtype.kind in "biufc" and dtype.type.__module__ == "numpy"

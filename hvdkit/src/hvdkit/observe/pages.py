@@ -171,10 +171,14 @@ def legend(names: Sequence[str], colours: Sequence[str]) -> str:
 
 
 def picture(file: Path, caption: str) -> str:
-    """A PNG as part of the page; empty if the file does not exist."""
+    """A PNG as part of the page, or why it is not shown; empty if the file does not exist."""
     if not file.exists():
         return ""
-    data = base64.b64encode(whole_files.read(file, whole_files.TABLE_BYTES)).decode()
+    try:
+        content = whole_files.read(file, whole_files.TABLE_BYTES)
+    except OSError as error:
+        return escaped(f"{file.name} is not shown: {error.strerror or error}")
+    data = base64.b64encode(content).decode()
     alt = escaped(caption)
     return (
         f'<figure><figcaption>{alt}</figcaption><img alt="{alt}" '

@@ -76,7 +76,9 @@ class Recorder:
             tf.profiler.experimental.stop()
             folder = self._write(self._folder)
             say(f"profile of steps {self.first} to {self.last}: {folder}")
-        except (OSError, tf.errors.OpError) as error:
+        except (
+            Exception
+        ) as error:  # a record that is cut or too large raises protobuf's own
             say(f"note: the profile is not written: {error}")
 
     def _write(self, folder: Path) -> Path:

@@ -61,8 +61,9 @@ class Records(NamedTuple):
         return MainMetric(start.get("score", ""), start.get("score_mode", "max"))
 
     def scored(self) -> list[Score]:
-        """The evaluations with a score, in their order."""
-        evaluations = self.evaluations
+        """The evaluations with a score of the newest start's measure, in their order."""
+        first_step = self._measured_since()
+        evaluations = [one for one in self.evaluations if one["step"] >= first_step]
         values = column(evaluations, f"eval_{self.main_metric().name}")
         losses = column(evaluations, "eval_loss")
         scores = []
@@ -70,6 +71,18 @@ class Records(NamedTuple):
             if math.isfinite(value):
                 scores.append(Score(value, line["step"], loss, since=line["step"]))
         return scores
+
+    def _measured_since(self) -> int:
+        """The step at which a start first measured as the newest one does."""
+        measure = self.last_start().get("measure")
+        step = 0
+        for start in reversed(self.starts):
+            if start.get("measure") != measure:
+                break
+            step = start["step"]
+        else:
+            return 0
+        return step
 
     def best(self) -> Score | None:
         """The best score in the summary; of a run that has not ended, the best so far."""

@@ -48,19 +48,16 @@ _COUNTS = {
 def write(run_dir: Path) -> Path:
     """Returns the page's path. Raises OSError or ValueError."""
     run = records.read(run_dir)
-    names: list[str] = []
-    counts = np.zeros([0, 0], np.int64)
-    confusion_file = run_dir / "confusion.csv"
-    if confusion_file.exists():
-        names, counts = metrics.read_confusion(confusion_file)
-        names = [records.text(name) for name in names]
+    names, counts, fault = _confusion(run_dir)
     versions = list(run.summary.get("fingerprint", {}).items())
     flags = "\n".join(f"--{name}={value}" for name, value in run.settings.items())
     parts = [
         pages.table(about(run)),
         pages.section("Training", pages.cards(training(run))),
         pages.section("Scores", pages.cards(scores(run, names, counts))),
-        pages.section("What it predicts", *predictions(run, names)),
+        pages.section(
+            "What it predicts", *predictions(run, names), pages.escaped(fault)
+        ),
         *profile(run_dir),
         pages.section("Starts, faults and time lost", *faults(run)),
         pages.section("Computed with", pages.table(versions)),
@@ -70,6 +67,19 @@ def write(run_dir: Path) -> Path:
     out = run_dir / "report.html"
     pages.write(out, f"{run.folder.resolve().name}: {state}", parts, by="report")
     return out
+
+
+def _confusion(run_dir: Path) -> tuple[list[str], np.ndarray, str]:
+    """Names of classes and the confusion matrix; and why they are not shown, or ""."""
+    nothing = np.zeros([0, 0], np.int64)
+    file = run_dir / "confusion.csv"
+    if not file.exists():
+        return [], nothing, ""
+    try:
+        names, counts = metrics.read_confusion(file)
+    except OSError as error:
+        return [], nothing, f"{file.name} is not shown: {error.strerror or error}"
+    return [records.text(name) for name in names], counts, ""
 
 
 def about(run: Records) -> list[tuple[str, object]]:

@@ -461,7 +461,11 @@ def begin(context: RunContext, checkpoint: CheckpointInfo | None) -> Start:
         with world.fail_together("reading the first weights"):
             if world.is_chief and config.init_from:
                 warm_start.start(
-                    context.model, config, task_state=state.task_state, metric=metric
+                    context.model,
+                    config,
+                    task_state=state.task_state,
+                    metric=metric,
+                    class_names=context.checkpoints.card.get("class_names") or [],
                 )
             elif world.is_chief:
                 warm_start.load_backbone(context.model, config)

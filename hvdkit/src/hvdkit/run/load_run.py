@@ -249,6 +249,8 @@ def chosen(folder: Path, which: str, task: Task) -> Path:
     checkpoints = files.candidates(folder)
     names = ", ".join(path.name for path in checkpoints) or "no checkpoint"
     if which == "best":
+        is_chief = launch_rank() == 0
+        files.say_unread(checkpoints, logs.say if is_chief else lambda note: None)
         path, note = files.best_now(files.scored(checkpoints), scores.of_task(task))
         if not path:
             raise ValueError(

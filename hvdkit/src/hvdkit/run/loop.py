@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit import logs, scores
-from hvdkit.checkpoint import run_folder
+from hvdkit.checkpoint import files, run_folder
 from hvdkit.data import card
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.place import BEGINNING
@@ -370,6 +370,7 @@ class Run:
             "where": self._ranks_line,
             "score": metric.name,
             "score_mode": metric.mode,
+            "measure": files.digest_of(self.context.checkpoints.measure),
         }
         config = self.context.config
         first_weights = config.init_from or config.backbone_weights

@@ -1,6 +1,7 @@
 """`hvdkit.main`: from the command line to the exit code, on every rank."""
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 
 import keras
@@ -88,8 +89,11 @@ def run_on(
             except GoBack as error:
                 # The traceback would keep the old model alive.
                 back = error.with_traceback(None)
+                del run, error
                 # Layer names must match those of the resumed run: SampleDropout draws by them.
                 keras.utils.clear_session()
+                # Its weights must be gone before the new run's are made.
+                gc.collect()
 
 
 def with_ranks(

@@ -97,7 +97,8 @@ def build(context: RunContext, start: Start, stop_signal: StopSignal) -> RunPart
         )
     evaluator = Evaluator(context, val_feed)
     step = Step(config, world, context.task, state=context.state, spec=feed.spec)
-    saver = Saver(context.checkpoints)
+    skipped = int(context.state.loss_scale.skipped_in_a_row)
+    saver = Saver(context.checkpoints, skipped=skipped)
     return RunParts(
         context=context,
         start=start,
