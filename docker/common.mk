@@ -4,7 +4,7 @@ PYTHON ?= python3
 # The folder of uv.lock.
 LOCKED_IN ?= .
 # All GPUs of this host, or those of CUDA_VISIBLE_DEVICES; without one, two ranks.
-GPUS = found=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); \
+GPUS = found=$$(timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU'); \
 	if [ "$$found" = 0 ] || [ -z "$${CUDA_VISIBLE_DEVICES+x}" ]; then echo "$$found"; \
 	else echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -cv '^-1$$\|^NoDevFiles$$\|^$$'; fi
 NP ?= $(or $(filter-out 0,$(shell $(GPUS))),2)

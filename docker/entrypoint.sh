@@ -7,6 +7,14 @@
 #   healthy      exit code 0 while the ssh server, where there is one, answers
 set -euo pipefail
 
+# As in launch/hosts.sh: a user's variables in small letters come back for the command.
+declare -A EXPORTED=()
+for NAME in $(compgen -e | grep '^[a-z]'); do EXPORTED[$NAME]=${!NAME} && unset "$NAME"; done
+as_given() {
+    for NAME in "${!EXPORTED[@]}"; do unset "$NAME" && export "$NAME=${EXPORTED[$NAME]}"; done
+    exec "$@"
+}
+
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 launch=$(dirname "$here")/launch
 # The ssh server's settings, key and process number: of this container (its /tmp), of this user.
@@ -18,12 +26,12 @@ key=$(compgen -G "$home/.ssh/id_*" | grep -v '\.pub$' | head -n 1) || true
 # Variables that ssh sessions get: all of this container, besides those that a session sets itself and
 # Kubernetes' own of services. A service has NAME_SERVICE_HOST and NAME_PORT=tcp://...
 names() {
-    local name port not='HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOSTNAME|TERM|_'
+    local name port not='|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|HOSTNAME|TERM|_'
     for name in $(compgen -e | grep '_SERVICE_HOST$'); do
         name=${name%_SERVICE_HOST} port=${name%_SERVICE_HOST}_PORT
         [[ ${!port:-} != *://* ]] || not+="|${name}_(SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
     done
-    compgen -e | grep -vxE "$not"
+    { compgen -e && printf '%s\n' "${!EXPORTED[@]}"; } | grep -vxE "$not"
 }
 
 # Writes the server's settings, with a host key and that environment, which may hold secrets: only
@@ -55,7 +63,8 @@ prepare() {
         echo "HostKey $own/host_key"
         printf 'SetEnv'
         while read -r name; do
-            value=${!name//\\/\\\\}
+            value=${EXPORTED[$name]-${!name-}}
+            value=${value//\\/\\\\}
             if [[ $value == *$'\n'* ]]; then
                 echo "ssh sessions do not get $name: its value has several lines" >&2
             else
@@ -105,6 +114,6 @@ healthy)
 '') echo "error: no command; see the head of $0" >&2 && exit 2 ;;
 *)
     know_hosts
-    exec "$@"
+    as_given "$@"
     ;;
 esac

@@ -25,7 +25,10 @@ if [ ! -e "$lock" ]; then
 fi
 project=$(dirname "$(readlink -f "$lock")")
 python=${PYTHON:-python3}
-cache=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/horovod-wheels}
+# What is in /tmp may be anybody's: without a home, nothing is kept.
+home=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6 || true)}
+cache=${XDG_CACHE_HOME:-${home:+$home/.cache}}
+cache=${HOROVOD_WHEELS:-${cache:+$cache/horovod-wheels}}
 mode=${1:-} venv='' source=()
 export UV_PYTHON_DOWNLOADS=never
 . "$here/setup/machine.sh"

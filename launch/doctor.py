@@ -30,6 +30,7 @@ from preflight.ranks import launcher, watch
 
 _MOST_HOSTS = 32  # with more hosts, each is timed with six others only
 _ROUNDS = 6
+_log_of_nccl: Path | None = None  # in a folder of its own
 _NETWORK = "look at firewalls and at the network that MPI takes (hosts.sh --interface)"
 
 
@@ -181,9 +182,11 @@ def start_horovod(options: argparse.Namespace) -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    global _log_of_nccl
     os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
     if hvd.nccl_built() and "NCCL_DEBUG" not in os.environ:
         log = Path(tempfile.mkdtemp(prefix="doctor-"), "nccl")
+        _log_of_nccl = log
         os.environ["NCCL_DEBUG"] = "INFO"
         os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,NET"
         os.environ["NCCL_DEBUG_FILE"] = str(log)
@@ -205,8 +208,8 @@ def start_horovod(options: argparse.Namespace) -> None:
 
 def network_of_nccl() -> str:
     """What NCCL sends by, from its own log, which is removed; "" where it says nothing."""
-    log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
-    if not log.parent.name.startswith("doctor-") or not log.is_file():
+    log = _log_of_nccl
+    if not log or not log.is_file():
         return ""
     network = facts.network_of_nccl(log.read_text(errors="replace"))
     shutil.rmtree(log.parent, ignore_errors=True)

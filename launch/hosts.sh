@@ -28,7 +28,19 @@ is_open 0 || exec </dev/null
 is_open 1 || exec >/dev/null
 is_open 2 || exec 2>/dev/null
 
+# Variables in small letters are this script's. A user's of the same names stay exported whatever is
+# written into them, and the ranks would get that: so they are put aside, and come back for the command.
+declare -A EXPORTED=()
+for NAME in $(compgen -e | grep '^[a-z]'); do EXPORTED[$NAME]=${!NAME} && unset "$NAME"; done
+
+# as_given COMMAND...: in a subshell, with the environment that this script was started with
+as_given() {
+    for NAME in "${!EXPORTED[@]}"; do unset "$NAME" && export "$NAME=${EXPORTED[$NAME]}"; done
+    exec "$@"
+}
+
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
+work=''
 hosts='' file='' np='' interface='' port='' key=''
 plain='' check='' dry='' stopping='' pressed='' checking='' links=() connections=()
 
@@ -116,17 +128,37 @@ ssh_options=(-o BatchMode=yes -o StrictHostKeyChecking=accept-new -o ServerAlive
 reach=(ssh -o ServerAliveInterval=5 "${ssh_options[@]}" -o ConnectTimeout=10 -o LogLevel=ERROR)
 others=() # hosts besides this one
 networks='' limit=0
+in_files='' # settings of networks in Open MPI's files
 
-# Sets `others`, `networks` and `limit`; names each host that cannot take part, as mpirun would not.
+# Sets `others`, `networks`, `limit` and `in_files`; names each host that cannot take part, as mpirun would not.
 check_hosts() {
     local found python
     python=$(command -v python || command -v python3) || die "no Python: activate the environment"
-    found=$("$python" "$here/reach.py" "$interface" "${names[*]}" "${reach[*]}" "$@") || exit
-    { read -ra others && read -r networks && read -r limit; } <<<"$found"
+    found=$(as_given "$python" "$here/reach.py" "$interface" "${names[*]}" "${reach[*]}" "$@") || exit
+    { read -ra others && read -r networks && read -r in_files && read -r limit; } <<<"$found"
+}
+
+# network_words LAYER: adds the networks that this layer of Open MPI takes (btl: ranks, oob: mpirun) to
+# `words`. Of an include and an exclude together it takes none. What a user or the cluster says stays.
+network_words() {
+    local include=OMPI_MCA_$1_tcp_if_include exclude=OMPI_MCA_$1_tcp_if_exclude
+    if [ -n "$interface" ]; then
+        [ -z "${!exclude:-}" ] || echo "hosts.sh: note: --interface takes the place of $exclude" >&2
+        unset "$exclude"
+        [[ " $in_files " == *" oob_tcp_if_exclude "* && $1 = oob ]] || words+=(-mca "$1_tcp_if_include" "$interface")
+    elif [ -n "${!include:-}${!exclude:-}" ] || [[ " $in_files " == *" $1_tcp_if_"* ]]; then
+        return 0
+    elif [ -n "$networks" ]; then
+        # Not docker0, which may have the same address on every host and lead nowhere. Ranks tell NCCL
+        # the same, by their host's own names: hvdkit/ranks/start.py.
+        words+=(-mca "$1_tcp_if_include" "$networks")
+    elif [ -z "$alone" ] && [ "$1" = oob ]; then # ranks leave more out
+        words+=(-mca oob_tcp_if_exclude "lo,docker0,virbr0,cni0")
+    fi
 }
 
 mpi_words() {
-    local prefix name include=${interface:-$networks} alone='' guarded=() guard
+    local prefix name alone='' guarded=() guard layer
     if [ -z "$hosts" ] || [ -z "$dry${others[*]}" ]; then alone=yes; fi # ranks share memory: no ports
     # mpirun obeys whoever connects to it; with this, which make setup builds, this user only.
     guard=${LAUNCH_GUARD:-$(dirname "$(command -v python || command -v python3)")/../lib/launch-guard.so}
@@ -148,13 +180,7 @@ mpi_words() {
     # mpirun ends ranks only where one has failed: set-up's 5 s, for plain mpirun, would be 10 s more.
     words+=(-mca odls_base_sigkill_timeout "${OMPI_MCA_odls_base_sigkill_timeout:-1}")
     if [ "$(id -u)" = 0 ]; then words+=(--allow-run-as-root); fi
-    # Not docker0, which may have the same address on every host and lead nowhere. Ranks tell NCCL the
-    # same, by their host's own names: hvdkit/ranks/start.py.
-    if [ -n "$include" ]; then
-        words+=(-mca btl_tcp_if_include "$include" -mca oob_tcp_if_include "$include")
-    elif [ -z "$alone" ]; then # ranks leave more out
-        words+=(-mca oob_tcp_if_exclude "${OMPI_MCA_oob_tcp_if_exclude:-lo,docker0,virbr0,cni0}")
-    fi
+    for layer in btl oob; do network_words "$layer"; done
     # A daemon that is cut off ends after 30 s, not 8 minutes, if none of its output waits to be sent.
     words+=(-mca oob_tcp_keepalive_time 15 -mca oob_tcp_keepalive_intvl 5 -mca oob_tcp_keepalive_probes 3)
     # Else ssh would get node1 for node1.cluster.
@@ -185,7 +211,7 @@ mpi_words() {
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
     while read -r name; do
         words+=(-x "$name")
-    done < <(compgen -e | grep -vE '^(OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
+    done < <({ compgen -e && printf '%s\n' "${!EXPORTED[@]}"; } | grep -vE '^(|OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
 }
 
 # Holds a connection with stop.sh on every other host during the run: TCP itself reports nothing for
@@ -336,7 +362,7 @@ drain() {
 
 # launch COMMAND...: sets `code`
 launch() {
-    local words work
+    local words
     # By it ranks prove that they are of this launch: hvdkit/ranks/proof.py.
     LAUNCH_SECRET=$(od -An -v -tx1 -N32 /dev/urandom | tr -d ' \n')
     export LAUNCH_SECRET
@@ -353,7 +379,7 @@ launch() {
     trap end_all EXIT
     # In a session of its own, so that a signal to this script's group (Ctrl-C) reaches only this
     # script; mpirun would give the ranks a few seconds.
-    setsid "${words[@]}" </dev/null > >(show shown) 2> >(show shown2 >&2) &
+    as_given setsid "${words[@]}" </dev/null > >(show shown) 2> >(show shown2 >&2) &
     job=$!
     trap 'stop_ranks' TERM USR1 HUP
     trap 'interrupt' INT

@@ -6,7 +6,8 @@
 It starts daemon.sh on each other host as mpirun will, and has it connect back to this host. So it
 proves that ssh answers, that the login shell runs what it is given, that this folder is there, and
 that Open MPI's daemon will reach mpirun. Prints, a line each: the other hosts; the networks over
-which ssh reached them, empty if not known; --start_limit_s of the training command.
+which ssh reached them, empty if not known; the settings of networks that files of Open MPI have;
+--start_limit_s of the training command.
 
 Exit code 76: a host cannot take part; each is named, with the reason. Exit code 2: the network has
 to be named.
@@ -277,6 +278,20 @@ def start_limit(command: list[str]) -> int:
     return _START_LIMIT
 
 
+def settings_in_files() -> list[str]:
+    """Which of Open MPI's settings of networks its files name: they are the cluster's choice."""
+    named = []
+    with contextlib.suppress(ImportError):
+        from hvdkit.ranks.start import of_mpi_files
+
+        for layer in ("btl", "oob"):
+            for kind in ("include", "exclude"):
+                setting = f"{layer}_tcp_if_{kind}"
+                if of_mpi_files(setting):
+                    named.append(setting)
+    return named
+
+
 def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -> int:
     limit = start_limit(command)
     door = Door()
@@ -307,7 +322,8 @@ def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -
         print(f"error: {error}", file=sys.stderr)
     if len(errors) > _SHOWN:
         print(f"and {len(errors) - _SHOWN} more hosts", file=sys.stderr)
-    print(" ".join(others), networks, limit, sep="\n")
+    in_files = " ".join(settings_in_files())
+    print(" ".join(others), networks, in_files, limit, sep="\n")
     return _NOT_NOW if errors else 0
 
 

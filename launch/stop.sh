@@ -68,7 +68,7 @@ end_left() {
 # a rank without that environment (env -i) is known by its parent.
 report() {
     [ "${begun:-}" != rank ] || return 0
-    daemon=$(grep -lsF "launch-$1." /proc/[0-9]*/cmdline | while IFS=/ read -r _ _ pid _; do
+    daemon=$(grep -lsE "launch-$1[.][[:alnum:]]{8}([^.[:alnum:]]|$)" /proc/[0-9]*/cmdline | while IFS=/ read -r _ _ pid _; do
         if [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = orted ]; then echo "$pid"; fi
     done)
     [ -z "${daemon:-}" ] || [ -n "${begun:-}" ] || { begun=daemon && echo "launch: daemon"; }
@@ -95,7 +95,7 @@ watch() {
 case ${2:-USR1} in
 WATCH)
     watch "$1"
-    rm -rf -- "${TMPDIR:-/tmp}/launch-$1."* # which daemon.sh made
+    rm -rf -- "${TMPDIR:-/tmp}/launch-$1."???????? # which daemon.sh made
     ;;
 LEFT) end_left "$1" ;;
 BEGUN) [ -n "$(ranks "$1")" ] ;;

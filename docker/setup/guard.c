@@ -9,6 +9,7 @@
 #include <arpa/inet.h>
 #include <dlfcn.h>
 #include <errno.h>
+#include <ifaddrs.h>
 #include <netinet/tcp.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -57,27 +58,44 @@ static int owner(const char *table, const end_text from, const end_text to) {
     return verdict;
 }
 
+/* Whether an end's address is one of the interfaces' (all of 127/8 is the loopback's). That it can be
+ * bound says nothing: with ip_nonlocal_bind, every address can. */
+static int is_of_this_host(const end_text end, const struct ifaddrs *interfaces) {
+    unsigned ipv4 = 0;
+    sscanf(end + 24, "%8x", &ipv4);
+    if (!strncmp(end, "0000000000000000FFFF0000", 24) && ntohl(ipv4) >> 24 == 127) return 1;
+    for (; interfaces; interfaces = interfaces->ifa_next) {
+        const struct sockaddr *address = interfaces->ifa_addr;
+        struct sockaddr_storage whole = {0};
+        end_text own;
+        if (!address || (address->sa_family != AF_INET && address->sa_family != AF_INET6)) continue;
+        memcpy(&whole, address, address->sa_family == AF_INET ? sizeof(struct sockaddr_in)
+                                                              : sizeof(struct sockaddr_in6));
+        write_end(own, &whole);
+        if (!strncmp(own, end, 32)) return 1;
+    }
+    return 0;
+}
+
 static int is_strangers(int link) {
     struct sockaddr_storage own, peer;
-    struct sockaddr_in *there = (void *)&peer;
+    struct ifaddrs *interfaces;
     socklen_t size = sizeof own;
     const char *alone = getenv("LAUNCH_ALONE");
     end_text from, to;
-    int trial, is_local, verdict, verdict6;
+    int is_local, verdict, verdict6;
     if (getsockname(link, (void *)&own, &size)) return 1;
     if (own.ss_family != AF_INET && own.ss_family != AF_INET6) return 0;
     size = sizeof peer;
     if (getpeername(link, (void *)&peer, &size)) return 1;
     write_end(from, &peer);
     write_end(to, &own);
-    there->sin_port = 0; /* a socket can be bound to this host's addresses only */
-    trial = socket(peer.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (trial < 0) return 1;
-    is_local = !bind(trial, (void *)&peer, size);
-    close(trial);
+    if (getifaddrs(&interfaces)) return 1;
+    is_local = is_of_this_host(from, interfaces);
+    freeifaddrs(interfaces);
     if (!is_local) return alone && *alone;
-    verdict = owner("/proc/net/tcp", from, to);
-    verdict6 = owner("/proc/net/tcp6", from, to);
+    verdict = owner("/proc/self/net/tcp", from, to);
+    verdict6 = owner("/proc/self/net/tcp6", from, to);
     /* In neither table: it was closed at once. */
     return verdict < 0 || verdict6 < 0 || verdict + verdict6 == 0;
 }

@@ -11,7 +11,12 @@ build_settings() {
     echo "$(pins horovod), $DEVICE, $(uname -m), $(getconf GNU_LIBC_VERSION)"
     ${CXX:-c++} --version 2>/dev/null || true
     [ "$DEVICE" = cpu ] || "$cuda/bin/nvcc" --version 2>/dev/null || true
-    env | grep -E '^(CXX|CXXFLAGS|LDFLAGS|HOROVOD_(WITH|GPU|CUDA|NCCL)[A-Z_]*)=.' | sort || true
+    env | grep -E '^(CC|CFLAGS|CXX|CXXFLAGS|LDFLAGS|CMAKE_ARGS|HOROVOD_(WITH|GPU|CUDA|NCCL|BUILD|CMAKE|MPICXX|ALLOW|DEBUG|CPU_OPERATIONS)[A-Z_]*)=.' | sort || true
+    # Code for this very processor runs on no other kind.
+    case "${CFLAGS:-} ${CXXFLAGS:-} ${HOROVOD_BUILD_ARCH_FLAGS:-}" in *native*)
+        grep -m 1 -E '^(flags|Features)' /proc/cpuinfo || true
+        ;;
+    esac
     declare -f build && find "$here/compat" -name '*.h' | sort | xargs -d '\n' cat
 }
 
@@ -115,12 +120,12 @@ install_horovod() {
 install_horovod_alone() {
     local proof="two ranks add up over Gloo, then over MPI" kept
     kept=$cache/$(wheel_settings | sha256sum | cut -c1-16)
-    if [ -e "$kept" ]; then
+    if [ -n "$cache" ] && [ -e "$kept" ]; then
         step "Horovod of $kept (without it, it is built anew): $proof" try_wheel "$kept"
         return
     fi
     step "Horovod, building: some minutes" build
     step "Horovod: $proof" try_wheel "$work/wheel"
     # Atomically; if it cannot be written, the next set-up builds again.
-    { mkdir -p "$cache" && cp -r "$work/wheel" "$kept.$$" && mv -T "$kept.$$" "$kept"; } 2>>"$log" || true
+    [ -z "$cache" ] || { mkdir -p "$cache" && cp -r "$work/wheel" "$kept.$$" && mv -T "$kept.$$" "$kept"; } 2>>"$log" || true
 }

@@ -266,7 +266,9 @@ def private_folder() -> Iterator[None]:
     os.environ.setdefault("OMPI_MCA_orte_tmpdir_base", folder)
     ended, held = os.pipe()
     os.set_inheritable(held, True)
-    remove = ["sh", "-c", 'trap "" INT TERM HUP USR1; read -r _; rm -rf "$0"', folder]
+    # Not `read`, which some systems end after some minutes (TMOUT).
+    waits = 'trap "" INT TERM HUP USR1; cat >/dev/null; rm -rf "$0"'
+    remove = ["sh", "-c", waits, folder]
     quiet = subprocess.DEVNULL  # whoever reads this one's output waits for no other
     remover = subprocess.Popen(
         remove, stdin=ended, stdout=quiet, stderr=quiet, start_new_session=True

@@ -81,6 +81,10 @@ OF_TENSORFLOW = json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "inde
         ({"TF_CONFIG": OF_TENSORFLOW}, "TF_CONFIG says that 3 processes"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_SIZE says that 2"),
         ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, "unset FLUX_JOB_SIZE"),
+        (
+            {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
+            "AWS_BATCH_JOB_NUM_NODES says that 2",
+        ),
         # Names that mean something else too.
         ({"RANK": "8"}, ""),
         ({"WORLD_SIZE": "2"}, ""),

@@ -591,3 +591,12 @@ def test_addresses_of_the_network_that_mpi_takes(
     assert [what for what, _, _ in faults] == fault
     for _, todo, level in faults:
         assert "there: eth0 (10.0.0.1)" in todo and level == "fatal"
+
+
+def test_a_log_of_nccl_s_that_a_user_wants_stays(tmp_path, monkeypatch):
+    log = tmp_path / "doctor-reports" / "nccl.log"
+    log.parent.mkdir()
+    log.touch()
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(log))
+    assert doctor.network_of_nccl() == ""
+    assert log.exists()

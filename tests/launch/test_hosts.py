@@ -848,6 +848,67 @@ def test_the_command_of_mpirun(tmp_path: Path, words: list[str], shown: list[str
     assert ("plm_rsh_no_tree_spawn" in ended.output) == ("n63" in ended.output)
 
 
+def test_networks_that_a_user_excludes_are_left_to_open_mpi():
+    """Of an include and an exclude together it takes none; --interface is the newer word."""
+    env = {"OMPI_MCA_btl_tcp_if_exclude": "lo", "OMPI_MCA_oob_tcp_if_include": "ib0"}
+    words = [HOSTS_SH, "-H", "a:1,b:1", "--dry-run"]
+    ended = run([*words, "true"], 20, env)
+    assert ended.code == 0 and "_tcp_if_" not in ended.output, ended.output
+    ended = run([*words, "--interface", "eth0", "true"], 20, env)
+    assert "takes the place of OMPI_MCA_btl_tcp_if_exclude" in ended.output
+    assert "btl_tcp_if_include eth0 -mca oob_tcp_if_include eth0" in ended.output
+
+
+def test_networks_that_the_cluster_s_files_or_a_user_name_stay(hosts: Hosts, tmp_path):
+    settings = tmp_path / "mca-params.conf"
+    settings.write_text("btl_tcp_if_include = eth0\noob_tcp_if_exclude = lo,docker0\n")
+    show = "import os; print('told', os.environ.get('OMPI_MCA_btl_tcp_if_include'))"
+    meet = [sys.executable, "-c", f"{RANKS_MEET}; {show}"]
+    flags = ["-H", "node1:1,node2:1", "-p", "2222"]
+    for variable in (
+        f"OMPI_MCA_mca_base_param_files={settings}",
+        "OMPI_MCA_btl_tcp_if_exclude=lo,docker0",
+        "OMPI_MCA_oob_tcp_if_exclude=lo,docker0",
+    ):
+        ended = hosts[1].run("env", variable, HOSTS_SH, *flags, *meet, timeout=60)
+        assert ended.code == 0 and ended.output.count("met 2") == 2, ended.output
+        assert "could not find environment variable" not in ended.output
+        has_network = "oob_tcp_if_exclude=" in variable
+        assert ("told None" in ended.output) != has_network, ended.output
+
+
+def test_the_ranks_get_variables_that_have_names_of_the_script_s_own():
+    names = ("name", "work", "host", "port", "key", "others", "code", "prefix")
+    env = {name: f"my {name}" for name in names}
+    shown = " ".join(f"${name}" for name in names)
+    ended = run([HOSTS_SH, "-np", "1", "--plain", "sh", "-c", f"echo {shown}"], 60, env)
+    assert " ".join(env.values()) in ended.output, ended.output
+    ended = run([HOSTS_SH, "-H", "a:1,b:1", "--dry-run", "true"], 20, env)
+    assert all(f"-x {name} " in ended.output for name in names), ended.output
+
+
+def test_a_launcher_that_cannot_begin_removes_its_own_folder_alone(tmp_path: Path):
+    executable(tmp_path / "bin/mkfifo", "exit 1")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "mine").mkdir()
+    env = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "TMPDIR": str(tmp_path / "tmp"),
+        "work": str(tmp_path / "mine"),
+    }
+    ended = run([HOSTS_SH, "-np", "1", "sleep", "100"], 60, env)
+    assert ended.code, ended.output
+    assert (tmp_path / "mine").exists() and not [*(tmp_path / "tmp").iterdir()]
+
+
+def test_the_end_of_a_launch_removes_no_other_one_s_folder(tmp_path: Path):
+    for name in ("launch-exp.aB3dE5gH", "launch-exp.2.aB3dE5gH"):
+        (tmp_path / name).mkdir()
+    words = ["sh", "-c", f"echo DONE | bash {ROOT}/launch/stop.sh exp WATCH"]
+    assert run(words, 20, {"TMPDIR": str(tmp_path)}).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["launch-exp.2.aB3dE5gH"]
+
+
 @pytest.mark.parametrize("name", ["R&D", "a(1)", "o'brien", "a$b", "a;b", "a b"])
 def test_a_path_that_the_other_hosts_shell_would_read_is_refused(
     tmp_path: Path, name: str

@@ -52,13 +52,14 @@ LAUNCHERS = (
 )
 
 # Variables of the rank and the number of processes by launchers whose processes do not meet here:
-# of MPICH and Intel MPI, torchrun and Kubeflow's PyTorchJob, Flux, MVAPICH. Kubeflow's TFJob sets
-# TF_CONFIG, JSON: {"cluster": {"worker": ["host:port", ...]}, "task": {...}}
+# of MPICH and Intel MPI, torchrun and Kubeflow's PyTorchJob, Flux, MVAPICH, AWS Batch. Kubeflow's
+# TFJob sets TF_CONFIG, JSON: {"cluster": {"worker": ["host:port", ...]}, "task": {...}}
 _OTHERS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("RANK", "WORLD_SIZE"),
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
 )
 
 _GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdkit.ranks import jit_cache
 from ranks import PROJECT
 
 PROGRAM = """
@@ -28,6 +29,13 @@ except tf.errors.OpError as error:
     sys.exit(jit_cache.fault(error.message))
 print(json.dumps(fingerprint.here()["switches"]))
 """
+
+
+def test_a_cache_that_is_not_ours_stays(tmp_path, monkeypatch):
+    flag = f"--tf_xla_persistent_cache_directory={tmp_path}"
+    monkeypatch.setenv("TF_XLA_FLAGS", flag)
+    assert jit_cache.fault("Failed to parse serialized program") == ""
+    assert tmp_path.exists()
 
 
 def start(cache: object, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -198,3 +198,8 @@ def test_gpus_as_cuda_shows_them(monkeypatch):
         ("01" * 16, "0000:0a:00.0"),
     ]
     assert placement.gpus_of_driver(3) == [("0", ""), ("1", ""), ("2", "")]
+
+
+def test_who_sees_fewer_gpus_comes_first():
+    first, second = H100S[:2]
+    assert placement.choose_gpus([[first, second], [first]]) == [1, 0]

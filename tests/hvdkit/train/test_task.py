@@ -56,9 +56,18 @@ def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
         b"# -*- coding: latin-1 -*-\n# \xe9\nclass Task: ...\n"
     )
     assert base.available() == ["latin", "mine"]
+    # Python imports also from a folder without __init__.py.
+    for name in ("losses/dice.py", ".hidden/a.py", "data/cat/a.jpg"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
     files = fingerprint.code(tmp_path, project.ENGINE).keys()
     of_project = {name for name in files if not name.startswith("hvdkit/")}
-    assert of_project == {"tasks/__init__.py", "tasks/latin.py", "tasks/mine.py"}
+    assert of_project == {
+        "losses/dice.py",
+        "tasks/__init__.py",
+        "tasks/latin.py",
+        "tasks/mine.py",
+    }
     assert "hvdkit/train/task/protocol.py" in files
 
 

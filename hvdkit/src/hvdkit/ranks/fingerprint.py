@@ -76,17 +76,27 @@ def switches() -> str:
 def code(project: Path, engine: Path) -> dict[str, str]:
     """SHA-256 of each Python file of the project and of the engine, by its name in them.
 
-    The project's files are those that a run imports: its own and those of its packages.
+    The project's files are those that a run may import.
     """
-    files = list(project.glob("*.py"))
-    for package in project.glob("*/__init__.py"):
-        files += package.parent.rglob("*.py")
+    files = project_files(project)
     named = [(str(file.relative_to(project)), file) for file in files]
     named += [
         (str(file.relative_to(engine.parent)), file) for file in engine.rglob("*.py")
     ]
     # An editor's lock is a link that leads nowhere, .#train.py.
     return {name: whole_files.sha256(file) for name, file in named if file.is_file()}
+
+
+def project_files(project: Path) -> list[Path]:
+    """Python files of a project, and of folders in it from which Python imports.
+
+    Those need no __init__.py, but hold Python files themselves.
+    """
+    files = list(project.glob("*.py"))
+    for folder in project.iterdir():
+        if folder.name.isidentifier() and any(folder.glob("*.py")):
+            files += folder.rglob("*.py")
+    return files
 
 
 def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

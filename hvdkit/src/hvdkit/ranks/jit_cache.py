@@ -30,6 +30,8 @@ _DAMAGE = (
     "Serialized cache key does not match",
 )
 
+_folder = ""  # where XLA keeps this process's programs
+
 
 def use(cache_dir: str, *, deterministic: bool) -> None:
     """Has XLA keep its programs in a folder of `cache_dir`; call it before TensorFlow starts.
@@ -51,6 +53,8 @@ def use(cache_dir: str, *, deterministic: bool) -> None:
         is_of_host = passes(error) or isinstance(error, subprocess.SubprocessError)
         text = f"--jit_cache={cache_dir} on {os.uname().nodename}: {error}"
         refuse(text, NOT_NOW if is_of_host else WRONG_USE)
+    global _folder
+    _folder = str(folder)
     flags = f"{os.environ.get('TF_XLA_FLAGS', '')} {fingerprint.XLA_CACHE}{folder}"
     os.environ["TF_XLA_FLAGS"] = flags.strip()
 
@@ -60,18 +64,15 @@ def fault(error: str) -> str:
 
     Programs of which one is damaged are deleted.
     """
-    folder = re.search(
-        rf"{fingerprint.XLA_CACHE}(\S+)", os.environ.get("TF_XLA_FLAGS", "")
-    )
-    if not folder:
+    if not _folder:
         return ""
-    if folder[1] in error:
+    if _folder in error:
         return f"the programs of --jit_cache cannot be kept: {error}"
     if not any(words in error for words in _DAMAGE):
         return ""
-    shutil.rmtree(folder[1], ignore_errors=True)
+    shutil.rmtree(_folder, ignore_errors=True)
     return (
-        f"a program of --jit_cache was damaged ({error}): {folder[1]} is deleted, and a new start "
+        f"a program of --jit_cache was damaged ({error}): {_folder} is deleted, and a new start "
         "compiles its programs anew"
     )
 

@@ -144,8 +144,9 @@ def choose_gpus(
     chosen = [-1 for _ in gpus]
     taken = set()
     for near_only in (True, False):
-        for rank, visible in enumerate(gpus):
-            for number, (uuid, address) in enumerate(visible):
+        # Who sees fewer GPUs comes first.
+        for rank in sorted(range(len(gpus)), key=lambda rank: len(gpus[rank])):
+            for number, (uuid, address) in enumerate(gpus[rank]):
                 if chosen[rank] >= 0 or uuid in taken:
                     continue
                 if not near_only or (allowed and _is_near(allowed[rank], address)):

@@ -70,7 +70,7 @@ def ways() -> list[tuple[str, str]]:
             if entry.family == socket.AF_INET:
                 all_ways.append((name, entry.address))
     include = (
-        os.environ.get(_INCLUDE) or _included or _of_mpi_files("btl_tcp_if_include")
+        os.environ.get(_INCLUDE) or _included or of_mpi_files("btl_tcp_if_include")
     )
     networks = include.split(",")
     chosen = [
@@ -123,9 +123,9 @@ def tell_networks() -> None:
         return
     if not _nccl_file_names_network():
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(names)}")
-    if _EXCLUDE in os.environ or _of_mpi_files("btl_tcp_if_include"):
+    if _EXCLUDE in os.environ or of_mpi_files("btl_tcp_if_include"):
         return
-    excluded_by_file = _of_mpi_files("btl_tcp_if_exclude")
+    excluded_by_file = of_mpi_files("btl_tcp_if_exclude")
     if _INCLUDE in os.environ:
         if not excluded_by_file:
             return
@@ -143,7 +143,7 @@ def tell_networks() -> None:
     os.environ[_EXCLUDE] = ",".join(name for name in excluded if name)
 
 
-def _of_mpi_files(setting: str) -> str:
+def of_mpi_files(setting: str) -> str:
     """What the files of Open MPI's settings say; "" where they say nothing."""
     files = [file for file in re.split("[:,]", os.environ.get(_FILES, "")) if file]
     if not files:
