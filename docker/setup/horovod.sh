@@ -11,7 +11,7 @@ build_settings() {
     echo "$(pins horovod), $DEVICE, $(uname -m), $(getconf GNU_LIBC_VERSION)"
     ${CXX:-c++} --version 2>/dev/null || true
     [ "$DEVICE" = cpu ] || "$cuda/bin/nvcc" --version 2>/dev/null || true
-    env | grep -E '^(CC|CFLAGS|CXX|CXXFLAGS|LDFLAGS|CMAKE_ARGS|HOROVOD_(WITH|GPU|CUDA|NCCL|BUILD|CMAKE|MPICXX|ALLOW|DEBUG|CPU_OPERATIONS)[A-Z_]*)=.' | sort || true
+    env | grep -E '^(CC|CFLAGS|CXX|CXXFLAGS|LDFLAGS|CMAKE_ARGS|HOROVOD_(WITH|GPU|CUDA|NCCL|BUILD|CMAKE|MPICXX|ALLOW|CPU_OPERATIONS)[A-Z_]*)=.' | sort || true
     # Code for this very processor runs on no other kind.
     case "${CFLAGS:-} ${CXXFLAGS:-} ${HOROVOD_BUILD_ARCH_FLAGS:-}" in *native*)
         grep -m 1 -E '^(flags|Features)' /proc/cpuinfo || true

@@ -39,6 +39,8 @@ _CARDS = Path("/sys/class/infiniband")
 _CARD_FILES = Path("/dev/infiniband")
 _DEVICES = Path("/sys/class/net")
 _CAP_IPC_LOCK = 1 << 14
+_SHARED = "/dev/shm"
+_ENOUGH_SHARED = 512 << 20
 
 # What is wrong, how to fix it, level as in `findings.Finding`.
 Fault = tuple[str, str, str]
@@ -59,6 +61,7 @@ def collect(data_dir: str, run_dir: str, device: str) -> dict[str, Any]:
         alike["kind of GPU"] = gpus.pop("kinds")
         if first_of_host:
             faults += gpu_faults
+            faults += shared_memory_faults(gpus["shown"])
         if imports_work:
             gpus |= gpus_of_tensorflow()
         facts["gpus"] = gpus
@@ -232,6 +235,20 @@ def card_faults(cards: dict[str, float]) -> list[Fault]:
         )
         faults.append((what, todo, "wrong"))
     return faults
+
+
+def shared_memory_faults(gpus: int) -> list[Fault]:
+    """A container has 64 MiB unless it is told; NCCL takes megabytes for each two GPUs."""
+    try:
+        status = os.statvfs(_SHARED)
+    except OSError:
+        return []
+    size = status.f_blocks * status.f_frsize
+    if gpus < 2 or size >= _ENOUGH_SHARED:
+        return []
+    what = f"{_SHARED} holds {size >> 20} MiB, which NCCL may fill between {gpus} GPUs"
+    todo = "docker --shm-size 1g; in Kubernetes an emptyDir of medium Memory there"
+    return [(what, todo, "note")]
 
 
 def network_of_nccl(log: str) -> str:

@@ -600,3 +600,11 @@ def test_a_log_of_nccl_s_that_a_user_wants_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG_FILE", str(log))
     assert doctor.network_of_nccl() == ""
     assert log.exists()
+
+
+def test_little_shared_memory_is_noted_where_gpus_share_it(monkeypatch):
+    size = types.SimpleNamespace(f_blocks=64 << 8, f_frsize=4096)
+    monkeypatch.setattr(facts.os, "statvfs", lambda _: size)
+    [(what, todo, level)] = facts.shared_memory_faults(2)
+    assert "/dev/shm holds 64 MiB" in what and "--shm-size" in todo and level == "note"
+    assert facts.shared_memory_faults(1) == []
