@@ -67,14 +67,14 @@ def test_scores_of_another_measure_are_not_compared(tmp_path):
     (tmp_path / "config.cfg").touch()
     starts = [(0, "a"), (4, "b"), (8, "b")]
     lines = [
-        json.dumps({"step": step, "time": 1.0, "score": "iou", "measure": measure})
-        for step, measure in starts
+        json.dumps({"step": number, "time": 1.0, "score": "iou", "measure": measure})
+        for number, measure in starts
     ]
     (tmp_path / "starts.jsonl").write_text("\n".join(lines))
     scores = [(2, 0.9), (4, 0.5), (6, 0.7), (10, 0.6)]
     lines = [
-        json.dumps({"step": step, "eval_loss": 1.0, "eval_iou": score})
-        for step, score in scores
+        json.dumps({"step": number, "eval_loss": 1.0, "eval_iou": score})
+        for number, score in scores
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     run = records.read(tmp_path)
