@@ -8,10 +8,14 @@
 set -euo pipefail
 
 # As in launch/hosts.sh: a user's variables in small letters come back for the command.
-declare -A EXPORTED=()
-for NAME in $(compgen -e | grep '^[a-z]'); do EXPORTED[$NAME]=${!NAME} && unset "$NAME"; done
+declare -A LAUNCH_SH_EXPORTED=()
+for LAUNCH_SH_NAME in $(compgen -e | LC_ALL=C grep '^[a-z]'); do
+    LAUNCH_SH_EXPORTED[$LAUNCH_SH_NAME]=${!LAUNCH_SH_NAME} && unset "$LAUNCH_SH_NAME"
+done
 as_given() {
-    for NAME in "${!EXPORTED[@]}"; do unset "$NAME" && export "$NAME=${EXPORTED[$NAME]}"; done
+    for LAUNCH_SH_NAME in "${!LAUNCH_SH_EXPORTED[@]}"; do
+        unset "$LAUNCH_SH_NAME" && export "$LAUNCH_SH_NAME=${LAUNCH_SH_EXPORTED[$LAUNCH_SH_NAME]}"
+    done
     exec "$@"
 }
 
@@ -31,7 +35,7 @@ names() {
         name=${name%_SERVICE_HOST} port=${name%_SERVICE_HOST}_PORT
         [[ ${!port:-} != *://* ]] || not+="|${name}_(SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
     done
-    { compgen -e && printf '%s\n' "${!EXPORTED[@]}"; } | grep -vxE "$not"
+    { compgen -e && printf '%s\n' "${!LAUNCH_SH_EXPORTED[@]}"; } | grep -vxE "$not"
 }
 
 # Writes the server's settings, with a host key and that environment, which may hold secrets: only
@@ -63,7 +67,7 @@ prepare() {
         echo "HostKey $own/host_key"
         printf 'SetEnv'
         while read -r name; do
-            value=${EXPORTED[$name]-${!name-}}
+            value=${LAUNCH_SH_EXPORTED[$name]-${!name-}}
             value=${value//\\/\\\\}
             if [[ $value == *$'\n'* ]]; then
                 echo "ssh sessions do not get $name: its value has several lines" >&2

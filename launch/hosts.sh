@@ -30,12 +30,16 @@ is_open 2 || exec 2>/dev/null
 
 # Variables in small letters are this script's. A user's of the same names stay exported whatever is
 # written into them, and the ranks would get that: so they are put aside, and come back for the command.
-declare -A EXPORTED=()
-for NAME in $(compgen -e | grep '^[a-z]'); do EXPORTED[$NAME]=${!NAME} && unset "$NAME"; done
+declare -A LAUNCH_SH_EXPORTED=()
+for LAUNCH_SH_NAME in $(compgen -e | LC_ALL=C grep '^[a-z]'); do
+    LAUNCH_SH_EXPORTED[$LAUNCH_SH_NAME]=${!LAUNCH_SH_NAME} && unset "$LAUNCH_SH_NAME"
+done
 
 # as_given COMMAND...: in a subshell, with the environment that this script was started with
 as_given() {
-    for NAME in "${!EXPORTED[@]}"; do unset "$NAME" && export "$NAME=${EXPORTED[$NAME]}"; done
+    for LAUNCH_SH_NAME in "${!LAUNCH_SH_EXPORTED[@]}"; do
+        unset "$LAUNCH_SH_NAME" && export "$LAUNCH_SH_NAME=${LAUNCH_SH_EXPORTED[$LAUNCH_SH_NAME]}"
+    done
     exec "$@"
 }
 
@@ -211,7 +215,7 @@ mpi_words() {
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
     while read -r name; do
         words+=(-x "$name")
-    done < <({ compgen -e && printf '%s\n' "${!EXPORTED[@]}"; } | grep -vE '^(|OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
+    done < <({ compgen -e && printf '%s\n' "${!LAUNCH_SH_EXPORTED[@]}"; } | grep -vE '^(|OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')
 }
 
 # Holds a connection with stop.sh on every other host during the run: TCP itself reports nothing for
@@ -224,7 +228,7 @@ link_hosts() {
         mkfifo "$work/$name"
         exec {fd}<>"$work/$name"
         (trap '' INT TERM USR1 HUP TSTP &&
-            exec "${reach[@]}" "$name" bash "$(printf %q "$here/stop.sh")" "$LAUNCH_ID" WATCH) \
+            as_given "${reach[@]}" "$name" bash "$(printf %q "$here/stop.sh")" "$LAUNCH_ID" WATCH) \
             <"$work/$name" >"$work/output-$name" 2>/dev/null &
         links+=("$fd") connections+=($!)
     done

@@ -278,18 +278,24 @@ def start_limit(command: list[str]) -> int:
     return _START_LIMIT
 
 
-def settings_in_files() -> list[str]:
-    """Which of Open MPI's settings of networks its files name: they are the cluster's choice."""
-    named = []
+def settings_in_files() -> dict[str, str]:
+    """What files of Open MPI say of networks, by setting: it is the cluster's choice."""
+    found = {}
     with contextlib.suppress(ImportError):
         from hvdkit.ranks.start import of_mpi_files
 
         for layer in ("btl", "oob"):
             for kind in ("include", "exclude"):
                 setting = f"{layer}_tcp_if_{kind}"
-                if of_mpi_files(setting):
-                    named.append(setting)
-    return named
+                if value := of_mpi_files(setting):
+                    found[setting] = value
+    return found
+
+
+def own_network(in_files: dict[str, str]) -> str:
+    """The networks of mpirun that a user or the cluster has chosen; "" where none was included."""
+    name = "oob_tcp_if_include"
+    return os.environ.get(f"OMPI_MCA_{name}", "") or in_files.get(name, "")
 
 
 def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -> int:
@@ -317,13 +323,13 @@ def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -
             print(f"error: {error}", file=sys.stderr)
             return _WRONG_USE
     networks = networks_of(list(answers.values()))
-    errors += closed_ways(answers, interface or networks, door)
+    in_files = settings_in_files()
+    errors += closed_ways(answers, interface or own_network(in_files) or networks, door)
     for error in errors[:_SHOWN]:
         print(f"error: {error}", file=sys.stderr)
     if len(errors) > _SHOWN:
         print(f"and {len(errors) - _SHOWN} more hosts", file=sys.stderr)
-    in_files = " ".join(settings_in_files())
-    print(" ".join(others), networks, in_files, limit, sep="\n")
+    print(" ".join(others), networks, " ".join(in_files), limit, sep="\n")
     return _NOT_NOW if errors else 0
 
 

@@ -43,7 +43,14 @@ class Task:
         """The named columns: float64, NaN where one is missing, or text."""
         path = Path(self.config.data_dir, f"{split}.csv")
         with open(path, encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file, strict=True))
+            reader = csv.DictReader(file, strict=True)
+            rows = list(reader)
+        names = reader.fieldnames or []
+        if len({*names}) < len(names):
+            raise ValueError(f"{path} has two columns of one name: {names}")
+        for number, row in enumerate(rows, start=1):
+            if None in row:  # the cells that have no name
+                raise ValueError(f"{path}: row {number} has more values than names")
         table = {}
         for name in (*NUMBERS, *WORDS, LABEL):
             column = [row.get(name) for row in rows]
@@ -96,6 +103,10 @@ class Task:
             known = self.fitted[name][~np.isnan(self.fitted[name])]
             if known.min() == known.max():
                 known = np.array([known[0] - 1, known[0] + 1])  # of spread 1
+            if known.std() < 1e-6:  # Keras divides by 1e-7 at least
+                raise ValueError(
+                    f"{name} spreads by {known.std():.1g}: take a smaller unit"
+                )
             # float64: dates in seconds differ where float32 has no digits left. Checkpoints hold
             # the layer's mean and variance, so that predictions do not need the table.
             normalization = keras.layers.Normalization(axis=None, dtype="float64")

@@ -64,7 +64,7 @@ class Task:
         if self.config.mirror == "auto":
             if getattr(train, "asks_mirror", False):
                 raise ValueError(
-                    "--mirror=auto: MNIST's files may hold digits, letters or clothes: give "
+                    "--mirror=auto: these files may hold digits, letters or photographs: give "
                     "--mirror=off where a mirrored picture is none of its class, else --mirror=on"
                 )
             # The demo's digits must not be mirrored.

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from checks_runs import batch_ids
 from scipy.special import log_softmax
+from scipy.stats import pearsonr
 from small_runs import CLASSES, Small, classifier, fit, folder, numbers, same
 from tensorflow.python.data.ops import iterator_ops
 
@@ -18,6 +19,35 @@ from hvdkit.observe import report
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.stop import DIVERGED, PREEMPTED, WRONG_USE
 from ranks import json_lines
+
+
+def check_a_metric_that_the_task_holds_is_refused(world):
+    class Holds(Small):
+        def __init__(self, config):
+            super().__init__(config)
+            self.right = keras.metrics.SparseCategoricalAccuracy()
+
+        def sums(self, outputs, targets):
+            self.right.update_state(targets, outputs)
+            return super().sums(outputs, targets)
+
+    words = ("self.right, whose state goes back", "KerasMetrics(right=...)")
+    fit(world, Holds, *words, code=WRONG_USE)
+
+
+def check_a_score_that_needs_several_samples_is_tried_later(world):
+    class Correlates(Small):
+        def per_sample(self, outputs, targets):
+            return {"first": outputs[:, 0], "label": targets}
+
+        def metrics(self, sums):
+            related = pearsonr(sums["first"], sums["label"])
+            return super().metrics(sums) | {"related": float(related.statistic)}
+
+    ended = fit(world, Correlates, eval_every=3)
+    if world.is_chief:
+        assert "metrics are not tried with one sample" in ended.printed
+        assert "eval_related" in ended.records[-1]
 
 
 def check_a_failing_evaluation_loses_no_training(world):

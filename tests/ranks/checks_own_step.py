@@ -777,6 +777,27 @@ def adding(make) -> type:
     return Adding
 
 
+def check_losses_that_two_calls_of_a_model_add_are_refused(world):
+    """Keras would keep those of the second call."""
+
+    def make(run):
+        def losses(micro):
+            one = run.model(micro["inputs"], training=True)
+            other = run.model(-micro["inputs"], training=True)
+            return tf.reduce_sum(tf.square(one - other), -1), tf.ones_like(one[:, 0])
+
+        @run.function
+        def step(batch):
+            with tf.GradientTape() as tape:
+                loss = run.loss(batch, losses)
+            return run.update(summed(run, tape, loss))
+
+        return step
+
+    adds = adding(lambda x, gather: 0.01 * tf.reduce_mean(tf.square(x)))
+    trained(world, make, "twice, and Keras keeps", "(tf.concat)", task=adds)
+
+
 def check_losses_that_a_model_adds_are_means_over_samples_or_refused(world):
     for make, words in (
         (

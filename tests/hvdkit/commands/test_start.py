@@ -442,6 +442,35 @@ def held_back(names: list[str]) -> dict[str, int]:
     return dict(Counter(item.label for item in split_items if item.split == "val"))
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        # The one group of a class has to be divided.
+        (
+            [f"A/patient{n:02}_{m}" for n in range(6) for m in range(5)]
+            + [f"B/patient77_{m}" for m in range(10)],
+            r"by whole groups as patient0\d; pictures of one group \(patient77\)",
+        ),
+        (
+            [f"A/patient{n:02}_{m}" for n in range(4) for m in range(10)],
+            r"by a hash of names; pictures of one group \(patient00, .*are in both splits",
+        ),
+        # A class's own prefix is no group.
+        (
+            [f"{c}/{c}_{m:04}" for c in ("001", "002", "003") for m in range(10)],
+            "by a hash of names$",
+        ),
+    ],
+)
+def test_groups_in_both_splits_are_told(names, words):
+    pairs = [name.split("/") for name in names]
+    items = [
+        arrangement.Item("", stem, Path(label, stem), label) for label, stem in pairs
+    ]
+    _, about = arrangement.with_splits(items)
+    assert re.search(words, about), about
+
+
 def test_of_each_class_a_fifth_is_held_back():
     """Same names in several classes are no groups."""
     cats = [f"cat/{number:03}" for number in range(100)]

@@ -41,6 +41,13 @@ def test_an_epoch_has_every_sample_in_these_shares(sizes, shares, expected):
     )
 
 
+def test_a_mixture_is_what_one_of_its_sets_is():
+    digits = numbers(0, 4)
+    digits.asks_mirror = True
+    mixed = Mixture((digits, 1), (numbers(10, 4), 1))
+    assert mixed.asks_mirror and not mixed.is_demo
+
+
 def test_what_comes_once_more_is_spread_over_the_set():
     """Readers list class by class: repetitions of the first samples would be those of few."""
     mixed = Mixture((numbers(0, 3000), 3), (numbers(10_000, 600), 1))

@@ -75,6 +75,19 @@ def test_a_keras_metric_whose_state_is_no_sum_is_refused(changed):
         metrics.KerasMetrics(one=Other()).sums(tf.ones([4, 1]), tf.zeros([4, 1]))
 
 
+def test_a_keras_metric_that_would_count_padding_is_refused():
+    labels = tf.constant([[1.0, 0.0, 0.0]])
+    outputs = tf.constant([[1.0, 1.0, 1.0]])
+    outputs._keras_mask = tf.constant([[True, False, False]])
+    scores = metrics.KerasMetrics(precision=keras.metrics.Precision())
+    with pytest.raises(ValueError, match="precision: Precision counts padding"):
+        scores.sums(labels, outputs)
+    weights = tf.cast(outputs._keras_mask, tf.float32)
+    assert scores.figures(scores.sums(labels, outputs, weights)) == {"precision": 1.0}
+    scores = metrics.KerasMetrics(right=keras.metrics.BinaryAccuracy())
+    assert scores.figures(scores.sums(labels, outputs)) == {"right": 1.0}
+
+
 def test_a_keras_metric_that_is_none_for_rows_of_one_number_is_taken():
     labels = tf.constant([[1.0, 2.0, 4.0], [3.0, 1.0, 0.0]])
     metric = metrics.KerasMetrics(one=keras.metrics.PearsonCorrelation())

@@ -380,6 +380,12 @@ MUON = keras.optimizers.Muon
             "both decay",
         ),
         (lambda: MUON(0.1, weight_decay=None), {"weight_decay": 0.1}, "both decay"),
+        (lambda: ADAM(1e-5), {}, "rate 1e-05 of Adam is not used"),
+        (
+            lambda: [Group(lambda v: True, SGD_OF_KERAS(1e-5), 0.1)],
+            {},
+            "rate 1e-05 of SGD is not used",
+        ),
         (list, {}, "at least one Group"),
         (lambda: [ADAM()], {}, "make it of Groups"),
         (lambda: [Group(lambda v: True, ADAM(), -1.0)], {}, "rate of -1.0"),
@@ -421,6 +427,35 @@ def test_a_tasks_optimizer_is_built_and_its_weight_decay_is_l2():
     )
     assert isinstance(rule.optimizer, keras.optimizers.Lion) and rule.optimizer.built
     assert optimizer.l2_weight(config, rule.optimizer) == 0.1
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Muon"])
+def test_to_describe_weight_decay_does_not_change_it(kind):
+    """Keras keeps the answer to the first question, which it asks with TensorFlow's variable."""
+
+    def decayed(*, is_described: bool) -> list[np.ndarray]:
+        keras.utils.clear_session()
+        layers = [
+            keras.layers.Dense(2, name="kept"),
+            keras.layers.Dense(2, name="head"),
+        ]
+        model = keras.Sequential([keras.Input((2,)), *layers])
+        for weight in model.weights:
+            weight.assign(tf.ones_like(raw(weight)))
+        own = getattr(keras.optimizers, kind)(weight_decay=0.5)
+        own.exclude_from_weight_decay(var_names=["kept"])
+        rule = optimizer.build(Settings(), model, lambda model: own)
+        if is_described:
+            names = {id(weight): weight.path for weight in model.weights}
+            described = optimizer.of_weights(rule, names)
+            lines = [name for name in described if "kept" in name]
+            # Muon asks with Keras's variable, whose name has no layer's in it.
+            assert len(lines) == (2 if kind == "AdamW" else 0)
+        zeros = [tf.zeros_like(raw(weight)) for weight in model.weights]
+        applied(rule.optimizer.apply, model, [zeros])
+        return [weight.numpy() for weight in model.weights]
+
+    same(decayed(is_described=True), decayed(is_described=False))
 
 
 # These are no optimizers, or refused.
@@ -473,9 +508,9 @@ def test_each_group_may_average_in_its_own_way():
     model = network()
     first, *others = model.trainable_variables
     groups = [
-        Group([first], ADAM(0.1, use_ema=True, ema_momentum=0.5)),
-        Group([others[0]], ADAM(0.1, use_ema=True, ema_momentum=0.9)),
-        Group(lambda v: True, SGD_OF_KERAS(0.1)),
+        Group([first], ADAM(use_ema=True, ema_momentum=0.5)),
+        Group([others[0]], ADAM(use_ema=True, ema_momentum=0.9)),
+        Group(lambda v: True, SGD_OF_KERAS()),
     ]
     state = State(
         model, optimizer.build(settings("sgd"), model, lambda model: groups), "float64"

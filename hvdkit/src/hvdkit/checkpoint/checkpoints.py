@@ -24,48 +24,12 @@ from hvdkit.logs import join
 from hvdkit.ranks import fingerprint as fingerprints
 from hvdkit.ranks.world import World, raw, say
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import Settings, absl_flags, project
+from hvdkit.settings import Settings, absl_flags, project, runs
 from hvdkit.stop import NotNow, passes
 
 Variables = Mapping[str, keras.Variable | tf.Variable]
 Rules = Mapping[str, Mapping[str, str]]
 
-# Settings that may change without making it another run: where it is kept, what is logged and
-# kept, and how gradients travel (at most, sums are rounded otherwise). A resume names all others
-# that changed, also data_dir (it may hold other data), accumulation_steps (batch norm sees
-# micro-batches), compression, deterministic (about the whole run), init_from (not read any more).
-_HARMLESS = {
-    "accept_changed_data",
-    "benchmark",
-    "bind",
-    "cache_dir",
-    "cache_gb",
-    "checkpoint_every",
-    "data_workers",
-    "dry_run",
-    "early_stop_evals",
-    "eval_batch_size",
-    "eval_every",
-    "find_lr",
-    "gradient_groups",
-    "jit_cache",
-    "keep",
-    "log_every",
-    "log_gradients",
-    "max_bad_samples",
-    "max_bad_steps",
-    "max_pixels",
-    "pack_bytes",
-    "pack_count",
-    "profile",
-    "reduce_backend",
-    "resume",
-    "run_dir",
-    "stall_shutdown_s",
-    "start_limit_s",
-    "steps_per_call",
-    "trackers",
-}
 # Settings that say what a score measures, besides the data and the metric.
 MEASURE = (
     "task",
@@ -228,7 +192,8 @@ class Checkpoints:
 
     def _best(self) -> Score | None:
         checkpoints = files.candidates(self.folder)
-        files.say_unread(checkpoints, lambda note: say(self.world, note))
+        # A run goes on without its score; `_prune` keeps the checkpoint.
+        files.say_unread(checkpoints, lambda note: say(self.world, note), waits=False)
         scored = files.scored(checkpoints)
         path = files.best(scored, self.measure)
         return scored[path].as_score() if path else None
@@ -267,7 +232,9 @@ class Checkpoints:
         return step, note
 
     def find(self, resume: str) -> CheckpointInfo | None:
-        """What to resume from, the same on every rank; None to start anew. Changes nothing on disk.
+        """What to resume from, the same on every rank; None to start anew.
+
+        Changes nothing on disk, but for the name of a checkpoint that a kill has left without.
 
         `resume`: auto, never, the path of a checkpoint, or that of a run's folder (its newest sound
         checkpoint). Raises Stop: `resume` is a path without a sound checkpoint, or the checkpoint
@@ -277,6 +244,7 @@ class Checkpoints:
         return _built(fields)
 
     def _found(self, resume: str) -> list[Any]:
+        files.recover(self.folder)
         self.listed.clear()
         self.listed.update(path.name for path in files.candidates(self.folder))
         path = None if resume == "never" else self._choose(resume)
@@ -464,7 +432,7 @@ def changes(
         else:
             differs = old != new
         sets_rate = field.name == "eval_every" and config.lr_policy == "plateau"
-        if differs and (sets_rate or field.name not in _HARMLESS):
+        if differs and (sets_rate or field.name not in runs.HARMLESS):
             changed.append(_changed(f"--{field.name}", old, new))
     for name, new in absl_flags.values_of_the_fork().items():
         old = before.config.get(name, new)

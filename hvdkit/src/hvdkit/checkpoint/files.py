@@ -212,16 +212,18 @@ def manifests(paths: Iterable[Path]) -> dict[Path, Manifest]:
     return readable
 
 
-def say_unread(paths: Iterable[Path], tell: Callable[[str], None]) -> None:
+def say_unread(
+    paths: Iterable[Path], tell: Callable[[str], None], *, waits: bool = True
+) -> None:
     """Says which manifests cannot be read: a checkpoint of theirs may be the best.
 
-    Raises NotNow where that may pass.
+    Raises NotNow where that may pass, with `waits`.
     """
     for path in paths:
         try:
             read_manifest(path)
         except (Damaged, OtherFormat) as error:
-            if passes(error):
+            if waits and passes(error):
                 raise NotNow(f"{error}: it may be the best checkpoint") from None
             tell(f"note: passed over: {error}")
 
@@ -305,13 +307,18 @@ def tidy(folder: Path) -> None:
     for path in list(folder.iterdir()):
         if not _UNFINISHED.fullmatch(path.name):
             continue
-        step = path.name.removeprefix(".").removesuffix(".partial.old")
-        if path.name.endswith(".partial.old") and not (folder / step).exists():
-            continue  # A kill between two renames left this checkpoint here alone.
         try:
             shutil.rmtree(path)
         except OSError as error:
-            say(f"note: {path} cannot be removed: {error.strerror or error}")
+            say(f"note: {path.name} cannot be removed: {error.strerror or error}")
+
+
+def recover(folder: Path) -> None:
+    """Gives a checkpoint its name back that a kill, between two renames, left without."""
+    for path in folder.glob(".step-*.partial.old"):
+        step = folder / path.name.removeprefix(".").removesuffix(".partial.old")
+        if _UNFINISHED.fullmatch(path.name) and not step.exists():
+            path.rename(step)
 
 
 def _guarded(file: Path, read: Callable[[], Any]) -> Any:

@@ -19,8 +19,9 @@ from hvdkit.stop import NotNow
 
 _BEAT = 2.0  # A run renews its lease every so many seconds.
 _FENCING = 30.0  # The old start of a job has so many seconds to end.
-# By folder the lock, if its disk has locks, and what ends the thread that renews its lease.
-_held: dict[Path, tuple[IO[str] | None, threading.Event]] = {}
+# By folder the lock, if its disk has locks, what ends the thread that renews its lease, and what
+# the lease says.
+_held: dict[Path, tuple[IO[str] | None, threading.Event, dict[str, str]]] = {}
 _lost: dict[Path, str] = {}
 
 
@@ -44,7 +45,9 @@ def take(run_dir: Path) -> None:
     }
     end = time.monotonic() + _FENCING
     # Some disks have locks that only their own host sees.
-    is_elsewhere = _read(folder).get("host", record["host"]) != record["host"]
+    before = _read(folder)
+    is_elsewhere = before.get("host", record["host"]) != record["host"]
+    is_elsewhere = is_elsewhere and "ended" not in before
     while True:
         try:
             lock = _lock(folder, is_elsewhere)
@@ -54,7 +57,7 @@ def take(run_dir: Path) -> None:
             time.sleep(0.5)
     whole_files.write_json(folder / ".lease", record)
     is_released = threading.Event()
-    _held[folder] = (lock, is_released)
+    _held[folder] = (lock, is_released, record)
     threading.Thread(
         target=_keep, args=(folder, record, is_released), name="lease", daemon=True
     ).start()
@@ -62,8 +65,12 @@ def take(run_dir: Path) -> None:
 
 def release() -> None:
     """Lets other runs into the folders, in a process that goes on after its run."""
-    for lock, is_released in _held.values():
+    for folder, (lock, is_released, record) in _held.items():
         is_released.set()
+        # The next start, on another host, need not watch whether this one is there.
+        with contextlib.suppress(OSError):
+            if _read(folder).get("start") == record["start"]:
+                whole_files.write_json(folder / ".lease", {**record, "ended": "yes"})
         if lock:
             lock.close()
     _held.clear()

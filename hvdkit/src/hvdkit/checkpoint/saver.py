@@ -18,7 +18,7 @@ from hvdkit.data.place import Place
 from hvdkit.ranks.world import say
 from hvdkit.scores import Score
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, NOT_NOW, Stop, passes
+from hvdkit.stop import BUG, NOT_NOW, Stop, passes, passes_for_a_run
 
 # After so many failed saves in a row, or tries of the last one, the run ends.
 MOST_FAILED = 3
@@ -115,7 +115,7 @@ class Saver:
                 awaiting.discard(score.step)
                 self._checkpoints.add_score(score, self._skipped)
             except (OSError, ValueError) as error:
-                if isinstance(error, OSError):
+                if isinstance(error, OSError) or passes(error):
                     awaiting.add(score.step)
                 else:  # its checkpoint is gone or damaged
                     self._unwritten.remove(score)
@@ -143,7 +143,7 @@ class Saver:
             if not error:
                 break
         else:
-            code = NOT_NOW if passes(error) else BUG
+            code = NOT_NOW if passes_for_a_run(error) else BUG
             raise Stop(
                 code, f"the last checkpoint, of step {step}, was not written: {error}"
             )
@@ -158,8 +158,8 @@ class Saver:
         """Whether the checkpoint of a step is there, on rank 0."""
         try:
             return (self._checkpoints.folder / files.name_of(step)).is_dir()
-        except OSError:
-            return False
+        except OSError:  # not known
+            return True
 
     def wait(self) -> None:
         """Until nothing is being written any more."""

@@ -90,13 +90,17 @@ def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarra
     return canvas
 
 
+_LARGEST_NORMALIZED = 10.0
+
+
 def _check_range(examples: Sequence[dict[str, Any]]) -> None:
     """Raises ValueError where all pictures are scaled to 0 to 1, or normalized."""
     pictures = [_first_picture(example["inputs"]) for example in examples]
     lowest = min(float(picture.min()) for picture in pictures)
     highest = max(float(picture.max()) for picture in pictures)
     is_float = any(picture.dtype == np.float32 for picture in pictures)
-    if is_float and (lowest < -1 or 0 < highest <= 1):
+    is_normalized = lowest < -1 and highest <= _LARGEST_NORMALIZED
+    if is_float and (is_normalized or 0 < highest <= 1):
         raise ValueError(
             f"the task's pictures have values from {lowest:.3g} to {highest:.3g}: browse shows "
             "those of 0 to 255, so scale them in the model, as layers.Rescaling does"

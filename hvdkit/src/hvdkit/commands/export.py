@@ -506,6 +506,6 @@ def main(argv: list[str]) -> int:
     )
     arguments, flags = parser.parse_known_args(argv[1:])
     # The outputs are compared with a new process's to the last bit: both compute on CPUs.
-    fixed = ["--eval_crop=0", "--device=cpu"]
+    fixed = ["--eval_crop=0", "--device=cpu", "--reduce_backend=auto"]
     config = load_run.settings(arguments.run_dir, [*fixed, *flags])
     return load_run.on_ranks(config, arguments, export)

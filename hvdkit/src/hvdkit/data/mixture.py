@@ -34,6 +34,8 @@ class Mixture(ReadAhead):
             "class_names", [classes.of(s) for s in self._sources]
         )
         self.kind = _common("kind", [kind_of(source) for source in self._sources])
+        self.asks_mirror = self._any("asks_mirror")
+        self.is_demo = self._any("is_demo")
         known = [s.num_classes for s in self._sources if hasattr(s, "num_classes")]
         if known:
             self.num_classes = max(known)
@@ -50,6 +52,9 @@ class Mixture(ReadAhead):
             self.bytes_each = float(
                 np.mean([source.bytes_each for source in self._packed])
             )
+
+    def _any(self, name: str) -> bool:
+        return any(getattr(source, name, False) for source in self._sources)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

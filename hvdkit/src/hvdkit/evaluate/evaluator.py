@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
@@ -95,6 +96,7 @@ class Evaluator:
                 }
                 self._changed = [v for v in self._changed if id(v.handle) in assigned]
                 graph_checks.check_state(graph, self._state, "the evaluation")
+                _check_metrics(self._task, assigned)
                 _check_alone(graph)
                 try:
                     outputs, _, batch_sums, rows = self._step(batch)
@@ -104,7 +106,10 @@ class Evaluator:
             try:
                 self._figures(_as_arrays(batch_sums | rows))
             except ValueError as error:  # one sample may be too few for a metric
-                if not isinstance(error.__cause__, ZeroDivisionError):
+                cause = error.__cause__
+                if isinstance(cause, ValueError) and _is_of_a_library(cause):
+                    self._say_once(f"metrics are not tried with one sample: {cause}")
+                elif not isinstance(cause, ZeroDivisionError):
                     raise
             with task_checks.user_code_errors("draw"):
                 self._drawn(batch, outputs)
@@ -517,3 +522,32 @@ def _check_alone(graph: tf.Graph) -> None:
             "batches of its own: call batch norms with training=False in predict, loss and sums, "
             "or take another --bn_sync than full"
         )
+
+
+def _check_metrics(task: Task, assigned: Set[int]) -> None:
+    """Raises ValueError where `sums` updates a metric of Keras that the task holds.
+
+    `assigned`: ids of the handles of variables that an evaluation changes.
+    """
+    for name, held in vars(task).items():
+        for metric in tf.nest.flatten(held):
+            if not isinstance(metric, keras.metrics.Metric):
+                continue
+            if any(
+                id(raw(variable).handle) in assigned for variable in metric.variables
+            ):
+                raise ValueError(
+                    f"the task's sums update self.{name}, whose state goes back after each batch: "
+                    f"return the sums of hvdkit.evaluate.metrics.KerasMetrics({name}=...)"
+                )
+
+
+def _is_of_a_library(error: BaseException) -> bool:
+    """Whether code outside of the project raised it."""
+    trace = error.__traceback__
+    if trace is None:
+        return False
+    while trace.tb_next:
+        trace = trace.tb_next
+    file = Path(trace.tb_frame.f_code.co_filename)
+    return "site-packages" in file.parts

@@ -151,7 +151,14 @@ class KerasMetrics:
     def sums(self, *batch: tf.Tensor) -> dict[str, tf.Tensor]:
         """What a task's `sums` returns; `batch`: what update_state takes, labels first."""
         sums = {}
+        has_mask = len(batch) == 2 and hasattr(batch[1], "_keras_mask")
         for name, metric in self._named.items():
+            # Keras hides padding from means of a function alone.
+            if has_mask and not isinstance(metric, keras.metrics.MeanMetricWrapper):
+                raise ValueError(
+                    f"{name}: {type(metric).__name__} counts padding: give the weights of samples "
+                    "as third argument, as tf.cast(mask, tf.float32)"
+                )
             with tf.init_scope():
                 _require_sums(name, metric, batch)
             empty = [tf.zeros(v.shape, v.dtype) for v in metric.variables]

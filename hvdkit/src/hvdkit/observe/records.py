@@ -77,7 +77,7 @@ class Records(NamedTuple):
         measure = self.last_start().get("measure")
         step = 0
         for start in reversed(self.starts):
-            if start.get("measure") != measure:
+            if start.get("measure", measure) != measure:
                 break
             step = start["step"]
         else:

@@ -17,6 +17,7 @@ _INSTRUCTIONS = (
     *("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "amx_bf16"),
     *("asimd", "asimdhp", "sve", "sve2", "bf16", "i8mm"),  # of ARM
 )
+_NOT_IMPORTED = ("tests", "notebooks", "benchmarks", "docs", "datasets", "runs")
 _SWITCHES = (
     "TF_ENABLE_ONEDNN_OPTS",
     "ONEDNN_MAX_CPU_ISA",
@@ -88,14 +89,24 @@ def code(project: Path, engine: Path) -> dict[str, str]:
 
 
 def project_files(project: Path) -> list[Path]:
-    """Python files of a project, and of folders in it from which Python imports.
+    """Python files of a project, and of folders in it from which a run may import.
 
     Those need no __init__.py, but hold Python files themselves.
     """
-    files = list(project.glob("*.py"))
-    for folder in project.iterdir():
-        if folder.name.isidentifier() and any(folder.glob("*.py")):
-            files += folder.rglob("*.py")
+    try:
+        names = os.listdir(project)
+    except OSError:
+        return []
+    files = [project / name for name in names if name.endswith(".py")]
+    for name in names:
+        folder = project / name
+        if (
+            files
+            and name.isidentifier()
+            and name not in _NOT_IMPORTED
+            and folder.is_dir()
+        ):
+            files += project_files(folder)
     return files
 
 

@@ -395,13 +395,13 @@ class Evaluate:
             figures["best_score"] = self.best.value
             figures["best_step"] = self.best.step
             if self._lacks_best():
-                figures["no_best_checkpoint"] = "it could not be written"
+                figures["no_best_checkpoint"] = "it is not there"
         elif self.figures:
             figures["no_best"] = self.describe_best()
         return figures
 
     def _lacks_best(self) -> bool:
-        """Whether rank 0 finds no checkpoint of the best score: its save failed."""
+        """Whether rank 0 finds no checkpoint of the best score: its save may have failed."""
         best = self.best
         if not best or not self._run.world.is_chief:
             return False
@@ -410,9 +410,7 @@ class Evaluate:
     def describe_best(self) -> str:
         """The best score and its step, or why there is none; "" where there was no evaluation."""
         if self.best:
-            lacks = (
-                ", whose checkpoint could not be written" if self._lacks_best() else ""
-            )
+            lacks = ", whose checkpoint is not there" if self._lacks_best() else ""
             return (
                 f"best {self._metric.name}: {self.best.value:.4f}, of step {self.best.step}"
                 f"{lacks}"

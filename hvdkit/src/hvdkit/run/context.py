@@ -360,6 +360,17 @@ def _notes_on_data(run: RunContext) -> list[str]:
             f"--shuffle_shards={config.shuffle_shards}: samples lie in the order of their files; "
             "where that is the order of classes, pack with --shuffle=1, or batches lack classes"
         )
+    names = classes.of(run.train_source)
+    if bool(names) != bool(classes.of(run.val_source)):
+        nameless = "val" if names else "train"
+        texts.append(
+            f"the {nameless} split names no classes: its numbers are taken for those of the other"
+        )
+    if all(name.isdecimal() for name in names) and names != sorted(names, key=int):
+        place = next(n for n, name in enumerate(names) if int(name) != n)
+        texts.append(
+            f"classes are numbered in the order of their names as text: {place} is {names[place]!r}"
+        )
     for split, source in (("train", run.train_source), ("val", run.val_source)):
         if lacking := cards.lacking(split, source):
             texts.append(lacking)

@@ -25,7 +25,16 @@ from hvdkit.ranks.stragglers import Pace
 from hvdkit.ranks.world import World, say
 from hvdkit.run.context import RunContext
 from hvdkit.settings import Settings
-from hvdkit.stop import BUG, DIVERGED, NOT_NOW, PREEMPTED, WRONG_USE, Stop, passes
+from hvdkit.stop import (
+    BUG,
+    DIVERGED,
+    NOT_NOW,
+    PREEMPTED,
+    WRONG_USE,
+    Stop,
+    passes,
+    passes_for_a_run,
+)
 from hvdkit.train.optim import optimizer as optimizers
 from hvdkit.train.step import calls, objective
 from hvdkit.train.step.gradients import LossScale
@@ -172,7 +181,7 @@ class Health:
             error = self._world.broadcast_object(self._saver.error, "saves.failed")
             if error:  # There is none where a save was written since that vote.
                 message = f"{failed} saves in a row were not written: {error}"
-                code = NOT_NOW if passes(message) else BUG
+                code = NOT_NOW if passes_for_a_run(message) else BUG
                 return Ending(code, "saves failed", message, save=False)
         if votes[agreement.STOP_ASKED]:
             return Ending(PREEMPTED, "preempted", "stop signal received", save=True)

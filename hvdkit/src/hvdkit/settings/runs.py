@@ -9,6 +9,42 @@ CONFIG = "config.cfg"
 HEADER = "# Resolved settings of this run; run it again: python train.py --flagfile=THIS_FILE"
 # A folder with one of these is a run's.
 _RECORDS = ("checkpoints", "metrics.jsonl", "starts.jsonl")
+# Settings that may change without making it another run: where it is kept, what is logged and
+# kept, and how gradients travel (at most, sums are rounded otherwise). A resume names all others
+# that changed, also data_dir (it may hold other data), accumulation_steps (batch norm sees
+# micro-batches), compression, deterministic (about the whole run), init_from (not read any more).
+HARMLESS = {
+    "accept_changed_data",
+    "benchmark",
+    "bind",
+    "cache_dir",
+    "cache_gb",
+    "checkpoint_every",
+    "data_workers",
+    "dry_run",
+    "early_stop_evals",
+    "eval_batch_size",
+    "eval_every",
+    "find_lr",
+    "gradient_groups",
+    "jit_cache",
+    "keep",
+    "log_every",
+    "log_gradients",
+    "max_bad_samples",
+    "max_bad_steps",
+    "max_pixels",
+    "pack_bytes",
+    "pack_count",
+    "profile",
+    "reduce_backend",
+    "resume",
+    "run_dir",
+    "stall_shutdown_s",
+    "start_limit_s",
+    "steps_per_call",
+    "trackers",
+}
 
 
 def folder_of(file: Path) -> Path | None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from PIL import Image
 from refusals import refused
 
+from hvdkit.data import open as open_lib
 from hvdkit.data.readers import pairs
 
 CLASSES = 5
@@ -94,6 +95,22 @@ def test_reads_the_indices_of_palette_labels(
         source.read(tf.constant(0, tf.int64))["label"][..., 0], ids
     )
     assert source.explain(0) is None
+
+
+def test_palettes_that_differ_between_files_are_no_class_ids(tmp_path: Path):
+    """As `quantize` makes them: index 1 is red in one file, and green in the other."""
+    colours = {"a": [0, 0, 0, 255, 0, 0], "b": [0, 0, 0, 0, 255, 0]}
+    for is_alike in (True, False):
+        for name, palette in colours.items():
+            ids = np.eye(8, dtype=np.uint8)
+            write(tmp_path, name, np.zeros((8, 8, 3), np.uint8), ids)
+            picture = Image.fromarray(ids)
+            picture.putpalette(colours["a"] if is_alike else palette)
+            picture.save(tmp_path / "labels" / f"{name}.png")
+        list_names(tmp_path, "a", "b")
+        fault = open_lib.doubt(pairs.ImageLabelFolder(tmp_path, "train", 2))
+        assert is_alike == (not fault)
+    assert "index 1 is the colour (255, 0, 0) in" in fault and "grey PNGs" in fault
 
 
 def test_fingerprint_tells_names_order_and_sizes(root: Path, tmp_path_factory):

@@ -20,7 +20,7 @@ from hvdkit.commands.jobs.process_tree import tell
 from hvdkit.commands.jobs.supervise import end_with_parent, hear
 from hvdkit.observe import records
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import fields, of_command, typed
+from hvdkit.settings import fields, of_command, runs, typed
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, DONE, PREEMPTED
 
@@ -82,10 +82,13 @@ def _settings(command: Sequence[str]) -> dict[str, str]:
     settings = of_command(command)
     if not settings:
         return {}
-    texts = {name: str(getattr(settings, name)) for name in fields.of(settings)}
     # Each seed has its own.
-    del texts["seed"], texts["run_dir"]
-    return texts
+    others = runs.HARMLESS | {"seed"}
+    return {
+        name: str(getattr(settings, name))
+        for name in fields.of(settings)
+        if name not in others
+    }
 
 
 class SeedRuns:
@@ -151,7 +154,7 @@ class SeedRuns:
         file = self._arguments.run_dir / "seeds.json"
         command = self._arguments.command
         settings = _settings(command)
-        if not file.exists():
+        if not any(self._arguments.run_dir.glob("seed-*")):
             file.parent.mkdir(parents=True, exist_ok=True)
             whole_files.write_json(file, {"command": command, "settings": settings})
             return
@@ -164,9 +167,9 @@ class SeedRuns:
             )
         # A flagfile may have been edited since.
         before = kept.get("settings")
-        if settings and isinstance(before, dict):
-            names = settings.keys() | before.keys()
-            changed = sorted(n for n in names if settings.get(n) != before.get(n))
+        if isinstance(before, dict):
+            both = settings.keys() & before.keys()
+            changed = sorted(name for name in both if settings[name] != before[name])
             if changed:
                 raise ValueError(
                     f"{file.parent} has runs of the same command with another "

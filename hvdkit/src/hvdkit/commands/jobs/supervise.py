@@ -35,7 +35,7 @@ _CRASH = (
     "starts again at once, then after 5 s; ends at crash 3 at one step, or the tenth without a new "
     "step"
 )
-_STOPPED = "starts again after 5 s; ends after 3 restarts without a new step"
+_STOPPED = "starts again after 5 s; ends with 1 after 3 restarts without a new step"
 _LATER = "starts again after 5, 10, ... 300 s; ends after a day without a new step"
 
 
@@ -146,6 +146,7 @@ class Supervisor:
             _adapt(options, settings)
         folder = options.run_dir or (settings and Path(settings.run_dir))
         self._folder = folder.absolute() if folder else None
+        self._last_step = settings.num_steps if settings else 0
         place = (
             self._folder
             or "no folder: a minute without a crash counts as a step (--run-dir)"
@@ -267,6 +268,9 @@ class Supervisor:
             content = whole_files.read(file, whole_files.JSON_BYTES)
             code = whole_files.from_json(content, file)["exit_code"]
         except FileNotFoundError:
+            # A run that has ended well may have found no room for it.
+            if 0 < self._last_step <= newest_step(self._folder):
+                return DONE
             _say("the command returned 0, but its run wrote no summary.json: a crash")
             return BUG
         except (OSError, *_NO_STEP):

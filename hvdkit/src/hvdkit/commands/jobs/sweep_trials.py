@@ -108,18 +108,20 @@ class Sweep:
     def _check_gpus(self) -> None:
         """Raises ValueError where trials that run at once would share GPUs."""
         jobs = self._arguments.jobs
-        if not self._gpus:
+        flags = [line for _, line in self._space.base] + self._launch
+        if not self._gpus or "--device=cpu" in flags:
             return
         if jobs > len(self._gpus):
             raise ValueError(
                 f"--jobs={jobs} trials would share {len(self._gpus)} GPU(s): at most one a GPU"
             )
-        hosts = [word for word in self._launch if word.split("=")[0] in _HOSTS]
-        if hosts:
-            raise ValueError(
-                f"--jobs={jobs} trials would share the GPUs of other hosts ({hosts[0]} in "
-                "--launch): give --jobs=1"
-            )
+        for flag, value in itertools.pairwise([*self._launch, ""]):
+            name, _, joined = flag.partition("=")
+            if name in _HOSTS and not _is_here(joined or value):
+                raise ValueError(
+                    f"--jobs={jobs} trials would share the GPUs of other hosts ({name} in "
+                    "--launch): give --jobs=1"
+                )
 
     def run(self) -> int:
         """Runs trials to the last one, or to a signal; returns the exit code.
@@ -476,11 +478,19 @@ def _is_used(folder: Path) -> bool:
     return False
 
 
+def _is_here(hosts: str) -> bool:
+    """Whether host:2,host:2 names this host alone; a file of hosts may name others."""
+    own_name = os.uname().nodename
+    local = {"localhost", "127.0.0.1", own_name, own_name.partition(".")[0]}
+    return all(entry.partition(":")[0] in local for entry in hosts.split(","))
+
+
 def _gpus() -> list[str]:
     """This host's, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return visible.split(",")
+        names = visible.split(",")
+        return [] if names[0] in ("", "-1", "NoDevFiles") else names
     try:
         return [str(number) for number in range(placement.granted())]
     except (OSError, subprocess.SubprocessError):  # each trial says why

@@ -107,8 +107,12 @@ def _picture_choices(
         "Whether a mirrored picture keeps its label",
         f"--mirror={'on' if mirror else 'off'}",
     )
+    seen = ""
+    if not data.has_masks:
+        shares = sorted(min(size) / max(size) for size in data.train.sizes)
+        seen = f"; of the middle square, {shares[len(shares) // 2]:.0%} of a picture"
     yield (
-        f"Pixels of a crop; half of all have {side} or more",
+        f"Pixels of a crop; half of all have {side} or more{seen}",
         f"--image_size={max(8, size)}",
     )
 

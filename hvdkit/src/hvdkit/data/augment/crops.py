@@ -51,6 +51,7 @@ def training_pair(
     sample: dict[str, tf.Tensor], key: tf.Tensor, options: Augmentation
 ) -> Pair:
     """Augments a sample; returns image, uint8 [*size, 3], and label, uint8 [*size, 1]."""
+    _require_one_size(sample)
     window_draws, colour_draws = tf.split(image_ops.uniform(key, 7), [4, 3])
     window = _drawn_window(tf.shape(sample["label"])[:2], window_draws, options)
 
@@ -70,6 +71,7 @@ def training_pair(
 
 def evaluation_pair(sample: dict[str, tf.Tensor], options: Augmentation) -> Pair:
     """The centre of a pair, cropped or padded to `options.size`, with no draws."""
+    _require_one_size(sample)
     shape = tf.shape(sample["label"])[:2]
     size = tf.constant(options.size)
     corner = (shape - size) // 2
@@ -79,6 +81,18 @@ def evaluation_pair(sample: dict[str, tf.Tensor], options: Augmentation) -> Pair
     image = image_ops.cut(sample, window.box)
     label = pictures.slice_part(sample["label"], window.box)
     return _padded(image, label, window, options)
+
+
+def _require_one_size(sample: dict[str, tf.Tensor]) -> None:
+    size = image_ops.size(sample)
+    label_size = tf.shape(sample["label"])[:2]
+    pictures.require(
+        tf.reduce_all(size == label_size),
+        "the label must be as large as its picture, height, width",
+        size,
+        "and not",
+        label_size,
+    )
 
 
 def _padded(
@@ -181,7 +195,7 @@ def shifted(
     mirror: bool,
     most: int = -1,
 ) -> tf.Tensor:
-    """The picture, resized, shifted by `most` pixels at most, mirrored half of the time.
+    """The middle square, resized, shifted by `most` pixels at most, mirrored half of the time.
 
     By default an eighth of its size. At size 32: 4 pixels of padding and a random crop (He et al.
     2015, arXiv:1512.03385, 4.2).

@@ -216,9 +216,33 @@ def with_splits(items: list[Item]) -> tuple[list[Item], str]:
         raise ValueError(
             f"{len(items)} samples are too few to hold any back to score: add more"
         )
-    rule = f"whole groups as {group}" if group else "a hash of names"
+    torn = _torn(items, held)
+    rule = "a hash of names"
+    if group and group not in torn:
+        rule = f"whole groups as {group}"
+    if torn:
+        rule += f"; pictures of one group ({join(torn, 2)}) are in both splits"
     about = f"scored on {len(held):,} of {len(items):,} that are held back, by {rule}"
     return _with_val(items, held), about
+
+
+def _torn(items: list[Item], held: list[Item]) -> list[str]:
+    """Groups of which some pictures are held back and some are not.
+
+    None where names tell no groups apart but those of the classes.
+    """
+    groups_of = defaultdict(set)
+    for item in items:
+        groups_of[item.label].add(_group(item))
+    if all(len(groups) == 1 for groups in groups_of.values()):
+        return []
+    held_pictures = {item.picture for item in held}
+    scored: set[str] = set()
+    trained: set[str] = set()
+    for item in items:
+        split = scored if item.picture in held_pictures else trained
+        split.add(_group(item))
+    return sorted((scored & trained) - {""})
 
 
 def _with_val(items: list[Item], scored: list[Item]) -> list[Item]:
@@ -242,7 +266,8 @@ def _units(items: list[Item]) -> tuple[list[list[Item]], str]:
         whole = grouped and group and len(groups_of[item.label]) > 1
         units[group if whole else f"{item.label}/{item.name}"].append(item)
     by_hash = sorted(units, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
-    return [units[name] for name in by_hash], names[0] if grouped else ""
+    whole_groups = sorted(units.keys() & set(names))
+    return [units[name] for name in by_hash], whole_groups[0] if whole_groups else ""
 
 
 def _held_back(units: list[list[Item]]) -> list[Item]:

@@ -41,6 +41,7 @@ class _Archives(source.ReadAhead):
     """
 
     kind = "class"
+    asks_mirror = True  # of digits as of photographs: nothing here says which
     names = ""  # a regular expression that the names of files fit
 
     def __init__(self, root: Path, split: str, _: int = 0) -> None:

@@ -78,13 +78,14 @@ class PicturePairs:
         return label
 
     def explain(self, index: int) -> str | None:
-        label_file = self.root / self._labels[index]
-        return pictures.explained(
-            self.read, index, self.picture_file(index), label_file
-        )
+        files = (self.picture_file(index), self.label_file(index))
+        return pictures.explained(self.read, index, *files)
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]
+
+    def label_file(self, index: int) -> Path:
+        return self.root / self._labels[index]
 
     def sample_names(self) -> Iterator[bytes]:
         """Each picture's path."""

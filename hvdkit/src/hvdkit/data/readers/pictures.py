@@ -264,6 +264,20 @@ def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     return as_grey // tf.cast(255 // largest, tf.uint8)
 
 
+def palette_of(file: Path) -> dict[int, tuple[int, ...]]:
+    """The colours of the indices that a palette PNG uses; {} for other files, and damaged ones."""
+    try:
+        with Image.open(file, formats=["PNG"]) as picture:
+            if picture.mode != "P" or too_large(*picture.size):
+                return {}
+            palette = picture.getpalette() or []
+            used = np.unique(np.asarray(picture)).tolist()
+    # Pillow raises anything at damaged bytes; whoever trains on them is told.
+    except Exception:
+        return {}
+    return {index: tuple(palette[3 * index : 3 * index + 3]) for index in used}
+
+
 def explained(
     read: Callable[[tf.Tensor], object], index: int, *paths: Path
 ) -> str | None:

@@ -1,5 +1,7 @@
 """The update rule, built with all its variables before anything is restored or broadcast."""
 
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple
@@ -144,6 +146,11 @@ def build(
             optimizer = groups.Groups(returned)
         for part in groups.optimizers_of(optimizer):
             _check_own(config, part)
+        rates = [1.0]
+        if isinstance(optimizer, groups.Groups):
+            rates = [group.rate for group in optimizer.groups]
+        for part, rate in zip(groups.optimizers_of(optimizer), rates):
+            _check_rate(config, part, rate)
         described = hyperparameters(optimizer)
     else:
         optimizer = _of_flags(config, variables)
@@ -231,6 +238,28 @@ def _check_own(config: Settings, optimizer: Any) -> None:
         )
 
 
+def _check_rate(
+    config: Settings, optimizer: keras.optimizers.Optimizer, factor: float
+) -> None:
+    """Raises ValueError for a rate that a task's optimizer is given, as it is not used.
+
+    One that its class has by default cannot be told from none. `factor`: of its group.
+    """
+    given = float(optimizer._learning_rate)
+    parameters = inspect.signature(type(optimizer).__init__).parameters
+    unset = getattr(parameters.get("learning_rate"), "default", None)
+    unused = (unset, config.base_lr * factor, config.base_lr)
+    if any(
+        isinstance(rate, float) and math.isclose(given, rate, rel_tol=1e-5)
+        for rate in unused
+    ):
+        return
+    raise ValueError(
+        f"optimizer: the rate {given:g} of {type(optimizer).__name__} is not used, as the schedule "
+        f"sets it: leave it out, and give --base_lr={given:g}, or a Group's rate, a factor"
+    )
+
+
 def _decays(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether it decays weights itself; Muon has a second decay, for what Adam updates."""
     for part in groups.optimizers_of(optimizer):
@@ -277,9 +306,26 @@ def of_weights(rule: UpdateRule, names: Mapping[int, str]) -> dict[str, str]:
         for weight in weights_of_parts[number]:
             if isinstance(rule.optimizer, groups.Groups):
                 described[f"group of {names[id(weight)]}"] = str(number)
-            if _decays(part) and not part._use_weight_decay(weight):
+            if _decays(part) and not _decays_weight(part, weight):
                 described[f"weight decay of {names[id(weight)]}"] = "none"
     return described
+
+
+def _decays_weight(
+    optimizer: keras.optimizers.Optimizer, weight: keras.Variable
+) -> bool:
+    """Whether its weight decay takes this weight, asked as Keras asks in a step.
+
+    Keras asks with TensorFlow's variable, whose name has the layers' names in it (Muon's own with
+    Keras's), and keeps the answer by the weight, whatever it was asked with.
+    """
+    plain = keras.optimizers.SGD._apply_weight_decay
+    is_own = type(optimizer)._apply_weight_decay is not plain
+    kept = dict(getattr(optimizer, "_exclude_from_weight_decay_cache", {}))
+    try:
+        return optimizer._use_weight_decay(weight if is_own else raw(weight))
+    finally:
+        optimizer._exclude_from_weight_decay_cache = kept
 
 
 def begins_with_weights(optimizer: keras.optimizers.Optimizer) -> bool:

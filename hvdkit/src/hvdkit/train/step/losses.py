@@ -8,7 +8,7 @@ number of ranks and micro-batches.
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -189,6 +189,39 @@ def wide_activity_losses(model: keras.Model) -> Iterator[None]:
     finally:
         for layer, regularizer in regularized:
             layer.activity_regularizer = regularizer
+
+
+@contextlib.contextmanager
+def called_once(model: keras.Model) -> Iterator[None]:
+    """Raises ValueError at its end where a network that adds losses was called twice inside.
+
+    Keras clears them at each call of a network from outside.
+    """
+    networks = [n for n in model._flatten_layers() if isinstance(n, keras.Model)]
+    called_again = []
+
+    def watched(network: keras.Model) -> Callable[[], None]:
+        clear = network._clear_losses
+
+        def clear_losses() -> None:
+            if any(layer._losses for layer in network._flatten_layers()):
+                called_again.append(network.name)
+            clear()
+
+        return clear_losses
+
+    for network in networks:
+        object.__setattr__(network, "_clear_losses", watched(network))
+    try:
+        yield
+    finally:
+        for network in networks:
+            object.__delattr__(network, "_clear_losses")
+    if called_again:
+        raise ValueError(
+            f"the losses call {called_again[0]} twice, and Keras keeps what its last call adds to "
+            "the loss: call it once on both (tf.concat), or make these terms losses"
+        )
 
 
 def adds_of_samples(model: keras.Model) -> bool:

@@ -499,7 +499,8 @@ class Step:
             if losses:
                 # It may call a part of the model: what others added, in another graph, is no loss.
                 model._clear_losses()
-                returned = losses(micro)
+                with losses_lib.called_once(model):
+                    returned = losses(micro)
             else:
                 build_model = getattr(self.task, "build_model", None)
                 with task_checks.user_code_errors(

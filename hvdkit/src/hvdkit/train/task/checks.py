@@ -21,6 +21,7 @@ from hvdkit.stop import Stop
 from hvdkit.train.step import graph_checks
 from hvdkit.train.task.protocol import Example, Task, optional
 
+_LEAST_BYTES = 4  # of a number that a sum over a batch may have
 _GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task/checks.py")
 _RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
 
@@ -237,6 +238,11 @@ def sums(task: Task, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:
             raise ValueError(
                 f"the task's sums have {name}, {value.dtype.name} {value.shape}: add numbers up "
                 "over the batch; the shape must not depend on it (tf.ensure_shape says it)"
+            )
+        if value.dtype.size < _LEAST_BYTES:
+            raise ValueError(
+                f"the task's sums have {name} in {value.dtype.name}, which does not hold a sum of "
+                "many: cast before adding up (to tf.float32, tf.int32)"
             )
         totals[name] = tf.cast(
             value, tf.float64 if value.dtype.is_floating else tf.int64

@@ -122,7 +122,8 @@ class Task(Protocol):
 
         Args:
           key: int32 [2]; use it, and nothing else, for every random draw (tf.random.stateless_*),
-            so that the example does not depend on which rank reads it.
+            so that the example does not depend on which rank reads it. Two draws by one key are the
+            same numbers: split it (tf.random.split(key, 2)).
         """
 
     def evaluation_example(self, sample: dict[str, tf.Tensor]) -> Example:
