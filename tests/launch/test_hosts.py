@@ -182,11 +182,12 @@ def test_ranks_save_and_end_when_their_launcher_is_killed(hosts: Hosts, tmp_path
 
 
 def lines_after_the_launch() -> list[int]:
-    """Numbers of hosts.sh's lines in `launch` from where mpirun runs to where its run has ended."""
+    """Numbers of hosts.sh's lines in `launch` from where mpirun runs to where it is waited for."""
     lines = [line.strip() for line in Path(HOSTS_SH).read_text().splitlines()]
     first = lines.index("job=$!")
-    last = lines.index("drain", first + 1)
-    return list(range(first + 1, last))
+    waits = [line.startswith('while kill -0 "$job"') for line in lines]
+    last = waits.index(True, first)
+    return list(range(first + 1, last + 1))
 
 
 @pytest.mark.timeout(300)

@@ -293,7 +293,7 @@ def slow_check_a_run_that_mixes_says_so_in_its_card_and_its_loss_is_tried(world)
                 targets = targets | {"share": tf.reduce_mean(targets["share"])}
             return super().loss(outputs, targets)
 
-    train("in two parts", task=OneShare, code=WRONG_USE, num_steps=5)
+    train("two parts", task=OneShare, code=WRONG_USE, num_steps=5)
 
 
 def slow_check_bad_samples_are_replaced_listed_and_counted_over_a_resume(world):

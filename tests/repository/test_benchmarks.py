@@ -124,7 +124,7 @@ def test_thousands_of_ranks_cost_rank_0_little():
     mocked = scale.run(8192, True, [*scale.SHORT, "--global_batch_size=8192"])[-1]
     two = scale.run(2, True, scale.SHORT)[-1]  # real ones have MPI, which needs fewer
     # Of few ranks the table of places is one more.
-    assert mocked["exchanges"] + 1 == two["exchanges"] < 64
+    assert mocked["exchanges"] + 1 == two["exchanges"] < 80
     # Names and addresses of all ranks are sent once; all else does not grow.
     assert mocked["kB"] < 8192 * 0.25
     assert mocked["together"] < 20 and mocked["log"] < 100  # milliseconds
