@@ -17,7 +17,7 @@ _WORDS = """
     wer cer ter mer der eer fpr fnr far frr epe mpjpe fid kid lpips false miss missed misses
     mistakes wrong misclassification cost costs penalty regret residuals risk rms ade fde nme bits
     nats bpp hd95 asd assd fad fvd frechet mcd sse pinball hamming owa rmspe mspe mpe medape mdape
-    rse rrse rae rmsse msse silog mce aurc eaurc tre rpe ate mpvpe pehe lsd dtw ged niqe brisque
+    rse rrse rae rmsse msse silog mce aurc eaurc rpe ate mpvpe pehe lsd dtw ged niqe brisque
     dists ergas dcf hter apcer acer
 """
 

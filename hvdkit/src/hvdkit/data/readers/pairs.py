@@ -78,8 +78,9 @@ class PicturePairs:
         return label
 
     def explain(self, index: int) -> str | None:
-        files = (self.picture_file(index), self.label_file(index))
-        return pictures.explained(self.read, index, *files)
+        return pictures.explained(
+            self.read, index, self.picture_file(index), self.label_file(index)
+        )
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]
