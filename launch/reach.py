@@ -293,9 +293,14 @@ def settings_in_files() -> dict[str, str]:
 
 
 def own_network(in_files: dict[str, str]) -> str:
-    """The networks of mpirun that a user or the cluster has chosen; "" where none was included."""
+    """The networks of mpirun that a user or the cluster has chosen, where they are understood."""
     name = "oob_tcp_if_include"
-    return os.environ.get(f"OMPI_MCA_{name}", "") or in_files.get(name, "")
+    chosen = os.environ.get(f"OMPI_MCA_{name}", "") or in_files.get(name, "")
+    chosen = chosen.replace(" ", "")
+    try:
+        return chosen if facts.addresses_in(chosen) else ""
+    except ValueError:  # Open MPI has short forms of its own
+        return ""
 
 
 def main(interface: str, names: list[str], ssh: list[str], command: list[str]) -> int:

@@ -46,7 +46,7 @@ def check_a_score_that_needs_several_samples_is_tried_later(world):
 
     ended = fit(world, Correlates, eval_every=3)
     if world.is_chief:
-        assert "metrics are not tried with one sample" in ended.printed
+        assert "metrics cannot be tried with one sample" in ended.printed
         assert "eval_related" in ended.records[-1]
 
 

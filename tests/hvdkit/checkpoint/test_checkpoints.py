@@ -571,6 +571,7 @@ def test_checkpoints_that_are_passed_over_are_named(kept, monkeypatch, capsys):
     monkeypatch.setattr(whole_files, "sha256", _input_output_error)
     assert differ(lambda: kept.sound_before(4), "Input/output error").code == 76
     monkeypatch.setattr(whole_files, "read", _input_output_error)
+    capsys.readouterr()
     assert kept.best() is None
     assert capsys.readouterr().out.count("Input/output error") == 3
     paths = files.candidates(kept.folder)

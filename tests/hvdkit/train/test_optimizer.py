@@ -458,6 +458,22 @@ def test_to_describe_weight_decay_does_not_change_it(kind):
     same(decayed(is_described=True), decayed(is_described=False))
 
 
+def test_a_rate_that_a_class_chooses_is_no_given_one():
+    class Passes(keras.optimizers.Adam):
+        def __init__(self, **options):
+            super().__init__(**options)
+
+    class Chooses(keras.optimizers.Adam):
+        def __init__(self, learning_rate=None):
+            super().__init__(learning_rate or 3e-4)
+
+    for kind in (Passes, Chooses, ADAM):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer.build(Settings(), model, lambda model, kind=kind: kind())
+    # A command that trains nothing takes what an older version took.
+    optimizer.build(Settings(), model, lambda model: ADAM(3e-4), trains=False)
+
+
 # These are no optimizers, or refused.
 OTHERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
 OF_KERAS = [

@@ -57,12 +57,15 @@ def test_an_editors_lock_is_no_code_and_any_encoding_is_read(load, tmp_path):
     )
     assert base.available() == ["latin", "mine"]
     # Python imports also from a folder without __init__.py.
-    for name in ("losses/dice.py", ".hidden/a.py", "data/cat/a.jpg"):
+    (tasks / "me").symlink_to(tasks)
+    names = ("losses/dice.py", ".hidden/a.py", "data/cat/a.jpg", "tests/test_a.py")
+    for name in (*names, "docs/__init__.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     files = fingerprint.code(tmp_path, project.ENGINE).keys()
     of_project = {name for name in files if not name.startswith("hvdkit/")}
     assert of_project == {
+        "docs/__init__.py",
         "losses/dice.py",
         "tasks/__init__.py",
         "tasks/latin.py",

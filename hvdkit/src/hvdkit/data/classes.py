@@ -69,6 +69,8 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
     table = np.arange(256)
     for value, new_class in values.items():
         table[value] = IGNORE if new_class is None else new_class
+    if np.array_equal(table, np.arange(256)):
+        return source  # The flag only says that values are meant as they are.
     return Mapped(source, table, count)
 
 
@@ -77,6 +79,8 @@ def doubt(source: Source, values: np.ndarray) -> str:
     fault = without_foreground(values)
     if not fault and hasattr(source, "doubt"):
         fault = source.doubt(values)
+    if not fault and hasattr(source, "doubt_of_palettes"):
+        fault = source.doubt_of_palettes()
     return fault
 
 

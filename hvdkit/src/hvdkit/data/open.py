@@ -119,8 +119,6 @@ def doubt(source: Source) -> str:
         return tf.math.bincount(flat, minlength=256, maxlength=256, dtype=tf.int64)
 
     total = len(source)
-    if fault := _doubt_of_palettes(source):
-        return fault
     if remote.is_remote(source):
         # Only the first shard with samples is read.
         total = next(size for size in source.shard_sizes if size)
@@ -131,26 +129,6 @@ def doubt(source: Source) -> str:
     for values in histograms.as_numpy_iterator():
         counts += values
     return classes.doubt(source, counts)
-
-
-def _doubt_of_palettes(source: Source) -> str:
-    """Where palette labels give one index several colours: their indices are no class ids."""
-    source = _listed(source)
-    label_file = getattr(source, "label_file", None)
-    if not label_file:
-        return ""
-    seen: dict[int, tuple[tuple[int, ...], Path]] = {}
-    for number in range(0, len(source), max(1, len(source) // _LOOKED_AT)):
-        file = label_file(number)
-        for index, colour in pictures.palette_of(file).items():
-            before, first_file = seen.setdefault(index, (colour, file))
-            if before != colour:
-                return (
-                    f"index {index} is the colour {before} in {first_file} and {colour} in {file}: "
-                    "each file has a palette of its own, so indices are no class ids: save masks "
-                    "as grey PNGs of class ids (--label_map=0:0 where they are ids all the same)"
-                )
-    return ""
 
 
 def _opened(config: Settings, split: str, default: str) -> Source:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +108,10 @@ class Evaluator:
             except ValueError as error:  # one sample may be too few for a metric
                 cause = error.__cause__
                 if isinstance(cause, ValueError) and _is_of_a_library(cause):
-                    self._say_once(f"metrics are not tried with one sample: {cause}")
+                    self._say_once(
+                        f"metrics cannot be tried with one sample ({cause}): they run first after "
+                        "--eval_every steps"
+                    )
                 elif not isinstance(cause, ZeroDivisionError):
                     raise
             with task_checks.user_code_errors("draw"):
@@ -530,9 +533,7 @@ def _check_metrics(task: Task, assigned: Set[int]) -> None:
     `assigned`: ids of the handles of variables that an evaluation changes.
     """
     for name, held in vars(task).items():
-        for metric in tf.nest.flatten(held):
-            if not isinstance(metric, keras.metrics.Metric):
-                continue
+        for metric in _metrics_in(held):
             if any(
                 id(raw(variable).handle) in assigned for variable in metric.variables
             ):
@@ -540,6 +541,18 @@ def _check_metrics(task: Task, assigned: Set[int]) -> None:
                     f"the task's sums update self.{name}, whose state goes back after each batch: "
                     f"return the sums of hvdkit.evaluate.metrics.KerasMetrics({name}=...)"
                 )
+
+
+def _metrics_in(held: Any) -> Iterator[keras.metrics.Metric]:
+    """Metrics of Keras in what a task holds, also in dicts, lists and tuples."""
+    if isinstance(held, keras.metrics.Metric):
+        yield held
+    elif type(held) is dict:
+        for value in held.values():
+            yield from _metrics_in(value)
+    elif type(held) in (list, tuple):
+        for value in held:
+            yield from _metrics_in(value)
 
 
 def _is_of_a_library(error: BaseException) -> bool:

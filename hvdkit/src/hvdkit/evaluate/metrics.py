@@ -151,10 +151,11 @@ class KerasMetrics:
     def sums(self, *batch: tf.Tensor) -> dict[str, tf.Tensor]:
         """What a task's `sums` returns; `batch`: what update_state takes, labels first."""
         sums = {}
-        has_mask = len(batch) == 2 and hasattr(batch[1], "_keras_mask")
+        mask = getattr(batch[1], "_keras_mask", None) if len(batch) == 2 else None
         for name, metric in self._named.items():
             # Keras hides padding from means of a function alone.
-            if has_mask and not isinstance(metric, keras.metrics.MeanMetricWrapper):
+            hides = isinstance(metric, keras.metrics.MeanMetricWrapper)
+            if mask is not None and not hides:
                 raise ValueError(
                     f"{name}: {type(metric).__name__} counts padding: give the weights of samples "
                     "as third argument, as tf.cast(mask, tf.float32)"

@@ -93,21 +93,37 @@ def project_files(project: Path) -> list[Path]:
 
     Those need no __init__.py, but hold Python files themselves.
     """
+    files = _python_files(project)
+    for folder in _folders(project):
+        is_package = (folder / "__init__.py").is_file()
+        if is_package or folder.name not in _NOT_IMPORTED:
+            files += _files_below(folder)
+    return files
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = _python_files(folder)
+    for inner in _folders(folder) if files else []:
+        if not inner.is_symlink():  # Links may lead in a circle.
+            files += _files_below(inner)
+    return files
+
+
+def _python_files(folder: Path) -> list[Path]:
+    return [folder / name for name in _names(folder) if name.endswith(".py")]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Those whose names Python can import."""
+    named = [folder / name for name in _names(folder) if name.isidentifier()]
+    return [path for path in named if path.is_dir()]
+
+
+def _names(folder: Path) -> list[str]:
     try:
-        names = os.listdir(project)
+        return os.listdir(folder)
     except OSError:
         return []
-    files = [project / name for name in names if name.endswith(".py")]
-    for name in names:
-        folder = project / name
-        if (
-            files
-            and name.isidentifier()
-            and name not in _NOT_IMPORTED
-            and folder.is_dir()
-        ):
-            files += project_files(folder)
-    return files
 
 
 def of_all(ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:

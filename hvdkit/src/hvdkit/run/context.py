@@ -117,7 +117,12 @@ def prepare(
             world, task, config, train_source=train_source
         )
         with task_checks.user_code_errors("optimizer"):
-            rule = optimizers.build(config, model, tasks.optional(task, "optimizer"))
+            rule = optimizers.build(
+                config,
+                model,
+                tasks.optional(task, "optimizer"),
+                trains=place is not None,
+            )
         rules = {"optimizer": _described(rule, model)}
         if place is not None:
             rules["schedule"] = schedule.points(task, config)

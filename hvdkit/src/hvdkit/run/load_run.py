@@ -193,7 +193,7 @@ def trained(
     with task_checks.user_code_errors("optimizer"):
         if make := tasks.optional(task, "optimizer"):
             optimizer_variables = optimizers.build(
-                config, model, make
+                config, model, make, trains=False
             ).optimizer.variables
     warm_start.load_task_state(TaskState(task, model, optimizer_variables), path)
     return Trained(task, model, path, inputs)

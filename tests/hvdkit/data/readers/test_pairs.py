@@ -108,7 +108,9 @@ def test_palettes_that_differ_between_files_are_no_class_ids(tmp_path: Path):
             picture.putpalette(colours["a"] if is_alike else palette)
             picture.save(tmp_path / "labels" / f"{name}.png")
         list_names(tmp_path, "a", "b")
-        fault = open_lib.doubt(pairs.ImageLabelFolder(tmp_path, "train", 2))
+        source = pairs.ImageLabelFolder(tmp_path, "train", 2)
+        fault = open_lib.doubt(source)
+        assert fault == source.doubt_of_palettes()
         assert is_alike == (not fault)
     assert "index 1 is the colour (255, 0, 0) in" in fault and "grey PNGs" in fault
 

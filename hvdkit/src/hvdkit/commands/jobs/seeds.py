@@ -82,8 +82,12 @@ def _settings(command: Sequence[str]) -> dict[str, str]:
     settings = of_command(command)
     if not settings:
         return {}
-    # Each seed has its own.
-    others = runs.HARMLESS | {"seed"}
+    # Each seed has its own; runs of other lengths are others.
+    others = (runs.HARMLESS | {"seed"}) - {
+        "early_stop_evals",
+        "eval_every",
+        "max_bad_steps",
+    }
     return {
         name: str(getattr(settings, name))
         for name in fields.of(settings)
@@ -158,8 +162,10 @@ class SeedRuns:
             file.parent.mkdir(parents=True, exist_ok=True)
             whole_files.write_json(file, {"command": command, "settings": settings})
             return
-        content = whole_files.read(file, whole_files.JSON_BYTES)
-        kept = whole_files.from_json(content, file)
+        kept = None
+        if file.exists():
+            content = whole_files.read(file, whole_files.JSON_BYTES)
+            kept = whole_files.from_json(content, file)
         if not isinstance(kept, dict) or kept.get("command") != command:
             raise ValueError(
                 f"{file.parent} has runs of another command, which {file.name} holds: give "

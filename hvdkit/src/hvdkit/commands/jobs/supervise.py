@@ -26,7 +26,8 @@ from hvdkit import logs, whole_files
 from hvdkit.commands.jobs.process_tree import reap_orphans, tell
 from hvdkit.commands.jobs.supervised_hosts import Hosts
 from hvdkit.logs import complain, refuse
-from hvdkit.settings import Settings, of_command
+from hvdkit.settings import Settings, flagfiles, of_command
+from hvdkit.settings.runs import CONFIG
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, DIVERGED, DONE, NOT_NOW, PREEMPTED, WRONG_USE, passes
 
@@ -111,6 +112,15 @@ def newest_step(folder: Path) -> int:
     return max(steps + _logged_steps(folder / "metrics.jsonl"))
 
 
+def _last_step(folder: Path) -> int:
+    """--num_steps as the run has counted it; 0 where it is not known."""
+    try:
+        text = flagfiles.recorded(folder / CONFIG).get("num_steps") or ""
+    except (OSError, ValueError):
+        return 0
+    return int(text) if text.isdecimal() else 0
+
+
 def _logged_steps(path: Path) -> list[int]:
     """The steps in the last lines of a run's record."""
     steps = []
@@ -146,7 +156,6 @@ class Supervisor:
             _adapt(options, settings)
         folder = options.run_dir or (settings and Path(settings.run_dir))
         self._folder = folder.absolute() if folder else None
-        self._last_step = settings.num_steps if settings else 0
         place = (
             self._folder
             or "no folder: a minute without a crash counts as a step (--run-dir)"
@@ -269,7 +278,7 @@ class Supervisor:
             code = whole_files.from_json(content, file)["exit_code"]
         except FileNotFoundError:
             # A run that has ended well may have found no room for it.
-            if 0 < self._last_step <= newest_step(self._folder):
+            if 0 < _last_step(self._folder) <= newest_step(self._folder):
                 return DONE
             _say("the command returned 0, but its run wrote no summary.json: a crash")
             return BUG

@@ -108,7 +108,8 @@ class Sweep:
     def _check_gpus(self) -> None:
         """Raises ValueError where trials that run at once would share GPUs."""
         jobs = self._arguments.jobs
-        flags = [line for _, line in self._space.base] + self._launch
+        flags = [line for _, line in self._space.base]
+        flags += [*self._launch, *self._space.words({})]
         if not self._gpus or "--device=cpu" in flags:
             return
         if jobs > len(self._gpus):

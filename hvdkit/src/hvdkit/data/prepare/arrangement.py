@@ -234,7 +234,7 @@ def _torn(items: list[Item], held: list[Item]) -> list[str]:
     groups_of = defaultdict(set)
     for item in items:
         groups_of[item.label].add(_group(item))
-    if all(len(groups) == 1 for groups in groups_of.values()):
+    if all(len(groups - {""}) <= 1 for groups in groups_of.values()):
         return []
     held_pictures = {item.picture for item in held}
     scored: set[str] = set()

@@ -457,6 +457,10 @@ def _opened(args: argparse.Namespace) -> tuple[Source, str]:
     """The samples to pack, and what they are, for pack.json."""
     source = reader_of(args.layout)(args.root, args.split, 0)
     check_once(source)
+    # A packed set has no palettes any more by which to see it.
+    fault = source.doubt_of_palettes() if hasattr(source, "doubt_of_palettes") else ""
+    if fault:
+        raise ValueError(f"{args.root}: {fault}")
     packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
     if args.short_side is not None:
         quality = 90 if args.quality is None else args.quality

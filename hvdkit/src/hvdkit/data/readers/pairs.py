@@ -18,6 +18,8 @@ from hvdkit.data.readers.listing import Names, Packed, packed
 # The demo's set has this file. It is written last: without it the set is not finished.
 MARKER = "scenes.json"
 
+_PALETTES = 32  # so many labels have theirs compared
+
 
 class PicturePairs:
     """Listed files as a `source.Source`.
@@ -84,6 +86,11 @@ class PicturePairs:
 
     def picture_file(self, index: int) -> Path:
         return self.root / self._images[index]
+
+    def doubt_of_palettes(self) -> str:
+        """Why the indices of some palette labels, spread over all, are no class ids; or ""."""
+        places = range(0, len(self), max(1, len(self) // _PALETTES))
+        return pictures.doubt_of_palettes(self.label_file(place) for place in places)
 
     def label_file(self, index: int) -> Path:
         return self.root / self._labels[index]

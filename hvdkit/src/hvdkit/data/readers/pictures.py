@@ -7,7 +7,7 @@ decoders do not.
 import io
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -264,18 +264,48 @@ def _decode_palette(data: tf.Tensor, depth: tf.Tensor) -> tf.Tensor:
     return as_grey // tf.cast(255 // largest, tf.uint8)
 
 
-def palette_of(file: Path) -> dict[int, tuple[int, ...]]:
-    """The colours of the indices that a palette PNG uses; {} for other files, and damaged ones."""
+def doubt_of_palettes(files: Iterable[Path]) -> str:
+    """Where palette PNGs give one index several colours: indices are no class ids. Else "".
+
+    Files are decoded only where palettes differ.
+    """
+    tables = {file: table for file in files if (table := _palette(file))}
+    if len({*tables.values()}) < 2:
+        return ""
+    seen: dict[int, tuple[bytes, Path]] = {}
+    for file, table in tables.items():
+        for index in _indices(file):
+            colour = table[3 * index : 3 * index + 3]
+            before, first_file = seen.setdefault(index, (colour, file))
+            if before != colour:
+                return (
+                    f"index {index} is the colour {tuple(before)} in {first_file} and "
+                    f"{tuple(colour)} in {file}: each file has a palette of its own, so indices "
+                    "are no class ids: save masks as grey PNGs of class ids (--label_map=0:0 "
+                    "where they are ids all the same)"
+                )
+    return ""
+
+
+def _palette(file: Path) -> bytes:
+    """The colours of a palette PNG, from its header; b"" of other and of damaged files."""
     try:
         with Image.open(file, formats=["PNG"]) as picture:
-            if picture.mode != "P" or too_large(*picture.size):
-                return {}
-            palette = picture.getpalette() or []
-            used = np.unique(np.asarray(picture)).tolist()
+            is_read = picture.mode == "P" and not too_large(*picture.size)
+            return (
+                bytes(picture.palette.palette) if is_read and picture.palette else b""
+            )
     # Pillow raises anything at damaged bytes; whoever trains on them is told.
     except Exception:
-        return {}
-    return {index: tuple(palette[3 * index : 3 * index + 3]) for index in used}
+        return b""
+
+
+def _indices(file: Path) -> list[int]:
+    try:
+        with Image.open(file, formats=["PNG"]) as picture:
+            return np.flatnonzero(picture.histogram()).tolist()
+    except Exception:
+        return []
 
 
 def explained(

@@ -130,9 +130,13 @@ class UpdateRule(NamedTuple):
 
 
 def build(
-    config: Settings, model: keras.Model, own: Callable | None = None
+    config: Settings,
+    model: keras.Model,
+    own: Callable | None = None,
+    *,
+    trains: bool = True,
 ) -> UpdateRule:
-    """The rule of the flags, or of `own`, a task's `optimizer`.
+    """The rule of the flags, or of `own`, a task's `optimizer`; `trains`: whether it is applied.
 
     Raises ValueError where settings, weights and the task's optimizer do not fit.
     """
@@ -150,7 +154,8 @@ def build(
         if isinstance(optimizer, groups.Groups):
             rates = [group.rate for group in optimizer.groups]
         for part, rate in zip(groups.optimizers_of(optimizer), rates):
-            _check_rate(config, part, rate)
+            if trains:
+                _check_rate(config, part, rate)
         described = hyperparameters(optimizer)
     else:
         optimizer = _of_flags(config, variables)
@@ -246,18 +251,26 @@ def _check_rate(
     One that its class has by default cannot be told from none. `factor`: of its group.
     """
     given = float(optimizer._learning_rate)
-    parameters = inspect.signature(type(optimizer).__init__).parameters
-    unset = getattr(parameters.get("learning_rate"), "default", None)
-    unused = (unset, config.base_lr * factor, config.base_lr)
-    if any(
-        isinstance(rate, float) and math.isclose(given, rate, rel_tol=1e-5)
-        for rate in unused
-    ):
+    unset = _default_rate(type(optimizer))
+    if not isinstance(unset, float):
+        return  # A class of one's own may choose it.
+    usual = (unset, config.base_lr * factor, config.base_lr)
+    if any(math.isclose(given, rate, rel_tol=1e-5) for rate in usual):
         return
     raise ValueError(
         f"optimizer: the rate {given:g} of {type(optimizer).__name__} is not used, as the schedule "
-        f"sets it: leave it out, and give --base_lr={given:g}, or a Group's rate, a factor"
+        "sets it (--base_lr, or the task's own): leave it out; a Group's rate is a factor of that"
     )
+
+
+def _default_rate(kind: type) -> Any:
+    """What `learning_rate` is by default in the first class of `kind` that has it."""
+    for base in kind.__mro__:
+        own_init = vars(base).get("__init__")
+        parameters = inspect.signature(own_init).parameters if own_init else {}
+        if "learning_rate" in parameters:
+            return parameters["learning_rate"].default
+    return None
 
 
 def _decays(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -199,28 +199,46 @@ def called_once(model: keras.Model) -> Iterator[None]:
     """
     networks = [n for n in model._flatten_layers() if isinstance(n, keras.Model)]
     called_again = []
+    # Networks whose newest call was in inference: what that adds is not meant to count.
+    inferring: set[int] = set()
 
-    def watched(network: keras.Model) -> Callable[[], None]:
+    def watched_clear(network: keras.Model) -> Callable[[], None]:
         clear = network._clear_losses
 
         def clear_losses() -> None:
-            if any(layer._losses for layer in network._flatten_layers()):
+            adds = any(layer._losses for layer in network._flatten_layers())
+            if adds and id(network) not in inferring:
                 called_again.append(network.name)
             clear()
 
         return clear_losses
 
+    def watched_call(network: keras.Model) -> Callable[..., Any]:
+        call = network.call
+
+        def called(*inputs: Any, **options: Any) -> Any:
+            if options.get("training") is False:
+                inferring.add(id(network))
+            else:
+                inferring.discard(id(network))
+            return call(*inputs, **options)
+
+        return called
+
     for network in networks:
-        object.__setattr__(network, "_clear_losses", watched(network))
+        object.__setattr__(network, "_clear_losses", watched_clear(network))
+        object.__setattr__(network, "call", watched_call(network))
     try:
         yield
     finally:
         for network in networks:
             object.__delattr__(network, "_clear_losses")
+            object.__delattr__(network, "call")
     if called_again:
         raise ValueError(
-            f"the losses call {called_again[0]} twice, and Keras keeps what its last call adds to "
-            "the loss: call it once on both (tf.concat), or make these terms losses"
+            f"the losses call {called_again[0]} when it, or a network that shares its layers, has "
+            "added losses before, and Keras forgets these: call it once on both (tf.concat), or "
+            "make such terms losses"
         )
 
 
