@@ -44,7 +44,7 @@ def check_what_is_seen_before_the_first_step_is_said(world):
     class Good(Small):
         def sources(self):
             train, val = super().sources()
-            train.class_names = ["a", "b", "c"]
+            train.class_names = val.class_names = ["a", "b", "c"]
             return train, val
 
     bad = printed_by(world, Bad, precision="bfloat16")
@@ -57,6 +57,7 @@ def check_what_is_seen_before_the_first_step_is_said(world):
             "3 classes apart, and the highest label of 60 samples from all over the data is 1: give --num",
             "the last layer has 3 units and the data have 2 classes",
             "classes Cat, cat differ by case",
+            "the val split names no classes",
             "the last layer gives bfloat16",
         ):
             assert note in bad, bad
