@@ -502,9 +502,10 @@ def test_averages_with_every_optimizer_of_keras_are_kerass_own(kind, every):
 
     ours = network()
     if every:
-        rule = optimizer.build(Settings(), ours, lambda model: averaging())
+        rule = optimizer.build(Settings(base_lr=0.1), ours, lambda model: averaging())
     else:
-        rule = optimizer.build(Settings(ema_decay=EMA), ours, lambda model: kind(0.1))
+        config = Settings(ema_decay=EMA, base_lr=0.1)
+        rule = optimizer.build(config, ours, lambda model: kind(0.1))
     state = State(ours, rule, "float64")
     theirs = network()
     reference = averaging()
@@ -557,7 +558,7 @@ def test_the_average_is_of_weights_after_their_constraint():
 def test_an_optimizer_that_copies_weights_begins_with_those_that_were_read():
     """As of --init_from; others begin with constants, and are left as they are."""
     for kind, copies in ((keras.optimizers.ScheduleFreeAdamW, True), (ADAM, False)):
-        task = SimpleNamespace(optimizer=lambda model, kind=kind: kind(0.1))
+        task = SimpleNamespace(optimizer=lambda model, kind=kind: kind())
         model = network()
         run = SimpleNamespace(
             task=task,
