@@ -69,8 +69,6 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
     table = np.arange(256)
     for value, new_class in values.items():
         table[value] = IGNORE if new_class is None else new_class
-    if np.array_equal(table, np.arange(256)):
-        return source  # The flag only says that values are meant as they are.
     return Mapped(source, table, count)
 
 

@@ -547,10 +547,10 @@ def _metrics_in(held: Any) -> Iterator[keras.metrics.Metric]:
     """Metrics of Keras in what a task holds, also in dicts, lists and tuples."""
     if isinstance(held, keras.metrics.Metric):
         yield held
-    elif type(held) is dict:
+    elif isinstance(held, dict):
         for value in held.values():
             yield from _metrics_in(value)
-    elif type(held) in (list, tuple):
+    elif isinstance(held, (list, tuple)):
         for value in held:
             yield from _metrics_in(value)
 

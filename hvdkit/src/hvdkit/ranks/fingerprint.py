@@ -101,11 +101,14 @@ def project_files(project: Path) -> list[Path]:
     return files
 
 
-def _files_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path, above: tuple[str, ...] = ()) -> list[Path]:
+    """`above`: real paths of the folders that hold this one, as links may lead in a circle."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return []
     files = _python_files(folder)
     for inner in _folders(folder) if files else []:
-        if not inner.is_symlink():  # Links may lead in a circle.
-            files += _files_below(inner)
+        files += _files_below(inner, (*above, real))
     return files
 
 

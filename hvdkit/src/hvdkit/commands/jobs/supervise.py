@@ -104,12 +104,17 @@ def table() -> str:
 
 def newest_step(folder: Path) -> int:
     """The newest step that the run has saved or logged; 0 where there is none."""
+    logged = _logged_steps(folder / "metrics.jsonl")
+    return max([_saved_step(folder), *logged])
+
+
+def _saved_step(folder: Path) -> int:
     steps = [0]
     with contextlib.suppress(OSError):  # the disk may be away
         for path in (folder / "checkpoints").glob("step-*"):
             with contextlib.suppress(ValueError):
                 steps.append(int(path.name.removeprefix("step-")))
-    return max(steps + _logged_steps(folder / "metrics.jsonl"))
+    return max(steps)
 
 
 def _last_step(folder: Path) -> int:
@@ -278,7 +283,7 @@ class Supervisor:
             code = whole_files.from_json(content, file)["exit_code"]
         except FileNotFoundError:
             # A run that has ended well may have found no room for it.
-            if 0 < _last_step(self._folder) <= newest_step(self._folder):
+            if 0 < _last_step(self._folder) <= _saved_step(self._folder):
                 return DONE
             _say("the command returned 0, but its run wrote no summary.json: a crash")
             return BUG

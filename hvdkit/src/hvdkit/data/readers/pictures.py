@@ -280,9 +280,9 @@ def doubt_of_palettes(files: Iterable[Path]) -> str:
             if before != colour:
                 return (
                     f"index {index} is the colour {tuple(before)} in {first_file} and "
-                    f"{tuple(colour)} in {file}: each file has a palette of its own, so indices "
-                    "are no class ids: save masks as grey PNGs of class ids (--label_map=0:0 "
-                    "where they are ids all the same)"
+                    f"{tuple(colour)} in {file} ; each file has a palette of its own, so indices "
+                    "are no class ids: save masks as grey PNGs of class ids (in training, "
+                    "--label_map=0:0 where they are ids all the same)"
                 )
     return ""
 

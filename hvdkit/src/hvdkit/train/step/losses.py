@@ -225,15 +225,19 @@ def called_once(model: keras.Model) -> Iterator[None]:
 
         return called
 
+    # A task may have given the instance a `call` of its own.
+    own_calls = [vars(network).get("call") for network in networks]
     for network in networks:
         object.__setattr__(network, "_clear_losses", watched_clear(network))
         object.__setattr__(network, "call", watched_call(network))
     try:
         yield
     finally:
-        for network in networks:
+        for network, own_call in zip(networks, own_calls):
             object.__delattr__(network, "_clear_losses")
             object.__delattr__(network, "call")
+            if own_call is not None:
+                object.__setattr__(network, "call", own_call)
     if called_again:
         raise ValueError(
             f"the losses call {called_again[0]} when it, or a network that shares its layers, has "
