@@ -35,6 +35,7 @@ names() {
         name=${name%_SERVICE_HOST} port=${name%_SERVICE_HOST}_PORT
         [[ ${!port:-} != *://* ]] || not+="|${name}_(SERVICE_HOST|SERVICE_PORT.*|PORT|PORT_.*)"
     done
+    # Without such variables, printf gives an empty line, which `not` leaves out.
     { compgen -e && printf '%s\n' "${!LAUNCH_SH_EXPORTED[@]}"; } | grep -vxE "$not"
 }
 

@@ -213,6 +213,7 @@ mpi_words() {
     words+=(-mca orte_launch_agent "bash $here/daemon.sh $LAUNCH_ID $guard $work orted")
     words+=(-mca orte_tmpdir_base "$work")
     # The whole environment; Open MPI passes its own. By name: all users can read a command line.
+    # Without such variables, printf gives an empty line.
     while read -r name; do
         words+=(-x "$name")
     done < <({ compgen -e && printf '%s\n' "${!LAUNCH_SH_EXPORTED[@]}"; } | grep -vE '^(|OLDPWD|.*CUDA_VISIBLE_DEVICES|(OMPI|PMIX|ORTE)_.*)$')

@@ -575,7 +575,8 @@ def test_checkpoints_that_are_passed_over_are_named(kept, monkeypatch, capsys):
     assert kept.best() is None
     assert capsys.readouterr().out.count("Input/output error") == 3
     paths = files.candidates(kept.folder)
-    refused(lambda: files.say_unread(paths, print), "may be the best", kind=NotNow)
+    unread = files.telling(print)
+    refused(lambda: files.scored(paths, unread), "may be the best", kind=NotNow)
 
 
 def _input_output_error(*_: object, **__: object) -> None:

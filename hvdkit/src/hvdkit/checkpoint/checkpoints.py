@@ -191,10 +191,9 @@ class Checkpoints:
         return Score(*fields) if fields else None
 
     def _best(self) -> Score | None:
-        checkpoints = files.candidates(self.folder)
-        # A run goes on without its score; `_prune` keeps the checkpoint.
-        files.say_unread(checkpoints, lambda note: say(self.world, note), waits=False)
-        scored = files.scored(checkpoints)
+        # A run goes on without a score that cannot be read; `_prune` keeps its checkpoint.
+        unread = files.telling(lambda note: say(self.world, note), waits=False)
+        scored = files.scored(files.candidates(self.folder), unread)
         path = files.best(scored, self.measure)
         return scored[path].as_score() if path else None
 

@@ -203,34 +203,41 @@ def newest_sound(
     return None, faults
 
 
-def manifests(paths: Iterable[Path]) -> dict[Path, Manifest]:
-    """The manifests that can be read, in the same order."""
+def manifests(
+    paths: Iterable[Path], unread: Callable[[Exception], None] | None = None
+) -> dict[Path, Manifest]:
+    """The manifests that can be read, in the same order; `unread` gets why another cannot."""
     readable = {}
     for path in paths:
-        with contextlib.suppress(Damaged, OtherFormat):
+        try:
             readable[path] = read_manifest(path)
+        except (Damaged, OtherFormat) as error:
+            if unread:
+                unread(error)
     return readable
 
 
-def say_unread(
-    paths: Iterable[Path], tell: Callable[[str], None], *, waits: bool = True
-) -> None:
-    """Says which manifests cannot be read: a checkpoint of theirs may be the best.
+def telling(
+    tell: Callable[[str], None], *, waits: bool = True
+) -> Callable[[Exception], None]:
+    """`unread` for those who look for the best checkpoint, as it may be one that cannot be read.
 
-    Raises NotNow where that may pass, with `waits`.
+    It tells, and with `waits` raises NotNow where that may pass.
     """
-    for path in paths:
-        try:
-            read_manifest(path)
-        except (Damaged, OtherFormat) as error:
-            if waits and passes(error):
-                raise NotNow(f"{error}: it may be the best checkpoint") from None
-            tell(f"note: passed over: {error}")
+
+    def unread(error: Exception) -> None:
+        if waits and passes(error):
+            raise NotNow(f"{error}: it may be the best checkpoint") from None
+        tell(f"note: passed over: {error}")
+
+    return unread
 
 
-def scored(paths: Iterable[Path]) -> dict[Path, Manifest]:
-    """The manifests of checkpoints that have a score, in the same order."""
-    readable = manifests(paths)
+def scored(
+    paths: Iterable[Path], unread: Callable[[Exception], None] | None = None
+) -> dict[Path, Manifest]:
+    """The manifests of checkpoints that have a score, in the same order; `unread`: as above."""
+    readable = manifests(paths, unread)
     return {path: found for path, found in readable.items() if found.score is not None}
 
 

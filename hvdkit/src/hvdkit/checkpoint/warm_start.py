@@ -372,9 +372,7 @@ def _best(run_dir: Path, metric: MainMetric | None = None) -> Path:
     `metric`: where the scores are of it, its mode decides, else their own.
     """
     folder = run_dir / "checkpoints"
-    checkpoints = files.candidates(folder)
-    files.say_unread(checkpoints, logs.say)
-    scored = files.scored(checkpoints)
+    scored = files.scored(files.candidates(folder), files.telling(logs.say))
     measure = files.newest_measure(scored)
     if metric and measure.get("main_metric") == metric.name:
         measure = {**measure, "main_metric_mode": metric.mode}

@@ -33,6 +33,7 @@ SIGN = "hvdkit browse"  # written as the Software of a sheet's PNG file
 _COLUMNS = 16  # of the smallest tiles, at most so many stand in a row
 _SIDE = 96  # a tile's longer side has at least so many pixels
 _TEXT_HEIGHT = 18  # pixels of the line below a tile
+_LARGEST_NORMALIZED = 10.0  # pixels of mean 0 are below it; of 0 to 255, some are above
 
 
 def samples(
@@ -88,9 +89,6 @@ def sheet(examples: Sequence[dict[str, Any]], names: Sequence[str]) -> np.ndarra
         left = column * width
         canvas[top : top + part.shape[0], left : left + part.shape[1]] = part
     return canvas
-
-
-_LARGEST_NORMALIZED = 10.0
 
 
 def _check_range(examples: Sequence[dict[str, Any]]) -> None:

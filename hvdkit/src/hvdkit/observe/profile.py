@@ -76,9 +76,8 @@ class Recorder:
             tf.profiler.experimental.stop()
             folder = self._write(self._folder)
             say(f"profile of steps {self.first} to {self.last}: {folder}")
-        except (
-            Exception
-        ) as error:  # a record that is cut or too large raises protobuf's own
+        # A record that is cut or too large raises protobuf's own errors.
+        except Exception as error:
             say(f"note: the profile is not written: {error}")
 
     def _write(self, folder: Path) -> Path:

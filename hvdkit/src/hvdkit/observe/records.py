@@ -75,14 +75,14 @@ class Records(NamedTuple):
     def _measured_since(self) -> int:
         """The step at which a start first measured as the newest one does."""
         measure = self.last_start().get("measure")
-        step = 0
-        for start in reversed(self.starts):
-            if start.get("measure", measure) != measure:
-                break
-            step = start["step"]
-        else:
-            return 0
-        return step
+        first_step = 0
+        was_other = False
+        for start in self.starts:
+            is_other = start.get("measure", measure) != measure
+            if was_other and not is_other:
+                first_step = start["step"]
+            was_other = is_other
+        return first_step
 
     def best(self) -> Score | None:
         """The best score in the summary; of a run that has not ended, the best so far."""

@@ -250,8 +250,10 @@ def chosen(folder: Path, which: str, task: Task) -> Path:
     names = ", ".join(path.name for path in checkpoints) or "no checkpoint"
     if which == "best":
         is_chief = launch_rank() == 0
-        files.say_unread(checkpoints, logs.say if is_chief else lambda note: None)
-        path, note = files.best_now(files.scored(checkpoints), scores.of_task(task))
+        unread = files.telling(logs.say if is_chief else lambda note: None)
+        path, note = files.best_now(
+            files.scored(checkpoints, unread), scores.of_task(task)
+        )
         if not path:
             raise ValueError(
                 f"{folder} holds {names}, none with a score: give --checkpoint=last or a step"

@@ -176,7 +176,7 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
     links = fork / "datasets" / name
     if links == root:
         links = links.with_name(f"{name}-links")
-    _check_paths(root, cfg, links, fork / "runs" / name)
+    _check_paths(root, cfg, links, run_dir=fork / "runs" / name)
     whole_files.refuse_other(sheet, browse.SIGN)
     with contextlib.ExitStack() as undone:
         undone.callback(shutil.rmtree, links, ignore_errors=True)
@@ -222,7 +222,7 @@ def start(root: Path, name: str, arguments: Namespace) -> str:
     return flag
 
 
-def _check_paths(root: Path, cfg: Path, links: Path, run_dir: Path) -> None:
+def _check_paths(root: Path, cfg: Path, links: Path, *, run_dir: Path) -> None:
     """Raises ValueError: there are no data, or what would be written is there.
 
     An old run in `run_dir` would be resumed, with what it has learned of other data.
