@@ -39,6 +39,10 @@ STARTING = 5
 OF_A_RANK = re.compile(
     r"HOROVOD_(RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|GLOO_RENDEZVOUS_.*)"
 )
+# What srun and mpirun give their processes; a user's own settings of Open MPI stay, but for those
+# that launch/hosts.sh has put in their places.
+OF_A_LAUNCH = re.compile(r"(PMIX|ORTE|OMPI_(MCA_(orte|ess)|[A-LN-Z][A-Z]*))_.*")
+OF_HOSTS_SH = re.compile(r"LAUNCH_ID|(PMIX|ORTE|OMPI)_.*")
 PR_SET_PDEATHSIG = 1
 execve = os.execve  # Horovod calls become_mpirun by its name
 
@@ -309,8 +313,12 @@ def set_environment() -> None:
     # mpirun lies beside this program, which may be started by its path (cron).
     folders = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{folders}"
+    left = [OF_A_RANK]
+    if "PMIX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ:
+        # As launch/hosts.sh: srun or mpirun started this program, and its ranks are none of theirs.
+        left.append(OF_HOSTS_SH if "LAUNCH_ID" in os.environ else OF_A_LAUNCH)
     for name in list(os.environ):
-        if OF_A_RANK.fullmatch(name):
+        if any(pattern.fullmatch(name) for pattern in left):
             del os.environ[name]
     # mpirun's wait before and after SIGTERM; it ends ranks only where one has failed.
     os.environ.setdefault("OMPI_MCA_odls_base_sigkill_timeout", "1")

@@ -24,6 +24,8 @@ step() {
     case $why in
     *'quota exceeded'* | *'No space left'*) todo="the disk is full: free some space (df -h, quota -s)" ;;
     *'ash mismatch'* | *'DO NOT MATCH'*) todo="a package is not that of uv.lock: see PIP_INDEX_URL" ;;
+    *'invalid peer certificate'* | *CERTIFICATE_VERIFY_FAILED*)
+        todo="the index's certificate is not trusted: name the file of your certificates in PIP_CERT" ;;
     *'Failed to fetch'* | *onnection* | *'timed out'* | *'No matching distribution'* | *'No solution found'*)
         # pip without retries does not say that there is no connection.
         todo="no network? see HTTPS_PROXY, PIP_INDEX_URL; or use a folder: make wheelhouse"

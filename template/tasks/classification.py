@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from hvdkit.data import augment, classes, image_ops, mixing, rand_augment
-from hvdkit.data.open import open_sources
+from hvdkit.data.open import one_split, open_sources
 from hvdkit.data.source import Source
 from hvdkit.evaluate import metrics
 from hvdkit.models import resnet, small_pictures
@@ -62,7 +62,8 @@ class Task:
     def sources(self) -> tuple[Source, Source]:
         train, val = open_sources(self.config, default="digits")
         if self.config.mirror == "auto":
-            if getattr(train, "asks_mirror", False):
+            # A command that only scores mirrors nothing.
+            if getattr(train, "asks_mirror", False) and not one_split.value:
                 raise ValueError(
                     "--mirror=auto: these files may hold digits, letters or photographs: give "
                     "--mirror=off where a mirrored picture is none of its class, else --mirror=on"

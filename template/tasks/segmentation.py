@@ -15,7 +15,7 @@ from hvdkit.evaluate import metrics, whole_pictures
 from hvdkit.models.deeplab import deeplabv3plus
 from hvdkit.settings import Settings, project
 from hvdkit.train import losses
-from hvdkit.train.outputs import softmax
+from hvdkit.train.outputs import check_softmax, softmax
 from hvdkit.train.task import Example
 from PIL import Image
 
@@ -141,7 +141,8 @@ class Task:
     def predict(self, model: keras.Model, inputs: dict[str, tf.Tensor]) -> tf.Tensor:
         """Logits [B, H, W, classes] of pictures of any size, by the --eval flags.
 
-        Raises ValueError if the model's stride is unknown.
+        Raises ValueError if the model's stride is unknown, if pictures are no uint8, or if views
+        are to be averaged whose logits may be none of a softmax.
         """
         has_own_model = (
             type(self).build_model is not Task.build_model and not self._built_here
@@ -155,7 +156,17 @@ class Task:
         def call(images: tf.Tensor) -> tf.Tensor:
             return model(inputs | {"image": images}, training=False)
 
-        return whole_pictures.predict(call, inputs["image"], self.passes)
+        image = inputs["image"]
+        if image.dtype != tf.uint8:
+            raise ValueError(
+                f"{_name(self)}: pictures are padded with a grey of 0 to 255, and the model is "
+                f"given {image.dtype.name}: scale them in the model (hvdkit.train.preprocessing), "
+                "or give the class a `predict` of its own"
+            )
+        logits = whole_pictures.predict(call, image, self.passes)
+        if self.passes.average:
+            check_softmax(self, logits.shape[-1])
+        return logits
 
     def loss(
         self, outputs: tf.Tensor, targets: dict[str, tf.Tensor]

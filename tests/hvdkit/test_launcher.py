@@ -85,6 +85,14 @@ OF_TENSORFLOW = json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "inde
             {"AWS_BATCH_JOB_NODE_INDEX": "1", "AWS_BATCH_JOB_NUM_NODES": "2"},
             "AWS_BATCH_JOB_NUM_NODES says that 2",
         ),
+        (
+            {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"},
+            "unset PET_NNODES",
+        ),
+        ({"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2"}, "that 2 processes"),
+        ({"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2"}, "that 2 processes"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SM_HOSTS says that 2 processes"),
+        ({"SM_HOSTS": '["algo-1"]', "PET_NNODES": "2:4"}, ""),
         # Names that mean something else too.
         ({"RANK": "8"}, ""),
         ({"WORLD_SIZE": "2"}, ""),

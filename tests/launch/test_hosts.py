@@ -1004,11 +1004,12 @@ def test_a_hostfile_may_begin_with_a_mark_of_byte_order(tmp_path: Path):
     assert ended.code == 0 and "-np 2 -H node1:2" in ended.output, ended.output
 
 
-def test_a_launch_within_a_rank_is_one_of_its_own():
+@pytest.mark.parametrize("launcher", [f"{HOSTS_SH} --plain", "horovodrun --mpi"])
+def test_a_launch_within_a_rank_is_one_of_its_own(launcher: str):
     """It neither takes the place of the outer one's rank, nor ends the outer run when it fails."""
     script = (
         "id=$LAUNCH_ID; "
-        f"{HOSTS_SH} --plain -np 1 bash -c 'echo inner of $OMPI_COMM_WORLD_SIZE; exit 5'"
+        f"{launcher} -np 1 bash -c 'echo inner of $OMPI_COMM_WORLD_SIZE; exit 5'"
         " || echo ended $?; env | grep -c LAUNCH_ID=$id; sleep 1"
     )
     ended = run([HOSTS_SH, "--plain", "-np", "2", "bash", "-c", script], timeout=60)

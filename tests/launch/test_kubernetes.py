@@ -75,6 +75,17 @@ def faults(job: dict) -> list[str]:
     return listed
 
 
+def test_istio_puts_no_proxy_beside_the_ranks():
+    """It would outlive the launcher, and part the ranks."""
+    templates = [one["template"] for one in load()["spec"]["mpiReplicaSpecs"].values()]
+    jobset, *_ = yaml.safe_load_all(JOBSET.read_text())
+    for job in jobset["spec"]["replicatedJobs"]:
+        templates.append(job["template"]["spec"]["template"])
+    assert len(templates) == 4
+    for template in templates:
+        assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
+
+
 def pod_faults(name: str, pod: dict) -> list[str]:
     listed = []
     volumes = {volume["name"] for volume in pod.get("volumes", [])}

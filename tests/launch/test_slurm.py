@@ -24,6 +24,15 @@ BLANK = [
 ]
 SBATCH = str(ROOT / "launch" / "slurm.sbatch")
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "gone")
+OF_ANOTHER = ",".join(
+    [
+        "SLURM_ARRAY_JOB_ID=1",
+        "SLURM_ARRAY_TASK_ID=1",
+        "SLURM_RESTART_COUNT=7",
+        "SLURM_CPU_BIND_TYPE=mask_cpu:",
+        "SLURM_CPU_BIND=mask_cpu:0x8000",
+    ]
+)
 STOPPED = ("FAILED", "75:0", "0")  # state, exit code, restarts
 
 
@@ -282,7 +291,8 @@ def test_near_its_time_limit_a_job_is_requeued_at_most_max_restarts_times(
         tmp_path,
         "--steps=1000",
         sbatch="--exclusive",
-        env=f"ALL,{launch},MAX_RESTARTS=1",
+        # As one that is sent from within a task of an array.
+        env=f"ALL,{launch},MAX_RESTARTS=1,{OF_ANOTHER}",
     )
     job.near_its_limit()
     job.wait_for("its time limit is near (exit code 75): back into the queue")

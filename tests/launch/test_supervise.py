@@ -531,6 +531,23 @@ def test_a_host_that_is_listed_by_its_address_is_known_by_its_own_name(
     assert ended.output.endswith("10.0.0.2:1\n"), ended.output
 
 
+def test_hosts_whose_names_have_one_first_part_are_told_apart(
+    tmp_path: Path, answering
+):
+    executable(tmp_path / "ssh", "echo worker")
+    executable(
+        tmp_path / "train",
+        'cat "$LAUNCH_HOSTFILE"; grep -q gpu.1.foo "$LAUNCH_HOSTFILE" || exit 0\n'
+        'echo "error: lost gpu.1.foo, which has not answered for 15 s: ending the run" >&2\n'
+        "exit 76",
+    )
+    lists_hosts = "echo gpu.1.foo:1; echo gpu.2.foo:1"
+    words = [*FAST, "--hosts-from", lists_hosts, "--max-np", "1", "--patience", "5"]
+    ended = run([*words, "--", tmp_path / "train"], 30, answering)
+    assert ended.code == 0, ended.output
+    assert ended.output.endswith("gpu.2.foo:1\n"), ended.output
+
+
 def test_a_run_does_not_begin_anew_where_its_disk_is_not_mounted(
     tmp_path: Path, answering
 ):

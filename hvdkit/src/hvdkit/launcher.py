@@ -52,14 +52,19 @@ LAUNCHERS = (
 )
 
 # Variables of the rank and the number of processes by launchers whose processes do not meet here:
-# of MPICH and Intel MPI, torchrun and Kubeflow's PyTorchJob, Flux, MVAPICH, AWS Batch. Kubeflow's
-# TFJob sets TF_CONFIG, JSON: {"cluster": {"worker": ["host:port", ...]}, "task": {...}}
+# of MPICH and Intel MPI, torchrun and Kubeflow's PyTorchJob, Kubeflow's TrainJob, Flux, MVAPICH,
+# jsrun, AWS Batch, SkyPilot, dstack. Kubeflow's TFJob sets TF_CONFIG, JSON:
+# {"cluster": {"worker": ["host:port", ...]}, "task": {...}}; SageMaker sets SM_HOSTS, a JSON list.
 _OTHERS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("RANK", "WORLD_SIZE"),
+    ("PET_NODE_RANK", "PET_NNODES"),
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     ("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"),
+    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+    ("DSTACK_NODE_RANK", "DSTACK_NODES_NUM"),
 )
 
 _GLOO_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
@@ -148,7 +153,7 @@ def _launched_by_others() -> str:
     if is_launched() or ranks > 1:
         # srun's own variables come first: its tasks may have those of PMI too.
         return ""
-    counts = {"TF_CONFIG": _tasks_of_tensorflow()}
+    counts = {"TF_CONFIG": _tasks_of_tensorflow(), "SM_HOSTS": _hosts_of_sagemaker()}
     for rank, size in _OTHERS:
         if _number(rank) is not None:
             counts[size] = _number(size) or 1
@@ -170,6 +175,15 @@ def _tasks_of_tensorflow() -> int:
         return sum(len(addresses) for addresses in cluster.values())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return 1
+
+
+def _hosts_of_sagemaker() -> int:
+    """How many hosts SageMaker started, each with a process of this program."""
+    try:
+        hosts = json.loads(os.environ.get("SM_HOSTS", "[]"))
+    except (ValueError, RecursionError):
+        return 1
+    return len(hosts) if isinstance(hosts, list) else 1
 
 
 def _left_of_a_launch() -> str:

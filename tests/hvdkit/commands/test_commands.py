@@ -27,6 +27,7 @@ from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import Checkpoints
 from hvdkit.commands import browse, evaluate, predict, serve
 from hvdkit.commands.export import Exported, export
+from hvdkit.data.pipeline import reason_of
 from hvdkit.data.place import Place
 from hvdkit.run import load_run
 from hvdkit.settings import Settings
@@ -263,6 +264,21 @@ def test_several_pictures_in_a_file_and_16_bits_in_a_ppm_are_refused():
     refused(lambda: predict.decoded(deep, "a.ppm"), "a.ppm has more than 8 bits")
 
 
+def test_16_bits_in_a_jpeg_2000_are_refused():
+    for mode in ("RGB", "L"):
+        written = io.BytesIO()
+        Image.new(mode, (5, 4)).save(written, "JPEG2000", no_jp2=mode == "L")
+        file = written.getvalue()
+        assert predict.decoded(file, "a.jp2").shape == (4, 5, 3)
+        depths = file.index(b"\xff\x4f\xff\x51") + 42
+        deep = bytearray(file)
+        deep[depths] = 11
+        refused(
+            lambda file=bytes(deep): predict.decoded(file, "a.jp2"),
+            "a.jp2 has more than 8 bits a channel",
+        )
+
+
 @pytest.mark.parametrize(("value", "words"), [(0.5, "0.5 to 0.5"), (-2.0, "-2 to -2")])
 def test_pictures_of_0_to_1_are_not_shown_black(value, words):
     example = {"inputs": np.full([2, 2, 3], value, np.float32), "targets": 0}
@@ -494,6 +510,31 @@ def test_probabilities_of_an_export_are_of_the_tasks_inputs():
         served["probabilities"], [[high, low, low], [low, low, high]]
     )
     np.testing.assert_array_equal(served["classes"], [0, 2])
+
+
+def test_a_model_that_makes_samples_of_a_larger_picture_is_refused():
+    """Of one that takes 4 x 4 pixels, the first sample was taken for the whole picture."""
+    x = keras.Input((None, None, 3))
+    parts = keras.ops.reshape(x, (-1, 4, 4, 3))
+    model = keras.Model(x, keras.ops.cast(parts, "float32"))
+    task = SimpleNamespace(
+        picture_inputs=lambda image: image, build_model=lambda: model
+    )
+    outputs_of = predict.of_picture(task, model, outputs.softmax)
+    served = Exported(task, model, outputs.softmax)
+    exported = tf.function(served.of_pictures, autograph=False)
+    picture = np.zeros((4, 4, 3), np.uint8)
+    assert outputs_of(picture)["classes"].shape == (4, 4)
+    assert exported(tf.constant([picture, picture], tf.uint8))["classes"].shape == (
+        2,
+        4,
+        4,
+    )
+    for call in (outputs_of, lambda image: exported(tf.constant([image], tf.uint8))):
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            call(np.zeros((8, 4, 3), np.uint8))
+        reason = reason_of(error.value)
+        assert "does it take pictures of one size only?" in reason, reason
 
 
 def test_a_sheet_holds_the_pictures_and_labels_of_the_first_step(tiny, tmp_path):

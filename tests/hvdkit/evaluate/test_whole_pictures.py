@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvdkit.evaluate.whole_pictures import Passes, predict
 from hvdkit.settings import Settings
+from hvdkit.train.outputs import sigmoid, softmax
 from tasks import segmentation
 
 
@@ -45,7 +46,7 @@ def test_a_window_that_the_model_cannot_take_is_refused():
     with pytest.raises(
         ValueError, match=r"test_whole_pictures.Own has a build_model.*stride = N"
     ):
-        task.predict(None, {"image": tf.zeros([1, 9, 9, 3])})
+        task.predict(None, {"image": tf.zeros([1, 9, 9, 3], tf.uint8)})
     Own.stride = 5
     assert Own(config).passes.stride == 5
     for stride, words in (
@@ -65,10 +66,39 @@ def test_a_window_that_the_model_cannot_take_is_refused():
             return model
 
     task = Frozen(dataclasses.replace(config, model="tiny", image_size=16))
-    logits_of_picture = task.predict(
-        task.build_model(), {"image": tf.zeros([1, 9, 9, 3])}
-    )
+    model = task.build_model()
+    logits_of_picture = task.predict(model, {"image": tf.zeros([1, 9, 9, 3], tf.uint8)})
     assert task.passes.stride == 2 and logits_of_picture.shape[1:3] == (9, 9)
+    # Padded with 128, pictures of 0 to 1 would be 256 times as bright there.
+    with pytest.raises(ValueError, match=r"Frozen: .* given float32: scale them in"):
+        task.predict(model, {"image": tf.zeros([1, 9, 9, 3])})
+
+
+def test_views_of_what_may_be_no_softmax_are_not_averaged():
+    config = Settings(model="tiny", num_classes=3, image_size=16, eval_flip=True)
+
+    class OwnLoss(segmentation.Task):
+        def loss(self, outputs, targets):
+            raise NotImplementedError
+
+    class Labels(OwnLoss):
+        def decode(self, outputs):
+            return sigmoid(outputs)
+
+    class Weighted(OwnLoss):
+        def decode(self, outputs):
+            return softmax(outputs)
+
+    image = {"image": tf.zeros([1, 8, 8, 3], tf.uint8)}
+    for kind in (segmentation.Task, Weighted):
+        task = kind(config)
+        assert task.predict(task.build_model(), image).shape == (1, 8, 8, 3)
+    for kind in (OwnLoss, Labels):
+        task = kind(config)
+        with pytest.raises(ValueError, match=rf"{kind.__name__} are logits of a softm"):
+            task.predict(task.build_model(), image)
+        task = kind(dataclasses.replace(config, eval_flip=False))
+        assert task.predict(task.build_model(), image).shape == (1, 8, 8, 3)
 
 
 def test_a_class_that_only_the_model_has_is_no_other_one():

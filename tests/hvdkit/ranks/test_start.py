@@ -264,6 +264,10 @@ except Stop as stop:
             "stopped 2 the name of this host, nowhere, leads to no address of it, and Gloo needs "
             "one: add the line '127.0.0.1 nowhere' to /etc/hosts, or use MPI (horovodrun --mpi)",
         ),
+        (
+            "env HOROVOD_CONTROLLER=gloo mpirun --allow-run-as-root --bind-to none -np 2",
+            "stopped 2 HOROVOD_CONTROLLER=gloo, but MPI started the ranks",
+        ),
     ],
 )
 def test_a_host_name_without_an_address(launcher: str, text: str):

@@ -50,6 +50,7 @@ from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, WRONG_USE, Stop, passes
 from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import outputs as outputs_lib
 from hvdkit.train.task import protocol as tasks
 from hvdkit.train.task.protocol import Task
 
@@ -139,7 +140,7 @@ class Exported(tf.Module):
             lambda part: tf.TensorSpec([None] * part.shape.rank, part.dtype), example
         )
         inputs = tf.map_fn(self._task.picture_inputs, image, fn_output_signature=specs)
-        return self.of_inputs(inputs)
+        return outputs_lib.one_each(self.of_inputs(inputs), tf.shape(image)[0])
 
     def of_files(self, image: tf.Tensor) -> dict[str, tf.Tensor]:
         """The outputs for JPEG, PNG or WebP files, text [B], whose pictures are of one size."""
@@ -188,7 +189,7 @@ def export(
                         WRONG_USE,
                         f"--check={check}: task {config.task} takes a picture",
                     )
-                exports = _of_pictures(run, config, picture or _picture(None))
+                exports = _of_pictures(run, config, picture)
             else:
                 exports = _of_examples(run, config, check)
             notes = _write(exports, folder)
@@ -200,11 +201,24 @@ def export(
         print(printable(note))
 
 
-def _of_pictures(run: load_run.Trained, config: Settings, data: bytes) -> Exports:
+def _of_pictures(
+    run: load_run.Trained, config: Settings, picture: bytes | None
+) -> Exports:
+    data = picture or _picture(None)
+    way_out = ""
+    if picture is None:
+        way_out = (
+            " (with noise of 96 x 128 pixels: --check=FILE gives a picture of a size that the "
+            "model takes)"
+        )
     with task_checks.user_code_errors("picture_inputs"):
         inputs = run.task.picture_inputs(pictures.decode_image(tf.constant(data)))
     example = tf.nest.map_structure(lambda part: part[None], inputs)
-    module = Exported(run.task, run.model, load_run.decoder(run, config, example))
+    try:
+        decode = load_run.decoder(run, config, example)
+    except ValueError as error:
+        raise ValueError(f"{error}{way_out}") from error
+    module = Exported(run.task, run.model, decode)
     signatures = {
         "serving_default": _function(module.of_files, [None], tf.string),
         "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),

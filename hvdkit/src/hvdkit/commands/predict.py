@@ -48,11 +48,13 @@ from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, Stop, passes
 from hvdkit.train.task import checks as task_checks
+from hvdkit.train.task import outputs as outputs_lib
 from hvdkit.train.task.protocol import Task
 
 # Pillow would start Ghostscript for EPS, so EPS is not among them.
 _BY_PILLOW = ("BMP", "GIF", "JPEG2000", "PPM", "TGA", "TIFF")
 _BITS_PER_SAMPLE = 258  # number of the TIFF tag
+_MARKER = b"\xff\x4f\xff\x51"  # of sizes; JPEG 2000's codestream begins with it
 _SHOWN_FAULTS = 1000
 _SHOWN_CLASSES = 5  # so many of the most probable classes are written
 CSV = "predictions.csv"
@@ -210,12 +212,11 @@ def of_picture(task: Task, model: keras.Model, decode: load_run.Decode) -> Outpu
         inputs = tf.nest.map_structure(
             lambda part: part[None], task.picture_inputs(image)
         )
-        decoded = decode(task_checks.outputs(task, model, inputs))
-        return {name: value[0] for name, value in decoded.items()}
+        return outputs_lib.one_each(decode(task_checks.outputs(task, model, inputs)), 1)
 
     def outputs_of(image: np.ndarray) -> dict[str, np.ndarray]:
         tensors = tensors_of(tf.constant(image))
-        return {name: value.numpy() for name, value in tensors.items()}
+        return {name: value[0].numpy() for name, value in tensors.items()}
 
     return outputs_of
 
@@ -274,7 +275,7 @@ def decoded(data: bytes, file: object) -> np.ndarray:
         if tf.io.is_jpeg(data) or pictures.is_webp(data) or data[:4] == b"\x89PNG":
             return pictures.decode_image(tf.constant(data)).numpy()
         with Image.open(io.BytesIO(data), formats=_BY_PILLOW) as picture:
-            fault = pictures.too_large(*picture.size) or _unlike_training(picture)
+            fault = pictures.too_large(*picture.size) or _unlike_training(picture, data)
             if not fault:
                 return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))
     except tf.errors.OpError:
@@ -291,20 +292,34 @@ def decoded(data: bytes, file: object) -> np.ndarray:
     raise ValueError(f"{file} {fault}")
 
 
-def _unlike_training(picture: Image.Image) -> str:
+def _unlike_training(picture: Image.Image, data: bytes) -> str:
     """Why a file's pictures or colours are refused; "" for one picture of at most 8 bits."""
     if getattr(picture, "n_frames", 1) > 1:
         return f"holds {picture.n_frames} pictures: write each into a file of its own"
-    bits = (1,)
+    bits: tuple[int, ...] = (1,)
     if picture.format == "PPM":  # its highest value, which may have 16 bits
         settings = picture.tile[0].args
         largest = settings[1] if isinstance(settings, tuple) else 255
         bits = (int(largest).bit_length(),)
     if picture.format == "TIFF":  # Pillow would keep the high 8 of 16 bits
         bits = picture.tag_v2.get(_BITS_PER_SAMPLE, bits)
+    if picture.format == "JPEG2000":  # as of TIFF
+        bits = _bits_of_jpeg2000(data)
     if picture.mode[0] in "IF" or max(bits) > 8:
         return "has more than 8 bits a channel: convert it to 8 bits"
     return ""
+
+
+def _bits_of_jpeg2000(data: bytes) -> tuple[int, ...]:
+    """Bits of each component, by the marker of sizes (ISO/IEC 15444-1, A.5.1)."""
+    begin = data.index(_MARKER)
+    sizes = (
+        begin + len(_MARKER) + 36
+    )  # before them: two lengths and eight numbers of 4 bytes
+    count = int.from_bytes(data[sizes : sizes + 2])
+    components = data[sizes + 2 : sizes + 2 + 3 * count]
+    # The highest bit is a sign.
+    return tuple((depth & 0x7F) + 1 for depth in components[::3])
 
 
 def write(

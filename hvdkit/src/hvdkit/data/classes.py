@@ -74,8 +74,13 @@ def relabelled(source: Source, values: Mapping[int, int | None], count: int) -> 
 
 def doubt(source: Source, values: np.ndarray) -> str:
     """Why labels with so many pixels of each value, integer [256], cannot be meant; or ""."""
-    fault = without_foreground(values)
-    if not fault and hasattr(source, "doubt"):
+    return without_foreground(values) or doubt_of_files(source, values)
+
+
+def doubt_of_files(source: Source, values: np.ndarray) -> str:
+    """As `doubt`, but only what no flag can set right, and a packed set does not show any more."""
+    fault = ""
+    if hasattr(source, "doubt"):
         fault = source.doubt(values)
     if not fault and hasattr(source, "doubt_of_palettes"):
         fault = source.doubt_of_palettes()

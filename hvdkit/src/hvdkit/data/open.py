@@ -111,8 +111,8 @@ def _listed(source: Source) -> Source:
     return source
 
 
-def doubt(source: Source) -> str:
-    """What is wrong with the values of some label pictures spread over all; "" if nothing is."""
+def some_values(source: Source) -> np.ndarray:
+    """Pixels of each value, int64 [256], of some label pictures spread over all."""
 
     def histogram(index: tf.Tensor) -> tf.Tensor:
         flat = tf.cast(tf.reshape(source.read(index)["label"], [-1]), tf.int32)
@@ -128,7 +128,12 @@ def doubt(source: Source) -> str:
     counts = np.zeros(256, np.int64)
     for values in histograms.as_numpy_iterator():
         counts += values
-    return classes.doubt(source, counts)
+    return counts
+
+
+def doubt(source: Source) -> str:
+    """What is wrong with the values of some of its label pictures; "" if nothing is."""
+    return classes.doubt(source, some_values(source))
 
 
 def _opened(config: Settings, split: str, default: str) -> Source:

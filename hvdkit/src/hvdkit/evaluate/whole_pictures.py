@@ -30,9 +30,14 @@ class Passes:
     mirror: bool = False  # left-right mirror images are predicted too
     fill: int = 128  # grey of the padding, 0 to 255
 
+    @property
+    def average(self) -> bool:
+        """Whether there are several, whose probabilities are averaged."""
+        return bool(self.window) or self.scales != (1.0,) or self.mirror
+
 
 def predict(model: Function, images: tf.Tensor, passes: Passes) -> tf.Tensor:
-    """Logits [B, H, W, classes] for images uint8 or float32 [B, H, W, 3], of the images' own size.
+    """Logits [B, H, W, classes] for images [B, H, W, 3] of 0 to 255, of the images' own size.
 
     A picture is padded below and on its right to the model's stride, and its logits are cut back.
     With several passes, softmax probabilities are averaged, and their logarithms are returned, so
@@ -40,7 +45,7 @@ def predict(model: Function, images: tf.Tensor, passes: Passes) -> tf.Tensor:
     bilinearly to the picture's size, over scales and mirror images
     (Zhao et al. 2017, arXiv:1612.01105, section 5.1; Chen et al. 2017, arXiv:1706.05587, 4.1).
     """
-    if not passes.window and passes.scales == (1.0,) and not passes.mirror:
+    if not passes.average:
         return _padded(model, images, passes)
 
     images = tf.cast(images, tf.float32)  # scaled pictures are not integers

@@ -292,6 +292,12 @@ def connect(limit: int = 0) -> World:
     elif messages.in_mpi_world():
         start.tell_networks()
         start.start_mpi(limit)
+    elif launcher.in_mpi_world():
+        raise Stop(
+            WRONG_USE,
+            "HOROVOD_CONTROLLER=gloo, but MPI started the ranks: unset it, or start with "
+            "horovodrun --gloo",
+        )
     elif fault := start.gloo_fault():
         raise Stop(WRONG_USE, fault)
     with start.waiting("all ranks to start Horovod", limit):

@@ -102,8 +102,15 @@ def prepare(
     their data or devices differ.
     """
     fingerprint = agreement.fingerprint(world, config)
-    with classes.known.set(_classes(world, checkpoint)):
+    names = _classes(world, checkpoint)
+    with classes.known.set(names):
         train_source, val_source = open_sources(world, task)
+    if names and not classes.of(train_source):
+        say(
+            world,
+            "note: the data name no classes: their numbers are taken for the model's, whose class "
+            f"0 is {names[0]!r}",
+        )
     with world.fail_together("counting epochs"):
         # Data without shards are refused before the model is built.
         if place is not None:

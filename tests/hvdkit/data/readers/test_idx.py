@@ -9,6 +9,7 @@ import pytest
 import readers
 from refusals import refused
 
+from hvdkit.data import open as open_lib
 from hvdkit.data.open import reader_of
 from hvdkit.data.prepare import pack
 from hvdkit.data.readers.idx import Idx
@@ -85,6 +86,8 @@ def test_nothing_says_whether_these_pictures_may_be_mirrored(tmp_path: Path):
         )
         task = classification.Task(settings)
         refused(task.sources, "--mirror=auto", "--mirror=off")
+        with open_lib.one_split.set(True):  # as a command that only scores
+            task.sources()
         task = classification.Task(dataclasses.replace(settings, mirror="on"))
         task.sources()
         assert task.mirror

@@ -10,7 +10,7 @@ from PIL import Image
 from refusals import refused
 
 from hvdkit.data.open import doubt, reader_of
-from hvdkit.data.prepare import check
+from hvdkit.data.prepare import check, pack
 from hvdkit.data.readers import voc as voc_reader
 from hvdkit.data.readers.cifar import Cifar100
 from hvdkit.data.readers.cityscapes import CLASS_NAMES, NUM_CLASSES, Cityscapes
@@ -236,6 +236,16 @@ def test_train_ids_in_the_place_of_ids_are_refused(city: Path, values: int):
     [fault] = faults_of("val")
     for message in (fault, doubt(Cityscapes(city, "val"))):
         assert "no label id above 19" in message and "train ids already" in message
+    words = [
+        "hvdkit pack",
+        "--from=cityscapes",
+        f"--root={city}",
+        f"--out={city}/packed",
+    ]
+    assert pack.main([*words, "--split=train"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        pack.main([*words, "--split=val"])
+    assert ended.value.code == 2 and not (city / "packed" / "val").exists()
 
 
 PAIR = readers.noise(0), readers.noise(1)[..., 0]

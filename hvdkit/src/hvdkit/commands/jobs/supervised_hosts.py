@@ -38,7 +38,7 @@ class Hosts:
         self._from = hosts_from
         self._most = most
         self._ssh = shlex.join(_ssh_options(command))
-        # How often a run failed on a host, by the first part of its name.
+        # How often a run failed on a host, by the name that was said.
         self._failures: Counter[str] = Counter()
         # What hosts call themselves, where they are listed by an address or another name.
         self._own_names: dict[str, str] = {}
@@ -48,7 +48,7 @@ class Hosts:
         """Reads a line of the run's log, which may name a host that it failed on."""
         match = _FAILED.search(line)
         if match and match.lastindex:
-            self._failures[_short(match[match.lastindex])] += 1
+            self._failures[match[match.lastindex]] += 1
 
     def listed(self) -> tuple[dict[str, int], str]:
         """Ranks by host, and why there is none; ValueError for a line that is no host."""
@@ -90,13 +90,32 @@ class Hosts:
             else:
                 self.silent[name] = words.strip()
         there = [name for name in hosts if name in answers]
-        there.sort(key=self._failed)
+        failed = self._failed(list(hosts))
+        there.sort(key=lambda name: failed[name])
         return {name: hosts[name] for name in there}
 
-    def _failed(self, name: str) -> int:
-        """How often a run failed on a host, by its listed name or its own."""
-        names = {_short(name), _short(self._own_names.get(name, name))}
-        return sum(self._failures[short] for short in names)
+    def _failed(self, hosts: Sequence[str]) -> dict[str, int]:
+        """How often a run failed on each host, by its listed name or its own.
+
+        mpirun says the first part of a name alone, which may be that of several hosts: then it
+        counts for none.
+        """
+        hosts_of: dict[str, set[str]] = {}
+        for host in hosts:
+            for name in (host, self._own_names.get(host, host)):
+                hosts_of.setdefault(_short(name), set()).add(host)
+        failed = dict.fromkeys(hosts, 0)
+        for said, count in self._failures.items():
+            meant = hosts_of.get(_short(said), set())
+            if len(meant) > 1:
+                meant = {
+                    host
+                    for host in meant
+                    if said in (host, self._own_names.get(host, host))
+                }
+            for host in meant:
+                failed[host] += count
+        return failed
 
     def capped(self, hosts: dict[str, int]) -> dict[str, int]:
         """The first hosts, with `most` ranks in all."""

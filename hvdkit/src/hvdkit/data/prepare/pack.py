@@ -24,8 +24,9 @@ import tensorflow as tf
 from hvdkit import logs, whole_files
 from hvdkit.data import pipeline
 from hvdkit.data.augment import image_ops
+from hvdkit.data.classes import doubt_of_files
 from hvdkit.data.labels import IGNORE
-from hvdkit.data.open import check_once, reader_of
+from hvdkit.data.open import check_once, kind_of, reader_of, some_values
 from hvdkit.data.readers import pictures, records, remote
 from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Parts, Source, Wrapper, digest, sampled
@@ -457,10 +458,10 @@ def _opened(args: argparse.Namespace) -> tuple[Source, str]:
     """The samples to pack, and what they are, for pack.json."""
     source = reader_of(args.layout)(args.root, args.split, 0)
     check_once(source)
-    # A packed set has no palettes any more by which to see it.
-    fault = source.doubt_of_palettes() if hasattr(source, "doubt_of_palettes") else ""
-    if fault:
-        raise ValueError(f"{args.root}: {fault}")
+    if kind_of(source) == "map":
+        fault = doubt_of_files(source, some_values(source))
+        if fault:
+            raise ValueError(f"{args.root}: {fault}")
     packed_from = f"{args.layout}: {args.root.name}, split {args.split}"
     if args.short_side is not None:
         quality = 90 if args.quality is None else args.quality

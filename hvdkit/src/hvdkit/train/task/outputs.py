@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdkit.data import open as open_lib
@@ -90,12 +91,54 @@ def _have_rows(tensors: dict[str, Any], count: int) -> bool:
     return True
 
 
+def one_each(decoded: Decoded, pictures: int | tf.Tensor) -> Decoded:
+    """The same, whose tensors have one row a picture; tf.errors.InvalidArgumentError for others.
+
+    A model that takes its input apart may make several samples of a picture of another size.
+    """
+    for name, value in decoded.items():
+        tf.debugging.assert_equal(
+            tf.shape(value)[0],
+            pictures,
+            f"the model gives {name} of more samples than there are pictures: does it take "
+            "pictures of one size only?",
+        )
+    return decoded
+
+
 def named(outputs: Any) -> Decoded:
     """A model's outputs as they are, by their keys; "outputs" ("outputs_0", ...) without keys."""
     named_outputs = {}
     for path, value in keras.tree.flatten_with_path(outputs):
         named_outputs[name_of(path, "outputs")] = tf.convert_to_tensor(value)
     return named_outputs
+
+
+def check_softmax(task: Any, classes: int) -> None:
+    """Raises ValueError unless a Task's outputs [..., classes] are known to be a softmax's logits.
+
+    They are if the `decode` that was written for its loss gives their softmax as "probabilities".
+    """
+    decode = tasks.optional(task, "decode")
+    is_softmax = False
+    if decode is not None and _made_for_its_loss(type(task)):
+        with tf.init_scope(), task_checks.user_code_errors("decode"):
+            logits = tf.reshape(tf.linspace(-1.0, 2.0, classes), [1, 1, 1, classes])
+            given = decode(logits).get("probabilities")
+            wanted = tf.nn.softmax(logits)
+            is_softmax = (
+                given is not None
+                and given.shape == wanted.shape
+                and np.allclose(given, wanted, atol=1e-4)
+            )
+    if not is_softmax:
+        kind = type(task)
+        raise ValueError(
+            "--eval_window, --eval_scales and --eval_flip average softmax probabilities, and "
+            f"nothing says that the outputs of {kind.__module__}.{kind.__name__} are logits of a "
+            "softmax: leave them out, or give the class with the loss a `decode` that returns "
+            "hvdkit.train.outputs.softmax(outputs), or else a `predict` of its own"
+        )
 
 
 def _made_for_its_loss(kind: type) -> bool:
