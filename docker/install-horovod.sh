@@ -63,18 +63,16 @@ pip_setting() {
     fi
 }
 
-# For uv: indexes, hosts, certificates and proxy that pip was told, as far as uv was not told itself.
+# For uv: the index, hosts, certificates and proxy that pip was told, as far as uv was not told itself.
+# Not extra indexes: pip goes on where one does not answer, uv does not.
 pass_pip_settings() {
-    local index others trusted cert proxy caches
+    local index trusted cert proxy caches
     index=$(pip_setting index-url)
-    # Names of both are parted by spaces, or by lines in pip's file.
-    others=$(pip_setting extra-index-url)
-    trusted=$(pip_setting trusted-host)
+    trusted=$(pip_setting trusted-host) # several are parted by spaces, or by lines in pip's file
     cert=$(pip_setting cert)
     cert=${cert/#\~\//$HOME/}
     proxy=$(pip_setting proxy)
     [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
-    [ -z "$others" ] || export UV_INDEX="${UV_INDEX:-${others//\\n/ }}" UV_INDEX_STRATEGY=unsafe-best-match
     [ -z "$trusted" ] || export UV_INSECURE_HOST="${UV_INSECURE_HOST:-${trusted//\\n/ }}"
     [ ! -f "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
     [ -z "$proxy" ] || export ALL_PROXY="${ALL_PROXY:-$proxy}"

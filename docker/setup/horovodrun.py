@@ -39,8 +39,8 @@ STARTING = 5
 OF_A_RANK = re.compile(
     r"HOROVOD_(RANK|SIZE|(LOCAL|CROSS)_(RANK|SIZE)|GLOO_RENDEZVOUS_.*)"
 )
-# What srun and mpirun give their processes; a user's own settings of Open MPI stay, but for those
-# that launch/hosts.sh has put in their places.
+# What srun and mpirun give their processes, as launch/hosts.sh has it. A user's OMPI_MCA_* stay; in
+# a rank of launch/hosts.sh its own are in their places.
 OF_A_LAUNCH = re.compile(r"(PMIX|ORTE|OMPI_(MCA_(orte|ess)|[A-LN-Z][A-Z]*))_.*")
 OF_HOSTS_SH = re.compile(r"LAUNCH_ID|(PMIX|ORTE|OMPI)_.*")
 PR_SET_PDEATHSIG = 1

@@ -157,15 +157,15 @@ class Task:
             return model(inputs | {"image": images}, training=False)
 
         image = inputs["image"]
-        if image.dtype != tf.uint8:
+        if image.dtype != tf.uint8 and self.passes.stride > 1:
             raise ValueError(
                 f"{_name(self)}: pictures are padded with a grey of 0 to 255, and the model is "
-                f"given {image.dtype.name}: scale them in the model (hvdkit.train.preprocessing), "
-                "or give the class a `predict` of its own"
+                f"given {image.dtype.name}: give it uint8 and scale in the model "
+                "(hvdkit.train.preprocessing), or give the class a `predict` of its own"
             )
         logits = whole_pictures.predict(call, image, self.passes)
         if self.passes.average:
-            check_softmax(self, logits.shape[-1])
+            check_softmax(self, logits)
         return logits
 
     def loss(

@@ -431,7 +431,7 @@ def test_a_cancelled_job_ends(slurm: Slurm, tmp_path: Path, when: str):
     early = when == "before the ranks listen"
     job = stand_in(slurm, tmp_path, "--steps=999" if early else "--steps=1000")
     if early:
-        job.wait_for(", start 0:")
+        job.wait_for(f"job {job.number}: srun")
     if when == "once it is put back":
         job.near_its_limit()
         job.wait_for(lambda: job.state() == "PENDING")

@@ -160,8 +160,8 @@ def _launched_by_others() -> str:
     for variable, count in counts.items():
         if count > 1:
             return (
-                f"{variable} says that {count} processes were started together, by a launcher "
-                "whose processes know nothing of each other here. To run several ranks: "
+                f"{variable} says that {count} processes or hosts belong together, and their "
+                "launcher makes no ranks here: each would work alone. To run several ranks: "
                 "launch/hosts.sh, horovodrun, mpirun, or srun --mpi=pmix. To run this process "
                 f"alone: unset {variable}"
             )

@@ -215,10 +215,10 @@ def _of_pictures(
         inputs = run.task.picture_inputs(pictures.decode_image(tf.constant(data)))
     example = tf.nest.map_structure(lambda part: part[None], inputs)
     try:
-        decode = load_run.decoder(run, config, example)
+        task_checks.outputs(run.task, run.model, example)
     except ValueError as error:
         raise ValueError(f"{error}{way_out}") from error
-    module = Exported(run.task, run.model, decode)
+    module = Exported(run.task, run.model, load_run.decoder(run, config, example))
     signatures = {
         "serving_default": _function(module.of_files, [None], tf.string),
         "pictures": _function(module.of_pictures, [None, None, None, 3], tf.uint8),

@@ -312,12 +312,12 @@ def _unlike_training(picture: Image.Image, data: bytes) -> str:
 
 def _bits_of_jpeg2000(data: bytes) -> tuple[int, ...]:
     """Bits of each component, by the marker of sizes (ISO/IEC 15444-1, A.5.1)."""
-    begin = data.index(_MARKER)
-    sizes = (
-        begin + len(_MARKER) + 36
-    )  # before them: two lengths and eight numbers of 4 bytes
-    count = int.from_bytes(data[sizes : sizes + 2])
-    components = data[sizes + 2 : sizes + 2 + 3 * count]
+    # Behind the marker are two lengths of 2 bytes, and eight numbers of 4.
+    place = data.find(_MARKER) + len(_MARKER) + 36
+    count = int.from_bytes(data[place : place + 2])
+    components = data[place + 2 : place + 2 + 3 * count]
+    if not components:
+        raise ValueError("its header is cut off")
     # The highest bit is a sign.
     return tuple((depth & 0x7F) + 1 for depth in components[::3])
 

@@ -29,6 +29,7 @@ from PIL import Image
 from hvdkit.checkpoint import files
 from hvdkit.commands import predict
 from hvdkit.data.labels import COLOURS
+from hvdkit.data.pipeline import reason_of
 from hvdkit.logs import say
 from hvdkit.observe import pages
 from hvdkit.ranks.interrupt import StopSignal
@@ -166,7 +167,7 @@ def answered(
         outputs = outputs_of(image)
         drawing = predict.drawn("the file", image=image, outputs=outputs)
     except Exception as error:  # whatever a picture does to a model, the server stays
-        return {"error": f"{error}"[:500]}
+        return {"error": reason_of(error)[:500]}
     rows: list[tuple[str, ...]] = []
     content: dict[str, Any] = {"rows": rows}
     if drawing:

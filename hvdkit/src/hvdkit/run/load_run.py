@@ -207,8 +207,20 @@ def decoder(run: Trained, config: Settings, example: Any) -> Decode:
     model_outputs = task_checks.outputs(run.task, run.model, example)
     of_pictures = tasks.optional(run.task, "picture_inputs") is not None
     decode = outputs.decoder(run.task, model_outputs, of_pictures=of_pictures)
+    if of_pictures:
+        _check_one(decode(model_outputs))
     tasks.check_read(run.task, config, tasks.EVALUATION[:-1])
     return decode
+
+
+def _check_one(decoded: outputs.Decoded) -> None:
+    """Raises ValueError for outputs of one picture that are of more samples, or of none."""
+    rows = {value.shape[0] for value in decoded.values()}
+    if rows - {1}:
+        raise ValueError(
+            f"the model makes {max(rows - {1})} samples of one picture: does it take pictures of "
+            "one size only? (export: --check=FILE gives one of that size)"
+        )
 
 
 def model_of(

@@ -97,8 +97,8 @@ class Hosts:
     def _failed(self, hosts: Sequence[str]) -> dict[str, int]:
         """How often a run failed on each host, by its listed name or its own.
 
-        mpirun says the first part of a name alone, which may be that of several hosts: then it
-        counts for none.
+        mpirun says the first part of a name alone. Where it is that of several hosts, it counts
+        for those alone that are called so.
         """
         hosts_of: dict[str, set[str]] = {}
         for host in hosts:
