@@ -70,12 +70,24 @@ def test_a_window_that_the_model_cannot_take_is_refused():
     logits_of_picture = task.predict(model, {"image": tf.zeros([1, 9, 9, 3], tf.uint8)})
     assert task.passes.stride == 2 and logits_of_picture.shape[1:3] == (9, 9)
     # Padded with 128, pictures of 0 to 1 would be 256 times as bright there.
-    with pytest.raises(ValueError, match=r"Frozen: .* given float32: scale them in"):
+    with pytest.raises(ValueError, match=r"Frozen: .* given float32: give it uint8"):
         task.predict(model, {"image": tf.zeros([1, 9, 9, 3])})
 
 
 def test_views_of_what_may_be_no_softmax_are_not_averaged():
-    config = Settings(model="tiny", num_classes=3, image_size=16, eval_flip=True)
+    config = Settings(
+        model="tiny",
+        num_classes=3,
+        image_size=16,
+        eval_flip=True,
+        synthetic_data=True,
+        data_format="folders",
+    )
+
+    class Doubled(segmentation.Task):
+        def loss(self, outputs, targets):
+            losses, weights = super().loss(outputs, targets)
+            return 2 * losses, weights
 
     class OwnLoss(segmentation.Task):
         def loss(self, outputs, targets):
@@ -90,7 +102,7 @@ def test_views_of_what_may_be_no_softmax_are_not_averaged():
             return softmax(outputs)
 
     image = {"image": tf.zeros([1, 8, 8, 3], tf.uint8)}
-    for kind in (segmentation.Task, Weighted):
+    for kind in (segmentation.Task, Doubled, Weighted):
         task = kind(config)
         assert task.predict(task.build_model(), image).shape == (1, 8, 8, 3)
     for kind in (OwnLoss, Labels):
