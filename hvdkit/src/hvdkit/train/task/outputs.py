@@ -188,7 +188,9 @@ def _no_softmax(task: Task, outputs: Any) -> str:
         ) from error
 
     for logits in softmax_logits(graph):
-        if logits.shape[-1] == outputs.shape[-1] and origin(logits) is graph.inputs[0]:
+        # TensorFlow flattens logits of pictures of unknown size to [None, None].
+        is_of_all = logits.shape[-1] in (None, outputs.shape[-1])
+        if is_of_all and origin(logits) is graph.inputs[0]:
             return ""
     return "its loss is no softmax cross-entropy of all outputs"
 
