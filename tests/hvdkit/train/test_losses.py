@@ -146,6 +146,67 @@ def _several_outputs(words: np.ndarray, outputs: tf.Tensor) -> None:
         np.testing.assert_array_equal(weights, known)
 
 
+def class_form(labels, logits):
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=255, reduction="none"
+    )
+    return loss(labels, logits)
+
+
+def function_form(labels, logits):
+    return keras.losses.sparse_categorical_crossentropy(
+        labels, logits, from_logits=True, ignore_class=255
+    )
+
+
+@pytest.mark.parametrize("sizes", [(8, 6), (None, None)])
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(
+    "scored",
+    [
+        class_form,
+        function_form,
+        lambda *parts: tf.cast(2 * class_form(*parts), tf.float16) / 2,
+        lambda *parts: tf.expand_dims(function_form(*parts), -1),
+    ],
+)
+def test_labels_that_a_loss_of_keras_ignores_have_no_weight(scored, pads, sizes):
+    """The mean is that of Keras's own loss, also with padding, and of sizes not known yet."""
+    draw = np.random.default_rng(3)
+    labels = draw.integers(0, 3, [8, 6])
+    labels[draw.uniform(size=labels.shape) < 0.4] = 255
+    logits = draw.normal(size=[8, 6, 3]).astype(np.float32)
+    shown = np.arange(6) < draw.integers(1, 6, [8, 1])
+
+    def loss(outputs, targets):
+        each = scored(targets, outputs)
+        return {"pixels": (each, tf.ones_like(each), 0.5)}
+
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec([*sizes, 3]),
+            tf.TensorSpec(sizes, tf.int64),
+            tf.TensorSpec(sizes, tf.bool),
+        ],
+        autograph=False,
+    )
+    def mean(outputs, targets, mask):
+        if pads:
+            outputs._keras_mask = mask
+        losses, weights = objective.loss(SimpleNamespace(loss=loss), outputs, targets)[
+            "pixels"
+        ]
+        return tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+
+    scores = tf.constant(logits)
+    if pads:
+        scores._keras_mask = tf.constant(shown)
+    wanted = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=255
+    )(labels, scores)
+    np.testing.assert_allclose(mean(logits, labels, shown), wanted / 2, rtol=2e-3)
+
+
 X = tf.constant([[1.0, 2.0, 3.0], [0.5, 0.2, 0.1]])
 MORE = {"x": X, "name": "text", "count": tf.constant(3)}
 

@@ -15,6 +15,8 @@ from hvdkit.train.task.protocol import Task
 
 # The loss is divided by the weights' sum: negative ones would turn the step round.
 _WEIGHTS = "weights are finite numbers from 0 up; multiply a sign into the loss"
+# Operations whose result has its positions, in their order, from the first input.
+_KEEPS_POSITIONS = ("Cast", "Identity", "Reshape", "ExpandDims", "Squeeze")
 
 # Losses and weights of each term by its name; "" where the loss is one term.
 Terms = dict[str, tuple[tf.Tensor, tf.Tensor]]
@@ -142,7 +144,28 @@ def _losses_and_weights(
             f"not losses {losses.shape} of {losses.dtype.name} and weights {weights.shape}"
         )
     losses = at_least_float32(losses)
-    return losses, tf.cast(weights, losses.dtype)
+    return losses, _counted(losses, tf.cast(weights, losses.dtype))
+
+
+def _counted(losses: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """No weight where a loss of Keras ignores a label (`ignore_class`): the loss is 0 there.
+
+    Keras's own mean leaves these out. It marks them on its tensor of losses; what becomes of that
+    by a factor, as in every `keras.losses.Loss`, in another type or shape has no mark.
+    """
+    origins = [losses]
+    for tensor in origins:  # The list grows meanwhile.
+        shape = tensor.shape.as_list()
+        mask = getattr(tensor, "_keras_mask", None)
+        if mask is not None and mask.shape.as_list() == shape:
+            counts = tf.reshape(tf.cast(mask, tf.bool), tf.shape(weights))
+            return tf.where(counts, weights, tf.zeros_like(weights))
+        operation = tensor.op.type if tf.is_symbolic_tensor(tensor) else ""
+        if operation in _KEEPS_POSITIONS:
+            origins.append(tensor.op.inputs[0])
+        elif operation in ("Mul", "RealDiv"):
+            origins += [x for x in tensor.op.inputs if x.shape.as_list() == shape]
+    return weights
 
 
 def count(weights: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
