@@ -119,7 +119,7 @@ def test_padding_that_keras_masks_has_no_weight():
 
 
 def _several_outputs(words: np.ndarray, outputs: tf.Tensor) -> None:
-    """The one mask there is counts, or that of the term's own output."""
+    """That of the term's own output counts, or the one mask of those that it comes from."""
 
     def loss_of_a(outputs, targets):
         return cross_entropy(outputs["a"], targets)
@@ -127,23 +127,49 @@ def _several_outputs(words: np.ndarray, outputs: tf.Tensor) -> None:
     def loss_of_each(outputs, targets):
         return {name: cross_entropy(x, targets) for name, x in outputs.items()}
 
-    of_a = SimpleNamespace(loss=loss_of_a)
-    of_each = SimpleNamespace(loss=loss_of_each)
-    unmasked = tf.identity(outputs)
-    other = tf.identity(outputs)
-    other._keras_mask = tf.constant(words > 2)
-    for several in (
-        {"a": outputs, "b": unmasked},
-        {"b": unmasked, "a": outputs, "c": outputs},
-    ):
-        _, weights = objective.loss(of_a, several, words % 3)[""]
-        np.testing.assert_array_equal(weights, words > 0)
-    several = {"a": outputs, "b": other, "c": unmasked}
-    refused(lambda: objective.loss(of_a, several, words % 3), "2 masks")
-    terms = objective.loss(of_each, several, words % 3)
-    for name, known in (("a", words > 0), ("b", words > 2), ("c", words >= 0)):
-        _, weights = terms[name]
-        np.testing.assert_array_equal(weights, known)
+    def loss_of_others(outputs, targets):
+        a, b = (cross_entropy(outputs[name], targets) for name in "ab")
+        return {"tags": a, "words": b}
+
+    def loss_of_both(outputs, targets):
+        return cross_entropy(outputs["a"] + outputs["b"], targets)
+
+    masks = {"a": words > 0, "b": words >= 0, "c": words > 2, "d": words > 0}
+
+    def weights_of(loss, names="abcd"):
+        """As in a step's graph; "b" has no mask, and those of "a" and "d" are one."""
+
+        @tf.function(autograph=False)
+        def traced(mask, other):
+            several = {name: tf.identity(outputs) for name in names}
+            for name, of_name in (("a", mask), ("c", other), ("d", mask)):
+                if name in several:
+                    several[name]._keras_mask = of_name
+            terms = objective.loss(SimpleNamespace(loss=loss), several, words % 3)
+            return {name: weights for name, (_, weights) in terms.items()}
+
+        return traced(tf.constant(masks["a"]), tf.constant(masks["c"]))
+
+    np.testing.assert_array_equal(weights_of(loss_of_a)[""], masks["a"])
+    weights = weights_of(loss_of_each)
+    for name, shown in masks.items():
+        np.testing.assert_array_equal(weights[name], shown)
+    # A source's padding does not hide words of its translation.
+    weights = weights_of(loss_of_others)
+    np.testing.assert_array_equal(weights["tags"], masks["a"])
+    np.testing.assert_array_equal(weights["words"], masks["b"])
+    words_of_refusal = "1 masks of padding and some have none"
+    refused(lambda: weights_of(loss_of_both), words_of_refusal)
+
+    def loss_of_two(outputs, targets):
+        return cross_entropy(outputs["a"] + outputs["c"], targets)
+
+    refused(lambda: weights_of(loss_of_two), "2 masks of padding")
+
+    def loss_of_alike(outputs, targets):
+        return cross_entropy(outputs["a"] + outputs["d"], targets)
+
+    np.testing.assert_array_equal(weights_of(loss_of_alike)[""], masks["a"])
 
 
 def class_form(labels, logits):

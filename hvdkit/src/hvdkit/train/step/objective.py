@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdkit.settings import Settings
 from hvdkit.stop import WRONG_USE
-from hvdkit.train.step.losses import at_least_float32, required, widest
+from hvdkit.train.step.losses import above, at_least_float32, required, widest
 from hvdkit.train.task.checks import describe_value, user_code_errors
 from hvdkit.train.task.protocol import Task
 
@@ -30,40 +30,73 @@ def loss(
         returned = task.loss(outputs, targets)
     unmasked = {}
     for name, (losses, weights) in terms(returned, samples).items():
-        unmasked[name] = (losses, _unmasked(weights, outputs, name))
+        unmasked[name] = (losses, _unmasked(losses, weights, outputs, name))
     if samples:
         check_independent(task.loss, outputs, targets, expected=unmasked)
     return unmasked
 
 
-def _unmasked(weights: tf.Tensor, outputs: Any, name: str) -> tf.Tensor:
+def _unmasked(
+    losses: tf.Tensor, weights: tf.Tensor, outputs: Any, name: str
+) -> tf.Tensor:
     """No weight where Keras's mask hides padding: its losses are zeros there, and no part of means.
 
     So does Keras's `fit`, also of losses with more axes than the mask, as [batch, time, features]
-    with a mask [batch, time]. A term with an output's `name` has that output's mask.
+    with a mask [batch, time]. A term has the mask of the output of its `name`, else that of the
+    outputs it comes from. Raises ValueError where these have several masks, or some have none.
     """
     if isinstance(outputs, Mapping) and name in outputs:
         outputs = outputs[name]
     shape = weights.shape.as_list()
+    tensors = tf.nest.flatten(outputs)
+    if len(tensors) > 1 and any(_mask(tensor) is not None for tensor in tensors):
+        tensors = _sources(losses, tensors)
     masks = {}
     of_fewer_axes = {}
-    for output in tf.nest.flatten(outputs):
-        mask = getattr(output, "_keras_mask", None)
-        if mask is None or not mask.shape.rank:
+    for output in tensors:
+        mask = _mask(output)
+        if mask is None:
             continue
         if mask.shape.as_list() == shape:
             masks[id(mask)] = mask
         elif mask.shape.as_list() == shape[: mask.shape.rank]:
             of_fewer_axes[id(mask)] = mask
     masks = masks or of_fewer_axes
-    if len(masks) > 1:
-        raise ValueError(
-            f"the task's loss: its outputs have {len(masks)} masks of padding: return a dict of "
-            "terms, each with the name of its output"
-        )
     for mask in masks.values():
+        positions = mask.shape.as_list()
+        bare = [
+            output
+            for output in tensors
+            if _mask(output) is None
+            and output.shape.as_list()[: len(positions)] == positions
+        ]
+        if len(masks) > 1 or bare:
+            some = " and some have none" if bare else ""
+            raise ValueError(
+                f"the task's loss: its outputs have {len(masks)} masks of padding{some}: return a "
+                "dict of terms, each with the name of its output"
+            )
         weights = _hidden(weights, mask)
     return weights
+
+
+def _mask(output: Any) -> tf.Tensor | None:
+    """Keras's mask of an output's padding; None where it has none."""
+    mask = getattr(output, "_keras_mask", None)
+    return None if mask is None or not mask.shape.rank else mask
+
+
+def _sources(losses: tf.Tensor, outputs: list[Any]) -> list[tf.Tensor]:
+    """Those of a graph's outputs, floats, that the losses come from; of no graph all."""
+    floats = [
+        output
+        for output in outputs
+        if isinstance(output, tf.Tensor) and output.dtype.is_floating
+    ]
+    if not tf.is_symbolic_tensor(losses):
+        return floats
+    operations = above(losses)
+    return [o for o in floats if tf.is_symbolic_tensor(o) and o.op in operations]
 
 
 def _hidden(weights: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
