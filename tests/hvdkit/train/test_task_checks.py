@@ -166,6 +166,89 @@ class OwnLoss(Net):
         raise NotImplementedError
 
 
+class OwnScores(Net):
+    def test_step(self, data):
+        raise NotImplementedError
+
+
+class OwnPredictions(Net):
+    def predict_step(self, data):
+        raise NotImplementedError
+
+
+class Traced(keras.layers.Layer):
+    """Its first call, which is traced, makes the weights of the layer inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(CLASSES)
+
+    @tf.function
+    def call(self, x):
+        return self.dense(x)
+
+
+class Built(Traced):
+    """It reads its generator, and one of its layers, in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.noise = keras.layers.Dropout(0.5)
+        self.more = OnlyInTraining()
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.noise.build((*shape[:-1], CLASSES))
+        self.more.more.build((*shape[:-1], CLASSES))
+
+    @tf.function
+    def call(self, x, training=False):
+        return self.more(
+            self.noise(self.dense(x), training=training), training=training
+        )
+
+
+class TracedNet(Net):
+    """Only its calls of one sample, in evaluation, use the first graph."""
+
+    @tf.function
+    def call(self, x, training=False):
+        return super().call(x)
+
+
+def with_layer(layer):
+    x = keras.Input((FEATURES,))
+    return keras.Model(x, layer(keras.layers.Dense(4)(x)))
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        lambda: with_layer(Traced()),
+        lambda: keras.Sequential([keras.layers.Dense(4), Traced()]),
+        lambda: TracedNet(keras.layers.Dense(CLASSES)),
+    ],
+)
+def test_a_traced_call_that_lost_the_weights_is_refused(net):
+    """It computes with their first values, and they have no gradient."""
+    example = {"inputs": tf.ones([1, FEATURES])}
+    refused(
+        lambda: task_checks.build_variables(net(), example),
+        "has a tf.function that does not read",
+        *("kernel", "leave out tf.function", "build"),
+    )
+
+
+def test_a_traced_call_of_a_layer_that_was_built_has_its_weights():
+    model = with_layer(Built())
+    x = tf.ones([1, FEATURES])
+    task_checks.build_variables(model, {"inputs": x})
+    before = model(x).numpy()
+    bias = next(v for v in model.layers[-1].dense.weights if v.name == "bias")
+    bias.assign_add(tf.ones([CLASSES]))
+    np.testing.assert_allclose(model(x), before + 1, rtol=1e-6)
+
+
 def frozen():
     model = classifier()
     model.trainable = False
@@ -178,6 +261,9 @@ def with_names():
 
 
 OF_IMAGE = example(inputs=lambda task, x, y: {"img": x})
+# Keras would take "half", the first by its name, for the image.
+OF_MORE = example(inputs=lambda task, x, y: {"half": x / 2, "image": x})
+OF_NAME = example(inputs=lambda task, x, y: {"image": x})
 # What a task does otherwise, and words of the sentence about it.
 MISTAKES = [
     (
@@ -215,6 +301,14 @@ MISTAKES = [
     ),
     (model(lambda: OwnLoss(keras.layers.Dense(CLASSES))), "its own compute_loss"),
     (
+        model(lambda: OwnScores(keras.layers.Dense(CLASSES))),
+        *("its own test_step", "sums and metrics"),
+    ),
+    (
+        model(lambda: OwnPredictions(keras.layers.Dense(CLASSES))),
+        *("its own predict_step", "predict or decode"),
+    ),
+    (
         model(
             lambda: keras.Sequential(
                 [keras.Input((FEATURES + 1,)), keras.layers.Dense(3)]
@@ -225,6 +319,16 @@ MISTAKES = [
     (model(frozen), "no variable to train"),
     (model(with_names) | OF_IMAGE, "['image']", "['img']", "names"),
     (model(with_names), "no dict", "['image']"),
+    (
+        model(with_names) | OF_MORE,
+        *("['image']", "training_example's are ['half', 'image']"),
+    ),
+    (
+        model(with_names)
+        | OF_NAME
+        | {"evaluation_example": OF_MORE["training_example"]},
+        *("['image']", "evaluation are ['half', 'image']"),
+    ),
     ({"loss": lambda *of: (mean(*of), tf.constant(1.0))}, "a loss for each example"),
     ({"loss": column}, "losses", "weights", "the same shape"),
     (terms(lambda losses, weights: {}), "at least one"),
@@ -266,6 +370,14 @@ def test_a_model_of_other_inputs_is_told_with_the_line_that_builds_it():
         ValueError, match=rf"test_task_checks.py, line {line}: ValueError: Input 0"
     ):
         task_checks.outputs(task, classifier(), tf.zeros([2, FEATURES + 1]))
+
+
+def test_an_input_by_name_that_no_model_takes_is_left_out_where_it_is_the_last():
+    """As a key that only dropout reads."""
+    model = with_names()
+    inputs = {"image": tf.ones([2, FEATURES]), "key": tf.zeros([2, 2], tf.int32)}
+    task_checks.build_variables(model, {"inputs": inputs})
+    np.testing.assert_array_equal(model(inputs), model({"image": inputs["image"]}))
 
 
 def test_sums_are_of_types_that_hold_totals():

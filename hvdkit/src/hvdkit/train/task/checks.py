@@ -4,6 +4,7 @@ import contextlib
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hvdkit.data import pipeline
 from hvdkit.data.readers.pictures import decode_image
 from hvdkit.data.source import Source
 from hvdkit.logs import join, one_line
-from hvdkit.ranks.world import unoptimized
+from hvdkit.ranks.world import raw, unoptimized
 from hvdkit.settings import project
 from hvdkit.stop import Stop
 from hvdkit.train.step import graph_checks
@@ -24,6 +25,14 @@ from hvdkit.train.task.protocol import Example, Task, optional
 _LEAST_BYTES = 4  # of a number that a sum over a batch may have
 _GRAPHS_RUN_IN = ("evaluate/evaluator.py", "data/pipeline.py", "train/task/checks.py")
 _RUNS_GRAPHS = [project.ENGINE / name for name in _GRAPHS_RUN_IN]
+
+# What Keras's fit, evaluate and predict call of a model, and where a task has it.
+_OF_KERAS_LOOP = {
+    "train_step": "loss",
+    "compute_loss": "loss",
+    "test_step": "loss, sums and metrics",
+    "predict_step": "predict or decode",
+}
 
 # Keras hands a layer's whole call to tf.recompute_grad, which takes no keywords in a graph.
 _OF_REMAT_SCOPE = "custom_gradient decorator currently supports keywords"
@@ -150,17 +159,17 @@ def build_variables(model: Any, example: Example) -> None:
     """Makes all variables of the model, also those that only its first calls would make."""
     if not isinstance(model, keras.Model):
         raise ValueError(f"build_model must return a keras.Model; it returns {model!r}")
-    for name in ("train_step", "compute_loss"):
+    for name, part in _OF_KERAS_LOOP.items():
         if getattr(type(model), name) is not getattr(keras.Model, name):
             raise ValueError(
-                f"the model {model.name} defines its own {name}, which only model.fit calls: put "
-                "what it does into the task's loss"
+                f"the model {model.name} defines its own {name}, which only Keras's own loop "
+                f"calls: put what it does into the task's {part}"
             )
     inputs = example["inputs"]
     # A functional model is built and knows its inputs.
     is_functional = hasattr(model, "_inputs_struct")
     if is_functional:
-        _check_input_names(model, inputs)
+        _check_input_names(model, inputs, "training_example's")
     with user_code_errors("the model, called with the inputs of training_example,"):
         if not is_functional:
             model(inputs, training=False)
@@ -173,6 +182,7 @@ def build_variables(model: Any, example: Example) -> None:
     if not model.trainable_variables:
         raise ValueError(f"the model {model.name} has no variable to train")
     _check_upsampling(model)
+    _check_traced_calls(model, inputs)
     stateful = []
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
@@ -182,6 +192,60 @@ def build_variables(model: Any, example: Example) -> None:
             f"{join(stateful)} has stateful=True, which carries a state from one batch to the "
             "next; here batches hold unrelated samples: remove it"
         )
+
+
+def _check_traced_calls(model: keras.Model, inputs: Any) -> None:
+    """Refuses a layer's tf.function that computes with other numbers than the layer's weights.
+
+    Where Keras lets a first call make the weights of layers inside, and that call is traced, the
+    graph holds their initializers instead, and later calls of such inputs use it again.
+    """
+    if not any(_has_function(layer) for layer in model._flatten_layers()):
+        return
+    lost: set[int] = set()
+    for training in (True, False):
+        # As in `build_variables`, it may take no single sample.
+        with contextlib.suppress(Exception):
+            read = _handles_read(model, inputs, training=training)
+            with _functions_as_code():
+                needed = _handles_read(model, inputs, training=training)
+            lost |= needed - read
+    paths = [v.path for v in model.variables if id(raw(v).handle) in lost]
+    if paths:
+        raise ValueError(
+            f"the model {model.name} has a tf.function that does not read {join(paths, 4)}, as "
+            "Keras made them while it was traced: leave out tf.function (a step is one graph "
+            "without it), or make the weights in the layer's `build`"
+        )
+
+
+def _handles_read(model: keras.Model, inputs: Any, *, training: bool) -> set[int]:
+    """The ids of the handles of the variables that a call of the model uses."""
+    called = tf.function(partial(model, training=training), autograph=False)
+    graph = called.get_concrete_function(inputs).graph
+    return {id(handle) for handle, _ in graph.captures}
+
+
+@contextlib.contextmanager
+def _functions_as_code() -> Iterator[None]:
+    """Inside, the functions that a new graph calls are no functions of their own in it."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def _has_function(layer: keras.Layer) -> bool:
+    """Whether a method or an attribute of it is a tf.function."""
+    attributes = [*vars(layer).values()]
+    for kind in type(layer).__mro__:
+        attributes += vars(kind).values()
+    return any(
+        isinstance(value, tf.types.experimental.PolymorphicFunction)
+        for value in attributes
+    )
 
 
 def _check_upsampling(model: keras.Model) -> None:
@@ -202,15 +266,18 @@ def _check_upsampling(model: keras.Model) -> None:
         )
 
 
-def _check_input_names(model: keras.Model, inputs: Any) -> None:
+def _check_input_names(model: keras.Model, inputs: Any, whose: str) -> None:
     by_name = isinstance(model._inputs_struct, dict)
     wanted = sorted(model._inputs_struct if by_name else [x.name for x in model.inputs])
     is_dict = isinstance(inputs, Mapping)
     names = sorted(inputs) if is_dict else "no dict"
     fit = set(wanted) <= set(inputs) if is_dict else not by_name
+    # Keras takes a dict's values for a dict of inputs in the order of their names.
+    if by_name and is_dict:
+        fit = names[: len(wanted)] == wanted
     if not fit:
         raise ValueError(
-            f"the model's inputs are {wanted}, training_example's are {names}: give both the same "
+            f"the model's inputs are {wanted}, {whose} are {names}: give both the same "
             'names, keras.Input(..., name="...") and keys of "inputs"'
         )
 
@@ -219,6 +286,8 @@ def outputs(task: Task, model: keras.Model, inputs: Any) -> Any:
     """The outputs for a batch that is not trained on: the task's `predict`, or the model's."""
     predict = optional(task, "predict")
     what = "predict" if predict else "the model, called in evaluation,"
+    if not predict and hasattr(model, "_inputs_struct") and isinstance(inputs, Mapping):
+        _check_input_names(model, inputs, "those in evaluation")
     with user_code_errors(what, predict or task.build_model):
         return predict(model, inputs) if predict else model(inputs, training=False)
 
