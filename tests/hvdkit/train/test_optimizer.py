@@ -357,6 +357,30 @@ def test_only_what_trains_has_slots_and_a_change_in_mid_run_is_told():
     )
 
 
+class Clips(keras.optimizers.Adam):
+    """Changes gradients where Keras's fit passes and a run does not, as adaptive clipping may."""
+
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(g / 2, v) for g, v in grads_and_vars])
+
+
+class Settles(keras.optimizers.Adam):
+    def finalize_variable_values(self, var_list):
+        for variable in var_list:
+            variable.assign(variable / 2)
+
+
+def scaling():
+    made = keras.optimizers.Adam()
+    made.scale_loss = lambda loss: 8 * loss
+    return made
+
+
+class Halves(keras.optimizers.Adam):
+    def apply(self, grads, trainable_variables=None):
+        super().apply([g / 2 for g in grads], trainable_variables)
+
+
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
 ADAM = keras.optimizers.Adam
 SGD_OF_KERAS = keras.optimizers.SGD
@@ -385,6 +409,18 @@ MUON = keras.optimizers.Muon
             lambda: [Group(lambda v: True, SGD_OF_KERAS(1e-5), 0.1)],
             {},
             "rate 1e-05 of SGD is not used",
+        ),
+        (Clips, {}, "Clips has its own apply_gradients, .*`apply` or"),
+        (
+            lambda: [Group(lambda v: True, Settles())],
+            {},
+            "Settles has its own finalize_variable_values",
+        ),
+        (scaling, {}, "Adam has its own scale_loss"),
+        (
+            keras.optimizers.ScheduleFreeAdamW,
+            {},
+            "ScheduleFreeAdamW is not supported, .*--ema_decay",
         ),
         (list, {}, "at least one Group"),
         (lambda: [ADAM()], {}, "make it of Groups"),
@@ -467,7 +503,7 @@ def test_a_rate_that_a_class_chooses_is_no_given_one():
         def __init__(self, learning_rate=None):
             super().__init__(learning_rate or 3e-4)
 
-    for kind in (Passes, Chooses, ADAM):
+    for kind in (Passes, Chooses, Halves, ADAM):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         optimizer.build(Settings(), model, lambda model, kind=kind: kind())
     # A command that trains nothing takes what an older version took.
@@ -475,7 +511,10 @@ def test_a_rate_that_a_class_chooses_is_no_given_one():
 
 
 # These are no optimizers, or refused.
-OTHERS = ("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap")
+OTHERS = (
+    *("Optimizer", "LossScaleOptimizer", "MultiOptimizer", "OptimizerMap"),
+    "ScheduleFreeAdamW",
+)
 OF_KERAS = [
     kind
     for name, kind in vars(keras.optimizers).items()
@@ -555,9 +594,19 @@ def test_the_average_is_of_weights_after_their_constraint():
         assert np.linalg.norm(model.layers[-1].kernel, axis=0).max() <= 0.5
 
 
+class Slow(SGD_OF_KERAS):
+    """Begins with slow weights that are those of the model, as Lookahead does."""
+
+    def build(self, variables):
+        super().build(variables)
+        (self._momentums,) = self.add_optimizer_variables(variables, ["slow"])
+        for slow, variable in zip(self._momentums, variables):
+            slow.assign(variable)
+
+
 def test_an_optimizer_that_copies_weights_begins_with_those_that_were_read():
     """As of --init_from; others begin with constants, and are left as they are."""
-    for kind, copies in ((keras.optimizers.ScheduleFreeAdamW, True), (ADAM, False)):
+    for kind, copies in ((Slow, True), (ADAM, False)):
         task = SimpleNamespace(optimizer=lambda model, kind=kind: kind())
         model = network()
         run = SimpleNamespace(
@@ -572,3 +621,7 @@ def test_an_optimizer_that_copies_weights_begins_with_those_that_were_read():
         context.begin_optimizer(run)
         slots = run.optimizer._momentums
         same(slots, [v * copies for v in model.trainable_variables])
+    # The task returns the same one again.
+    run.optimizer = optimizer.build(Settings(), model, lambda model: Slow()).optimizer
+    task.optimizer = lambda model: run.optimizer
+    refused(lambda: context.begin_optimizer(run), "a new one at each call", "Slow")

@@ -18,6 +18,8 @@ from hvdkit.train.step.gradients import is_kernel
 _TRUST = 0.001  # eta, the trust coefficient of LARS
 # Only adam, adamw and lamb read them.
 _OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+# What Keras's fit calls of an optimizer around its `apply`.
+_OF_FIT = ("apply_gradients", "scale_loss", "finalize_variable_values")
 _PLAIN = (str, Number, type(None))  # types of hyperparameters
 
 
@@ -216,12 +218,24 @@ def _of_flags(
 
 
 def _check_own(config: Settings, optimizer: Any) -> None:
-    """A task's optimizer, or that of a group: refused where it does what the run does."""
+    """A task's optimizer, or that of a group: refused where it does what the run does, or omits."""
     if not isinstance(optimizer, keras.optimizers.Optimizer) or optimizer.built:
         raise ValueError(
-            "optimizer must return a keras.optimizers.Optimizer that is not built yet, not "
-            f"{optimizer!r}"
+            "optimizer must return a keras.optimizers.Optimizer that is not built yet, a new one "
+            f"at each call, not {optimizer!r}"
         )
+    if isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+        raise ValueError(
+            "optimizer: ScheduleFreeAdamW is not supported, as the weights that it trains are not "
+            "those to score and use: use AdamW with --ema_decay=0.999 and --lr_policy=constant"
+        )
+    for name in _OF_FIT:
+        module = getattr(getattr(optimizer, name), "__module__", "")
+        if not module.startswith("keras."):
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} has its own {name}, which only Keras's own "
+                "loop calls: put what it does into `apply` or `update_step`"
+            )
     for name, instead in (
         ("optimizers", "a list of hvdkit.train.groups.Group, each with a rate"),
         ("inner_optimizer", "--precision=float16"),
@@ -342,7 +356,7 @@ def _decays_weight(
 
 
 def begins_with_weights(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether it began with copies of the weights, as ScheduleFreeAdamW; others with constants."""
+    """Whether it began with copies of the weights, as Lookahead does; others with constants."""
     for variable in optimizer.variables:
         slot = tf.reshape(raw(variable), [-1])
         if slot.shape[0] > 1 and tf.reduce_any(slot != slot[0]):

@@ -219,6 +219,7 @@ class Task(Protocol):
     def optimizer(self, model: keras.Model) -> keras.optimizers.Optimizer | list[Group]:
         """An update rule of Keras in place of --optimizer, or groups (groups.Group). Optional.
 
+        A new one at each call; not ScheduleFreeAdamW. The run calls its `apply`.
         The schedule sets its learning rate at each step; --weight_decay joins the gradient as L2;
         --ema_decay, or its own `use_ema`, averages its weights. A resume names what changed in it.
         """
