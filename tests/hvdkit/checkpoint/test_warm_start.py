@@ -169,6 +169,53 @@ def quantized(folder):
     return folder / "model.keras"
 
 
+class Tied(keras.layers.Layer):
+    """A head whose kernel is the table of an embedding, which it holds, or the layer."""
+
+    def __init__(self, words=None, *, holds_variable=True, **named):
+        super().__init__(**named)
+        self.words = words
+        if holds_variable:
+            self.words, self.table = None, words.embeddings
+        self.bias = self.add_weight(shape=(5,), name="bias")
+
+    def call(self, x):
+        table = self.words.embeddings if self.words else self.table
+        return keras.ops.matmul(x, keras.ops.transpose(table)) + self.bias
+
+    def get_config(self):
+        return super().get_config()
+
+
+def language(start: float, head=None, **options) -> keras.Model:
+    """A small language model; the head is tied, or `head`."""
+    x = keras.Input((4,), dtype="int32")
+    words = keras.layers.Embedding(5, 3, name="words")
+    y = words(x)
+    head = head or Tied(words, name="head", **options)
+    return counted(keras.Model(x, head(y)), start)
+
+
+def test_a_tied_variable_is_the_files_or_refused(tmp_path, capsys):
+    file = tmp_path / "untied.keras"
+    plain = language(3.0, keras.layers.Dense(5, name="head", use_bias=False))
+    plain.save(file)
+    wanted = plain.get_layer("words").get_weights()
+    # Keras reads the head after the words: the values it was made with would win.
+    refused(
+        lambda: warm_start.load(language(70.0), file, True),
+        *("words/embeddings", "a variable of another layer too", "hold the layer"),
+    )
+    model = language(70.0, holds_variable=False)
+    warm_start.load(model, file, True)
+    same(model.get_layer("words").get_weights(), wanted)
+    tied = language(5.0)
+    tied.save(tmp_path / "tied.keras")
+    model = language(70.0)
+    warm_start.load(model, tmp_path / "tied.keras", False)
+    same(model.get_weights(), tied.get_weights())
+
+
 def broken(folder):
     model = network()
     model.weights[0].assign(model.weights[0] * np.nan)

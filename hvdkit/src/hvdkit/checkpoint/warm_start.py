@@ -1,6 +1,7 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -195,7 +196,41 @@ def _load_keras_file(model: keras.Model, path: Path, skip: bool) -> dict[str, st
                 keras_weights.assign(entry.values, arrays[name])
             elif pixels and entry.layer == pixels.name:
                 _refuse_unknown_pictures(path, labels[name])
+    assigned = {name: arrays[name] for name in entries if name not in faults}
+    _check_shared(path, model, assigned, labels)
     return labelled
+
+
+def _check_shared(
+    path: Path,
+    model: keras.Model,
+    assigned: Mapping[str, np.ndarray],
+    labels: Mapping[str, str],
+) -> None:
+    """Raises ValueError where a variable of two layers took the values of the other layer.
+
+    Keras writes and reads it with each of them; `assigned`: arrays of the file, by entry.
+    """
+    counts: Counter[int] = Counter()
+    for layer in model._flatten_layers():
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        counts.update(id(variable) for variable in own)
+    if max(counts.values(), default=0) < 2:
+        return
+    others = []
+    with keras_weights.written(model) as file:
+        for name, entry in keras_weights.entries(file).items():
+            values = keras_weights.array_of(entry.values)
+            if name in assigned and not np.array_equal(
+                values, assigned[name].astype(values.dtype)
+            ):
+                others.append(labels[name])
+    if others:
+        raise ValueError(
+            f"--init_from={path}: {join(others, 4)} is a variable of another layer too, for which "
+            "the file has other values or none: let that layer hold the layer, not its variable, "
+            "or start from a checkpoint"
+        )
 
 
 def _label(
