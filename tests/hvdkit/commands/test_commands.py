@@ -21,7 +21,7 @@ import tensorflow as tf
 from PIL import Image
 from refusals import refused
 from small_checkpoints import ALONE
-from small_runs import same
+from small_runs import CLASSES, FEATURES, Small, same
 
 from hvdkit import settings as settings_lib
 from hvdkit.checkpoint.checkpoints import Checkpoints
@@ -200,6 +200,58 @@ def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
     monkeypatch.setattr(load_run.tasks, "load_task", Keeps)
     _, loaded, *_ = load_run.model_of(config, "last", False)
     same(loaded.get_weights(), model.get_weights())
+
+
+class Sampling(keras.layers.Layer):
+    """As in a variational autoencoder: it draws whenever it is called."""
+
+    def __init__(self, **named):
+        super().__init__(**named)
+        self.seed_generator = keras.random.SeedGenerator(3)
+
+    def call(self, x):
+        noise = keras.random.normal(keras.ops.shape(x), seed=self.seed_generator)
+        return x + noise
+
+
+class Drawing(Small):
+    """Its model draws in inference too, and the task holds a layer that does."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.noise = keras.layers.Dropout(0.5)
+
+    def build_model(self):
+        x = keras.Input((FEATURES,))
+        y = Sampling()(keras.layers.Dense(CLASSES)(x))
+        return keras.Model(x, keras.layers.Dropout(0.5)(y, training=True))
+
+    def predict(self, model, inputs):
+        return self.noise(model(inputs, training=False), training=True)
+
+
+def test_a_model_that_draws_in_inference_is_exported(tmp_path, monkeypatch, capsys):
+    config = Settings(run_dir=str(tmp_path / "run"))
+    task = Drawing(config)
+    model = task.build_model()
+    task.noise.build((None, CLASSES))
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", 1, ALONE)
+    state = State(model, optimizer.build(config, model), "float32", task=task)
+    checkpoints.write(checkpoints.copy(Place(1), state.variables, config))
+    monkeypatch.setattr(load_run.tasks, "load_task", Drawing)
+    out = tmp_path / "out"
+    arguments = SimpleNamespace(
+        out=out, check=None, checkpoint="last", ema=False, onnx=False
+    )
+    export(config, ALONE, None, arguments=arguments)
+    said = capsys.readouterr().out
+    assert "without this code: equal outputs" in said
+    assert (out / "model.keras").exists(), said
+    serve = tf.saved_model.load(str(out / "saved_model")).signatures["serving_default"]
+    (name,) = serve.structured_input_signature[1]
+    inputs = {name: tf.ones([2, FEATURES])}
+    first, second = (serve(**inputs)["probabilities"].numpy() for _ in range(2))
+    assert (first != second).any(), "each call draws anew"
 
 
 def test_what_decode_returns_beside_classes_is_written_and_shown_too(tmp_path):

@@ -49,6 +49,8 @@ from hvdkit.run import load_run
 from hvdkit.settings import Settings
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, WRONG_USE, Stop, passes
+from hvdkit.train.layers import dropout
+from hvdkit.train.step.state import unchanged
 from hvdkit.train.task import checks as task_checks
 from hvdkit.train.task import outputs as outputs_lib
 from hvdkit.train.task import protocol as tasks
@@ -104,6 +106,8 @@ _TRACKABLE = (
 
 def _trackable(value: Any) -> Iterator[Any]:
     """What of a task's attribute a SavedModel can hold, also in lists and dicts."""
+    if isinstance(value, keras.random.SeedGenerator):
+        value = value.state
     if isinstance(value, keras.Variable):
         value = raw(value)
     if isinstance(value, Mapping):
@@ -113,19 +117,32 @@ def _trackable(value: Any) -> Iterator[Any]:
             yield from _trackable(part)
     elif isinstance(value, _TRACKABLE):
         yield value
+        # TensorFlow does not find the seeds of a layer's generators by itself.
+        if isinstance(value, keras.Layer):
+            yield from _trackable(value.variables)
 
 
 class Exported(tf.Module):
-    """What is saved: the model, with the task's processing before and after it."""
+    """What is saved: the model, with the task's processing before and after it.
+
+    Attributes:
+      changing: the variables that a call may change, as seeds of what draws in inference.
+    """
 
     def __init__(self, task: Task, model: keras.Model, decode: load_run.Decode) -> None:
         super().__init__()
+        self.of_model = list(_trackable(model))
         self.model = model
         self._task = task
         self._decode = decode
         # The task's functions use its tables, variables and layers; a SavedModel has only what
         # attributes of its module hold.
         self.of_task = list(_trackable(vars(task)))
+        self.changing = [
+            part
+            for part in (*self.of_model, *self.of_task)
+            if isinstance(part, tf.Variable) and not part.trainable
+        ]
 
     def of_inputs(self, inputs: Any) -> dict[str, tf.Tensor]:
         """The outputs for a batch of what the model takes."""
@@ -308,8 +325,16 @@ def _write_keras(exports: Exports, file: Path) -> str:
     loaded, note = _loaded_again(run.model, file)
     if not loaded:
         return note
-    wanted = tf.nest.flatten(task_checks.outputs(run.task, run.model, exports.example))
-    outputs = tf.nest.flatten(task_checks.outputs(run.task, loaded, exports.example))
+    # Keras does not save seeds, so that what draws in inference draws other numbers.
+    generators = [dropout.generators(x._flatten_layers()) for x in (run.model, loaded)]
+    for one, other in zip(*generators):
+        other.state.assign(one.state)
+    both = []
+    for each in (run.model, loaded):
+        with unchanged(exports.module.changing):
+            model_outputs = task_checks.outputs(run.task, each, exports.example)
+        both.append(tf.nest.flatten(model_outputs))
+    wanted, outputs = both
     if all(_near(one, other) for one, other in zip(wanted, outputs)):
         return note
     file.unlink()
