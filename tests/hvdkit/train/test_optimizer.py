@@ -507,7 +507,8 @@ def test_a_rate_that_a_class_chooses_is_no_given_one():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         optimizer.build(Settings(), model, lambda model, kind=kind: kind())
     # A command that trains nothing takes what an older version took.
-    optimizer.build(Settings(), model, lambda model: ADAM(3e-4), trains=False)
+    for made in (ADAM(3e-4), Clips()):
+        optimizer.build(Settings(), model, lambda model, made=made: made, trains=False)
 
 
 # These are no optimizers, or refused.

@@ -157,6 +157,7 @@ def build(
             rates = [group.rate for group in optimizer.groups]
         for part, rate in zip(groups.optimizers_of(optimizer), rates):
             if trains:
+                _check_of_fit(part)
                 _check_rate(config, part, rate)
         described = hyperparameters(optimizer)
     else:
@@ -229,13 +230,6 @@ def _check_own(config: Settings, optimizer: Any) -> None:
             "optimizer: ScheduleFreeAdamW is not supported, as the weights that it trains are not "
             "those to score and use: use AdamW with --ema_decay=0.999 and --lr_policy=constant"
         )
-    for name in _OF_FIT:
-        module = getattr(getattr(optimizer, name), "__module__", "")
-        if not module.startswith("keras."):
-            raise ValueError(
-                f"optimizer: {type(optimizer).__name__} has its own {name}, which only Keras's own "
-                "loop calls: put what it does into `apply` or `update_step`"
-            )
     for name, instead in (
         ("optimizers", "a list of hvdkit.train.groups.Group, each with a rate"),
         ("inner_optimizer", "--precision=float16"),
@@ -255,6 +249,17 @@ def _check_own(config: Settings, optimizer: Any) -> None:
             f"optimizer: give it a number as rate, not {optimizer._learning_rate!r:.80}; a task's "
             "`schedule` sets the rate"
         )
+
+
+def _check_of_fit(optimizer: keras.optimizers.Optimizer) -> None:
+    """Raises ValueError for a method of its own that a run does not call."""
+    for name in _OF_FIT:
+        module = getattr(getattr(optimizer, name), "__module__", "")
+        if not module.startswith("keras."):
+            raise ValueError(
+                f"optimizer: {type(optimizer).__name__} has its own {name}, which only Keras's own "
+                "loop calls: put what it does into `apply` or `update_step`"
+            )
 
 
 def _check_rate(
