@@ -91,7 +91,9 @@ def _sources(losses: tf.Tensor, outputs: list[Any]) -> list[tf.Tensor]:
     floats = [
         output
         for output in outputs
-        if isinstance(output, tf.Tensor) and output.dtype.is_floating
+        if isinstance(output, tf.Tensor)
+        and output.dtype.is_floating
+        and output.shape.rank
     ]
     if not tf.is_symbolic_tensor(losses):
         return floats
@@ -188,16 +190,17 @@ def _counted(losses: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     """
     origins = [losses]
     for tensor in origins:  # The list grows meanwhile.
-        shape = tensor.shape.as_list()
         mask = getattr(tensor, "_keras_mask", None)
-        if mask is not None and mask.shape.as_list() == shape:
+        if mask is not None and mask.shape == tensor.shape:
             counts = tf.reshape(tf.cast(mask, tf.bool), tf.shape(weights))
             return tf.where(counts, weights, tf.zeros_like(weights))
         operation = tensor.op.type if tf.is_symbolic_tensor(tensor) else ""
+        sources = []
         if operation in _KEEPS_POSITIONS:
-            origins.append(tensor.op.inputs[0])
+            sources = tensor.op.inputs[:1]
         elif operation in ("Mul", "RealDiv"):
-            origins += [x for x in tensor.op.inputs if x.shape.as_list() == shape]
+            sources = [x for x in tensor.op.inputs if x.shape == tensor.shape]
+        origins += [x for x in sources if not any(x is origin for origin in origins)]
     return weights
 
 
