@@ -65,7 +65,10 @@ assert hvdkit.main(train.train, hvdkit.load_settings(Settings, **wide, num_steps
 assert in_the_process() == before
 settings = hvdkit.load_settings(Settings, **usual, num_steps=40)  # it goes on, in the same process
 
+names = []
+
 def interrupted(run):
+    names.append([keras.layers.Flatten().name, *[layer.name for layer in run.model.layers]])
     step = run.make_step(train.make_step)
     for number, batch in enumerate(run.batches()):
         run.after_step(step(batch))
@@ -78,6 +81,9 @@ assert hvdkit.main(interrupted, settings) == 75  # it is saved, and the process 
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 PRESSED = []
 assert hvdkit.main(interrupted, settings) == 0
+assert names[0] == names[1] and "flatten" in names[0], names  # SampleDropout draws by its name
+later = keras.layers.Flatten().name
+assert later == "flatten_1", later
 
 def pressed_twice(run):
     for _ in range(2):

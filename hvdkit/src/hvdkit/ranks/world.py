@@ -5,6 +5,7 @@ rank and ends all with one message when any of them failed; `World.broadcast_obj
 decision of rank 0.
 """
 
+import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -410,6 +411,29 @@ def kept_numbers() -> Iterator[None]:
             put(value)
 
 
+@contextlib.contextmanager
+def names_of_a_new_process() -> Iterator[None]:
+    """Inside, Keras numbers layers without a name as in a process that has made none.
+
+    SampleDropout draws by its name: what a notebook has made before must not change what a run
+    that resumes drops. Afterwards numbers go on after both, so that names stay unique.
+    """
+    before = _counts_of_names()
+    global_state.set_global_attribute(_NAMES_OF_KERAS, collections.defaultdict(int))
+    try:
+        yield
+    finally:
+        counts = _counts_of_names()
+        for name, count in before.items():
+            counts[name] = max(count, counts[name])
+
+
+def _counts_of_names() -> collections.defaultdict[str, int]:
+    return global_state.get_global_attribute(
+        _NAMES_OF_KERAS, default=collections.defaultdict(int), set_to_default=True
+    )
+
+
 def _seed_of_tensorflow() -> tuple[int | None, Any]:
     eager = context.context()
     # The context has a generator once a seed was set.
@@ -432,6 +456,7 @@ def _set_seed_of_keras(values: list[Any]) -> None:
         global_state.set_global_attribute(name, value)
 
 
+_NAMES_OF_KERAS = "object_name_uids"
 _SEEDS_OF_KERAS = ("global_random_seed", "global_seed_generator")
 # Pairs of functions: what reads a number or state, and what sets it.
 _KEPT: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (

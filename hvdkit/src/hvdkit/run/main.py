@@ -4,7 +4,6 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 
-import keras
 from absl import app
 
 from hvdkit import logs, streams
@@ -81,19 +80,31 @@ def run_on(
     back = None
     with modes.folder(settings, world) as changed, world_lib.kept_numbers():
         while True:
-            run = Run(changed, world, stop_signal=stop_signal, back=back)
             try:
-                with run.open_parts:
-                    train(run)
-                    return run.finish()
+                return _train_once(
+                    world, changed, train, stop_signal=stop_signal, back=back
+                )
             except GoBack as error:
                 # The traceback would keep the old model alive.
                 back = error.with_traceback(None)
-                del run, error
-                # Layer names must match those of the resumed run: SampleDropout draws by them.
-                keras.utils.clear_session()
                 # Its weights must be gone before the new run's are made.
                 gc.collect()
+
+
+def _train_once(
+    world: World,
+    settings: Settings,
+    train: Callable,
+    *,
+    stop_signal: StopSignal,
+    back: GoBack | None,
+) -> None:
+    """A run to its end. Raises Stop, or GoBack, on every rank."""
+    with world_lib.names_of_a_new_process():
+        run = Run(settings, world, stop_signal=stop_signal, back=back)
+        with run.open_parts:
+            train(run)
+            run.finish()
 
 
 def with_ranks(
