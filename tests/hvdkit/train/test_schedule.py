@@ -76,27 +76,28 @@ def test_the_plateau_policy_is_kerass_callback(mode, seed):
         plateau_cooldown=int(cooldown),
         plateau_min_lr=0.02 * float(lowest),
         plateau_min_delta=0.1,
+        lr_scaling="sqrt",
     )
+    scaling = config.lr_factor(4)
     callback = keras.callbacks.ReduceLROnPlateau(
         "score",
         mode=mode,
         factor=config.plateau_factor,
         patience=config.plateau_patience,
         cooldown=config.plateau_cooldown,
-        min_lr=config.plateau_min_lr,
+        min_lr=config.plateau_min_lr * scaling,
         min_delta=config.plateau_min_delta,
     )
-    callback.set_model(Follows(BASE))
+    callback.set_model(Follows(BASE * scaling))
     callback.on_train_begin()
     state = plateau.Plateau()
-    rate_of = schedule.make(config, 1, plateau=state)
+    rate_of = schedule.make(config, 4, plateau=state)
     for number, score in enumerate(draw.normal(size=40).cumsum() * 0.2, 1):
         callback.on_epoch_end(number, {"score": score})
         before = float(rate_of(tf.constant(number, tf.int64)))
-        note = state.judge(config, MainMetric("score", mode), value=score, step=number)
-        assert not state.judge(
-            config, MainMetric("score", mode), value=score, step=number
-        )
+        evaluation = {"value": score, "step": number, "scaling": scaling}
+        note = state.judge(config, MainMetric("score", mode), **evaluation)
+        assert not state.judge(config, MainMetric("score", mode), **evaluation)
         after = float(rate_of(tf.constant(number, tf.int64)))
         assert after == pytest.approx(
             float(callback.model.optimizer.learning_rate), rel=1e-12

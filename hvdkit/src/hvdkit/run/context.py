@@ -196,7 +196,11 @@ def judge_plateau(context: RunContext, *, value: float, step: int) -> None:
         value = context.world.broadcast_object(value, f"plateau.{step}")
         metric = scores.of_task(context.task)
         note = context.state.plateau.judge(
-            context.config, metric, value=value, step=step
+            context.config,
+            metric,
+            value=value,
+            step=step,
+            scaling=context.config.lr_factor(context.world.size),
         )
         if note:
             say(context.world, note)

@@ -137,7 +137,10 @@ class ScheduleSettings(Room):
         1e-4, "by how much a better main metric is better", low=0
     )
     plateau_cooldown: int = setting(
-        0, "evaluations that do not count after that", low=0
+        0,
+        "plateau policy: once the rate is lowered, evaluations count again from this one on, as "
+        "in Keras (0: the next)",
+        low=0,
     )
     plateau_min_lr: float = setting(0.0, "plateau policy: lowest learning rate", low=0)
     lr_scaling: str = setting(

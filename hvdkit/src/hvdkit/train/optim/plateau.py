@@ -26,7 +26,8 @@ class Plateau:
         self._best = _variable(math.nan, tf.float64)
         # Evaluations in a row that were no better.
         self._waited = _variable(0, tf.int64)
-        self._resting = _variable(0, tf.int64)  # evaluations left in the cooldown
+        # So many evaluations on, one that is no better counts again.
+        self._resting = _variable(0, tf.int64)
         self._judged = _variable(0, tf.int64)  # step of the newest evaluation
         self._measure = _variable(0, tf.int64)  # 63 bits of what scores measure
 
@@ -52,11 +53,17 @@ class Plateau:
             self._waited.assign(0)
 
     def judge(
-        self, config: Settings, metric: MainMetric, *, value: float, step: int
+        self,
+        config: Settings,
+        metric: MainMetric,
+        *,
+        value: float,
+        step: int,
+        scaling: float = 1.0,
     ) -> str:
         """After the evaluation of `step`, whose score is `value`; a second call changes nothing.
 
-        Returns a sentence where it lowers the rate, else "".
+        Returns a sentence where it lowers the rate, else "". `scaling`: --lr_scaling's factor.
         """
         if step <= int(self._judged):
             return ""
@@ -80,10 +87,11 @@ class Plateau:
         self.factor.assign(self.factor * config.plateau_factor)
         self._waited.assign(0)
         self._resting.assign(config.plateau_cooldown)
+        lowered = max(rate * config.plateau_factor, config.plateau_min_lr)
         return (
-            f"step {step}: the learning rate is lowered from {rate:.3g} to "
-            f"{max(rate * config.plateau_factor, config.plateau_min_lr):.3g}: {metric.name} is not "
-            f"better than {metric.height(best):.4f} by {config.plateau_min_delta:g} "
+            f"step {step}: the learning rate is lowered from {rate * scaling:.3g} to "
+            f"{lowered * scaling:.3g}: {metric.name} is not better than "
+            f"{metric.height(best):.4f} by {config.plateau_min_delta:g} "
             f"(--plateau_patience={config.plateau_patience})"
         )
 
