@@ -297,6 +297,25 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(kept, into, words):
     assert all(np.array_equal(v, b) for v, b in zip(into.values(), before))
 
 
+def test_averages_that_one_of_both_runs_lacks_are_named_by_their_flag(kept):
+    plain = variables()
+    averaged = plain | {
+        "ema_updates/0": tf.Variable(1),
+        "ema/0/0000/w/kernel": tf.Variable(tf.ones([2, 3])),
+    }
+    kept.write(kept.copy(Place(1), plain, Settings()))
+
+    def restored_to(into):
+        kept.restore(kept.find("auto"), into, Settings())
+
+    words = ("holds no average of its weights: leave out --ema_decay", "--init_from=")
+    refused(lambda: restored_to(averaged), *words, kind=Stop)
+    for decay, way in ((0.8, "--ema_decay=0.8"), (0.0, "`use_ema` to the task's")):
+        kept.write(kept.copy(Place(2), averaged, Settings(ema_decay=decay)))
+        words = (f"this run keeps none: give {way}", "--init_from=")
+        refused(lambda: restored_to(plain), *words, kind=Stop)
+
+
 def test_changed_settings_are_named(kept, capsys):
     save(kept, 7, config=Settings(seed=1, power=0.9, log_every=20))
     now = Settings(seed=2, power=1.0, log_every=1, run_dir="elsewhere", pack_bytes=100)

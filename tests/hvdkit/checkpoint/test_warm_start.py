@@ -145,6 +145,26 @@ def averaged_run(folder, count, decay=0.0):
         return folder, weights, [v.numpy() for v in model.variables]
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_the_best_of_a_run_by_the_scores_of_its_averages_is_noted(
+    tmp_path, capsys, decay
+):
+    averaged_run(tmp_path, 3, decay=decay)
+    path = tmp_path / "checkpoints" / "step-00000003"
+    writing.set_score(path, of_step(3, 0.5), {})
+    for start, init_ema in ((tmp_path, False), (path, False), (tmp_path, bool(decay))):
+        model = network()
+        warm_start.start(
+            model,
+            Settings(init_from=str(start), init_ema=init_ema),
+            task_state=TaskState(SimpleNamespace(), model, []),
+            metric=MainMetric("accuracy"),
+        )
+        said = capsys.readouterr().out
+        is_noted = bool(decay) and start == tmp_path and not init_ema
+        assert ("--init_ema starts from these" in said) == is_noted, said
+
+
 def test_averages_of_another_run_on_request(tmp_path):
     _, weights, averages = averaged_run(tmp_path, 3, decay=0.5)
     assert not np.array_equal(weights[0], averages[0])

@@ -482,8 +482,12 @@ def load(path: Path, variables: Variables) -> None:
     Raises ValueError: it cannot be read, or names, shapes or types do not fit; names the first.
     """
     state = files.read(path)
-    faults = [f"{name!r} is missing" for name in variables if name not in state]
-    faults += [f"{name!r} is not known" for name in state if name not in variables]
+    missing = [name for name in variables if name not in state]
+    unknown = [name for name in state if name not in variables]
+    if all(_is_average(name) for name in missing + unknown):
+        _check_averages(path, is_missing=bool(missing), is_unknown=bool(unknown))
+    faults = [f"{name!r} is missing" for name in missing]
+    faults += [f"{name!r} is not known" for name in unknown]
     if faults:
         raise ValueError(
             f"holds {len(state)} variables, the model and optimizer have {len(variables)}; "
@@ -511,6 +515,29 @@ def load(path: Path, variables: Variables) -> None:
     for name, variable in variables.items():
         dtype = raw(variable).dtype.as_numpy_dtype
         raw(variable).assign(state[name].astype(dtype, copy=False))
+
+
+def _is_average(name: str) -> bool:
+    return name.startswith(("ema/", "ema_updates/"))
+
+
+def _check_averages(path: Path, *, is_missing: bool, is_unknown: bool) -> None:
+    """Raises ValueError where only one of the checkpoint and this run averages the weights."""
+    begin_anew = (
+        f"or begin anew from its weights: --init_from={path}, another --run_dir"
+    )
+    if is_missing and not is_unknown:
+        raise ValueError(
+            "holds no average of its weights: leave out --ema_decay (and `use_ema` of the task's "
+            f"optimizer), {begin_anew}"
+        )
+    if is_unknown and not is_missing:
+        decay = files.read_manifest(path).config.get("ema_decay")
+        way = f"--ema_decay={decay}" if decay else "`use_ema` to the task's optimizer"
+        raise ValueError(
+            f"holds averages of its weights, and this run keeps none: give {way} as before, "
+            f"{begin_anew}"
+        )
 
 
 def _changed(name: str, old: Any, new: Any) -> str:

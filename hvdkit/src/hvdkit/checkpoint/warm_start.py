@@ -34,7 +34,8 @@ def start(
     `class_names`: of this run's data; they may be others there, or in another order.
     """
     path = Path(config.init_from)
-    if not files.is_checkpoint(path) and path.suffix != ".keras":
+    is_run = not files.is_checkpoint(path) and path.suffix != ".keras"
+    if is_run:
         path = _best(path, metric)
     faults = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
     names_there = (
@@ -49,6 +50,12 @@ def start(
         logs.say(f"starting from the averages of the weights of {path}")
     else:
         logs.say(f"starting from the weights of {path}")
+        was_scored = is_run and files.read_manifest(path).evaluated
+        if was_scored and has_averages(path):
+            logs.say(
+                f"note: the scores of {config.init_from}, by which {path.name} was chosen, are of "
+                "averages of its weights: --init_ema starts from these"
+            )
     if faults:
         logs.say(
             f"note: not in it, or of another shape, so left as made: {_listed(faults)}"
