@@ -11,7 +11,7 @@ import tensorflow as tf
 from checks_runs import batch_ids
 from scipy.special import log_softmax
 from scipy.stats import pearsonr
-from small_runs import CLASSES, Small, classifier, fit, folder, numbers, same
+from small_runs import CLASSES, Small, classifier, fit, folder, numbers, same, task_with
 from tensorflow.python.data.ops import iterator_ops
 
 from hvdkit.checkpoint.saver import Saver
@@ -33,6 +33,66 @@ def check_a_metric_that_the_task_holds_is_refused(world):
 
     words = ("self.right, whose state goes back", "KerasMetrics(right=...)")
     fit(world, Holds, *words, code=WRONG_USE)
+
+
+def _errors(outputs, targets):
+    return outputs[:, 0] - tf.cast(targets, outputs.dtype)
+
+
+def _in_batch(task, outputs, targets):
+    """How many find themselves in the batch: the loss compares samples as well."""
+    hits = tf.argmax(outputs @ tf.transpose(outputs), -1) == tf.range(
+        tf.shape(outputs, tf.int64)[0]
+    )
+    return {"hits": tf.math.count_nonzero(hits), "samples": tf.size(hits)}
+
+
+def check_sums_that_do_not_add_up_are_refused(world):
+    def with_sum(name, of_batch):
+        def sums(task, outputs, targets):
+            return Small.sums(task, outputs, targets) | {
+                name: of_batch(outputs, targets)
+            }
+
+        return task_with(sums=sums)
+
+    rmse = with_sum(
+        "rmse", lambda *batch: tf.sqrt(tf.reduce_mean(tf.square(_errors(*batch))))
+    )
+    batches = with_sum("batches", lambda outputs, targets: tf.constant(1))
+    most = with_sum("most", lambda *batch: tf.reduce_max(_errors(*batch)))
+    for task, name in ((rmse, "rmse"), (batches, "batches"), (most, "most")):
+        words = (
+            f"the task's sums: {name} of 8 samples together is ",
+            "in two halves",
+            "`metrics`",
+        )
+        fit(world, task, *words, code=WRONG_USE)
+    # Batches of one sample are halved by nobody.
+    fit(world, batches, num_steps=1, eval_batch_size=1)
+
+    def loss(task, outputs, targets):
+        everyone = outputs @ tf.transpose(outputs)
+        own = tf.range(tf.shape(outputs)[0])
+        each = tf.nn.sparse_softmax_cross_entropy_with_logits(own, everyone)
+        return each, tf.ones_like(each)
+
+    if world.size == 1:
+        fit(world, task_with(loss=loss, sums=_in_batch), num_steps=1)
+
+    def in_a_batch(task, outputs, targets):
+        noise = tf.random.stateless_uniform(tf.shape(outputs), [1, 2])
+        errors = tf.reduce_sum(outputs - tf.one_hot(targets, CLASSES))
+        cancelled = tf.reduce_sum(outputs - tf.reduce_mean(outputs, -1, keepdims=True))
+        counts = tf.histogram_fixed_width(outputs, [-1.0, 1.0], 5)
+        return Small.sums(task, outputs, targets) | {
+            "noise": tf.reduce_sum(noise),
+            "errors": errors,
+            "cancelled": cancelled,
+            "counts": counts,
+        }
+
+    fit(world, task_with(sums=in_a_batch), num_steps=1)
 
 
 def check_a_score_that_needs_several_samples_is_tried_later(world):

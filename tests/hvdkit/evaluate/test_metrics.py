@@ -75,6 +75,62 @@ def test_a_keras_metric_whose_state_is_no_sum_is_refused(changed):
         metrics.KerasMetrics(one=Other()).sums(tf.ones([4, 1]), tf.zeros([4, 1]))
 
 
+class MeanOfF1(keras.metrics.Metric):
+    """A mean of batches' F1, weighted by their samples: twice a batch gives twice its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, labels, predictions):
+        hits = keras.ops.sum(labels * predictions)
+        both = keras.ops.sum(labels) + keras.ops.sum(predictions)
+        self.total.assign_add(2 * hits / both * len(labels))
+
+
+def test_a_keras_metric_whose_states_of_different_batches_do_not_add_up_is_refused():
+    with pytest.raises(ValueError, match="f1: the state of MeanOfF1 is no sum"):
+        metrics.KerasMetrics(f1=MeanOfF1()).sums(tf.ones([4, 1]), tf.zeros([4, 1]))
+
+
+ONE_HOT = (tf.eye(3), tf.eye(3) * 0.5)
+NUMBERED = (tf.constant([0, 1, 2]), tf.eye(3))
+BINARY = (tf.constant([[1.0], [0.0]]), tf.constant([[0.3], [0.2]]))
+
+
+@pytest.mark.parametrize(
+    ("metric", "batch"),
+    [
+        (keras.metrics.AUC(), BINARY),
+        (keras.metrics.Precision(), BINARY),
+        (keras.metrics.PrecisionAtRecall(0.5), BINARY),
+        (keras.metrics.BinaryIoU(), BINARY),
+        (keras.metrics.Hinge(), BINARY),
+        (keras.metrics.F1Score(average="macro"), ONE_HOT),
+        (keras.metrics.CategoricalCrossentropy(), ONE_HOT),
+        (keras.metrics.KLDivergence(), ONE_HOT),
+        (keras.metrics.Poisson(), ONE_HOT),
+        (keras.metrics.CosineSimilarity(), ONE_HOT),
+        (keras.metrics.ConcordanceCorrelation(), ONE_HOT),
+        (keras.metrics.R2Score(), ONE_HOT),
+        (keras.metrics.RootMeanSquaredError(), ONE_HOT),
+        (keras.metrics.MeanAbsolutePercentageError(), ONE_HOT),
+        (keras.metrics.MeanSquaredLogarithmicError(), ONE_HOT),
+        (keras.metrics.LogCoshError(), ONE_HOT),
+        (keras.metrics.TopKCategoricalAccuracy(2), ONE_HOT),
+        (keras.metrics.SparseTopKCategoricalAccuracy(2), NUMBERED),
+        (keras.metrics.SparseCategoricalCrossentropy(), NUMBERED),
+        (keras.metrics.MeanIoU(3), (NUMBERED[0], NUMBERED[0])),
+        (keras.metrics.Mean(), ONE_HOT[:1]),
+        (keras.metrics.Sum(), ONE_HOT[:1]),
+        (keras.metrics.Accuracy(), (*BINARY, tf.constant([0.5, 2.0]))),
+    ],
+)
+def test_kerass_own_metrics_are_taken(metric, batch):
+    scores = metrics.KerasMetrics(one=metric)
+    assert all(scores.figures(scores.sums(*batch)))
+
+
 def test_a_keras_metric_that_would_count_padding_is_refused():
     labels = tf.constant([[1.0, 0.0, 0.0]])
     outputs = tf.constant([[1.0, 1.0, 1.0]])

@@ -122,22 +122,68 @@ class Evaluator:
         """The graph of a batch's outputs, losses and sums."""
         return self._step.get_concrete_function().graph
 
-    def check_loss(self) -> None:
-        """Raises Stop, on all ranks, where batches are divided and samples depend on each other."""
-        if self._divided and not across.used:
-            with self._world.fail_together("trying the loss"), unchanged(self._weights):
-                leave_zero(self._weights)
-                with task_checks.user_code_errors("evaluating a few samples"):
-                    self._check_sum()
+    def check_sums(self) -> None:
+        """Raises Stop, on all ranks, where the task's sums do not add up.
 
-    def _check_sum(self) -> None:
-        """Raises ValueError where the loss of some samples is not the sum of two halves'."""
+        And where batches are divided and the losses of samples depend on each other. What gathers
+        rows compares samples of a batch in evaluation too.
+        """
+        if across.used:
+            return
+        with self._world.fail_together("trying the loss"), unchanged(self._weights):
+            leave_zero(self._weights)
+            with task_checks.user_code_errors("evaluating a few samples"):
+                samples = self._samples_to_try()
+                if len(samples) < 2 or not _are_alike(samples):
+                    return
+                if self._divided:
+                    self._check_loss(samples)
+                # A mean of a batch that is one sample is that sample's.
+                if self._feed.batch_size > 1:
+                    self._check_task_sums(_joined(samples), size=len(samples))
+
+    def _samples_to_try(self) -> list[Example]:
         first = self.outputs(self.batch(0))
         num_bytes = sum(tensor.numpy().nbytes for tensor in _tensors(first))
-        numbers = self._numbers_to_try(_TRIED_BYTES // max(num_bytes, 1))
-        samples = [self.batch(number) for number in numbers]
-        if len(samples) < 2 or not _are_alike(samples):
+        most = _TRIED_BYTES // max(num_bytes, 1)
+        if not self._divided:  # Sums show it by few samples.
+            most = min(most, _FEW)
+        numbers = self._numbers_to_try(most)
+        return [self.batch(number) for number in numbers]
+
+    def _check_task_sums(self, batch: Example, *, size: int) -> None:
+        """Raises ValueError where the task's sums of `size` samples are not those of two halves.
+
+        The outputs are computed once: a model may round otherwise in other batches, and a rounded
+        score is another class. Sums that draw, or compare samples as the loss does, are let be.
+        """
+        sums_of = tf.function(partial(task_checks.sums, self._task), autograph=False)
+        try:
+            outputs = self.outputs(batch)
+            targets = batch["targets"]
+            whole = (outputs, targets)
+            if not all(self._by_sample()) or not _have_rows(whole, size):
+                return  # What belongs to no sample may count once a batch.
+            with unchanged(self._changed), unoptimized():
+                traced = sums_of.get_concrete_function(outputs, targets)
+                if graph_checks.draws(traced.graph):
+                    return
+                name, difference = _differing_sum(sums_of, whole, size, near=self.near)
+                loss_of = self._sums_of_loss
+                if not name or _differing_sum(loss_of, whole, size, near=self.near)[0]:
+                    return
+        except Exception:
+            # What `sums` needs, as Keras's mask, may be lost in halves. An evaluation names what
+            # fails there too.
             return
+        raise ValueError(
+            f"the task's sums: {name} of {size} samples together is {difference}, so that a score "
+            "would depend on --eval_batch_size: return what adds up (squared errors, and their "
+            "number), and take means and roots of the totals in `metrics`, or use per_sample"
+        )
+
+    def _check_loss(self, samples: Sequence[Example]) -> None:
+        """Raises ValueError where the loss of some samples is not the sum of two halves'."""
         check = partial(
             objective.check_sum,
             draws=lambda: graph_checks.draws(self.graph),
@@ -405,6 +451,55 @@ class Evaluator:
         if note not in self._printed:
             self._printed.add(note)
             say(self._world, f"note: {note}")
+
+
+def _have_rows(parts: Any, size: int) -> bool:
+    """Whether each tensor has a row for each of `size` samples."""
+    return all(tensor.shape[:1] == [size] for tensor in _tensors(parts))
+
+
+def _differing_sum(
+    sums_of: Callable, whole: tuple[Any, Any], size: int, *, near: float
+) -> tuple[str, str]:
+    """The name of a sum that differs from that of two halves added up, and how; or "" and "".
+
+    `whole`: outputs and targets of `size` samples.
+    """
+    middle = size // 2
+
+    def half(*, first: bool) -> tuple[Any, Any]:
+        rows = slice(0, middle) if first else slice(middle, size)
+        return tf.nest.map_structure(
+            lambda part: part[rows] if tf.is_tensor(part) else part, whole
+        )
+
+    totals = sums_of(*whole)
+    halves = [sums_of(*half(first=first)) for first in (True, False)]
+    # Float sums of what cancels out are rounded by about so much.
+    rounded = near * 1e-3 * _norm(_tensors(whole))
+    for name, tensor in totals.items():
+        total = np.ravel(tensor.numpy())
+        parts = [np.ravel(sums[name].numpy()) for sums in halves]
+        least = near * np.max(np.abs(parts), initial=0.0)
+        if total.dtype.kind == "f":
+            least += rounded
+        of_halves = parts[0] + parts[1]
+        # NaN is equal to NaN here.
+        is_other = np.abs(total - of_halves) > least
+        if is_other.any():
+            place = int(np.argmax(is_other))
+            return name, f"{total[place]:.6g}, and {of_halves[place]:.6g} in two halves"
+    return "", ""
+
+
+def _norm(tensors: Sequence[tf.Tensor]) -> float:
+    """The root of a sum over floats: of their squares, and of 1 for each."""
+    squares = [
+        float(tf.reduce_sum(1 + tf.square(tf.cast(tensor, tf.float64))))
+        for tensor in tensors
+        if tensor.dtype.is_floating
+    ]
+    return math.sqrt(sum(squares))
 
 
 def _are_alike(parts: Sequence[Any]) -> bool:

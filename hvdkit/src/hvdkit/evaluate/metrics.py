@@ -187,9 +187,9 @@ class KerasMetrics:
 def _require_sums(
     name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]
 ) -> None:
-    """Makes the metric's variables; ValueError unless twice a batch gives twice its state.
+    """Makes the metric's variables; ValueError unless states of batches add up.
 
-    It is tried with two batches and with one that is twice as long.
+    It is tried with a batch twice, and with two that differ, one after the other and as one.
     """
     probe = []
     for part in batch:
@@ -197,15 +197,23 @@ def _require_sums(
     if len(probe) > 1 and probe[1].dtype.is_floating:
         # The outputs differ from the labels: a maximum of errors must not be 0.
         probe[1] *= 0.25
-    states = _states(metric, probe)
+    other = [_varied(part) for part in probe]
+    if len(probe) > 1:
+        other[0] = tf.zeros_like(other[0])  # other labels, which are classes too
+    states = _states(metric, probe, other)
     if any(np.isnan(value).any() for value in itertools.chain(*states)):
         # A correlation of rows of one number is none.
-        states = _states(metric, [_varied(part) for part in probe])
-    start, once, twice, as_one = states
-    doubled = [2 * value for value in once]
+        probe = [_varied(part) for part in probe]
+        states = _states(metric, probe, [part * part for part in probe])
+    start, one, another, twice, both, as_one = states
+    doubled = [2 * value for value in one]
+    added = [value + other_value for value, other_value in zip(one, another)]
     starts_at_zero = not any(np.any(value) for value in start)
     if not (
-        starts_at_zero and _are_close(twice, doubled) and _are_close(as_one, doubled)
+        starts_at_zero
+        and _are_close(twice, doubled)
+        and _are_close(both, added)
+        and _are_close(as_one, added)
     ):
         raise ValueError(
             f"{name}: the state of {type(metric).__name__} is no sum over samples: use per_sample"
@@ -213,12 +221,20 @@ def _require_sums(
 
 
 def _states(
-    metric: keras.metrics.Metric, probe: Sequence[tf.Tensor]
+    metric: keras.metrics.Metric,
+    probe: Sequence[tf.Tensor],
+    other: Sequence[tf.Tensor],
 ) -> list[list[np.ndarray]]:
-    """The metric's state at its start, after a batch, after two, and after both as one."""
-    longer = [tf.concat([x, x], 0) if x.shape.rank else x for x in probe]
+    """The metric's state at its start and after batches.
+
+    After `probe`, after `other`, after `probe` twice, after `probe` and `other`, and after these
+    two as one batch.
+    """
+    as_one = []
+    for part, other_part in zip(probe, other, strict=True):
+        as_one.append(tf.concat([part, other_part], 0) if part.shape.rank else part)
     states = []
-    for batches in ([], [probe], [probe, probe], [longer]):
+    for batches in ([], [probe], [other], [probe, probe], [probe, other], [as_one]):
         metric.reset_state()
         for parts in batches:
             metric.update_state(*parts)

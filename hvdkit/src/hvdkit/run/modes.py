@@ -72,7 +72,7 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
         parts.val_feed.rounds = min(parts.val_feed.rounds, dry_run.BATCHES)
         dry_run.describe(parts, given)
     parts.evaluator.try_out()
-    parts.evaluator.check_loss()
+    parts.evaluator.check_sums()
     sample_figures.check(parts)
     if parts.start.path:
         sample_figures.say_on_restart(

@@ -175,6 +175,7 @@ class Task(Protocol):
         """Metric counts of one evaluation batch, added over batches and ranks; of fixed shapes.
 
         Any names but "loss" and "weight" (of terms "loss/NAME" and "weight/NAME"), the loss's sums.
+        What does not add up, as a mean or a number of batches, is refused before the first step.
         """
 
     def per_sample(self, outputs: Any, targets: Any) -> dict[str, tf.Tensor]:

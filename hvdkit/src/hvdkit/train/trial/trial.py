@@ -69,7 +69,7 @@ def try_out(step: Step, sample: Callable[..., Example], *, size: int) -> None:
     """Stop, on all ranks, where the step is another on parts of a batch than on the whole.
 
     Steps that are the template's, of a loss that compares no samples, are tried in evaluation
-    (`Evaluator.check_loss`), which takes less time.
+    (`Evaluator.check_sums`), which takes less time.
 
     `sample(place, draw=...)`: one example of the training set, which has `size`.
     """
