@@ -273,6 +273,9 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
         seen.append((step, float(result["lr"]), len(run.model.trainable_variables)))
         # No step computes with it.
         run.model.get_layer("leak").negative_slope = step / 10
+        run.optimizer.learning_rate.assign(7.0)
+        run.optimizer.beta_1 = step / 10
+        run.optimizer.weight_decay = 0.25
 
     class Task(acting(look, 2, 4)):
         def build_model(self):
@@ -296,6 +299,12 @@ def check_a_task_of_its_own_actions_schedule_and_optimizer(world):
     assert (line in ended.printed) == world.is_chief, ended.printed
     note = "note: leak.negative_slope is 0.2 since, and steps compute with 0.3: "
     assert ended.printed.count(note) == world.is_chief, ended.printed
+    for note in (
+        "note: the optimizer's learning_rate is 7 since, and each step sets that of the schedule, ",
+        "note: the optimizer's beta_1 is 0.2 since, and steps compute with 0.9: ",
+        "note: the optimizer's weight_decay is 0.25 since, and steps compute with None: ",
+    ):
+        assert ended.printed.count(note) == world.is_chief, ended.printed
 
 
 def slow_check_what_an_action_does_wrong_is_told(world):

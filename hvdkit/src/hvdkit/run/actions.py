@@ -9,8 +9,8 @@ before the step is made, since a step after which an action is due ends its call
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from hvdkit import scores
 from hvdkit.checkpoint.checkpoints import CheckpointInfo
@@ -26,6 +26,7 @@ from hvdkit.scores import Score
 from hvdkit.settings import Settings
 from hvdkit.stop import DONE, PREEMPTED, WRONG_USE, Stop
 from hvdkit.train.layers import batch_norm
+from hvdkit.train.optim import groups
 from hvdkit.train.step.step import Result
 from hvdkit.train.task import checks as task_checks
 
@@ -157,43 +158,99 @@ class CheckDrift:
 
 
 class CheckNumbers:
-    """Prints a note, once for each number of a layer that was changed after the step was traced."""
+    """Prints a note, once for each number that was changed and with which no step computes.
+
+    Numbers of layers and of the optimizer, which the step's graph keeps; the learning rate, which
+    each step sets. After actions of the task that look at weights, and at logged steps.
+    """
 
     settles = False
 
-    def __init__(self, run: RunContext) -> None:
+    def __init__(self, run: RunContext, task_actions: Sequence[TaskAction]) -> None:
         self._world = run.world
         self._every = run.config.log_every
+        self._task_actions = task_actions
         self._layers = run.state.task_state.layers
+        self._optimizer = run.optimizer
         self._traced = self._numbers()
+        self._traced_of_optimizer = self._numbers_of_optimizer()
+        self._looks_at_rate = bool(task_actions)
 
     def due(self, step: int) -> bool:
-        return step % self._every == 0
+        acts = any(action.settles and action.was_due for action in self._task_actions)
+        return acts or step % self._every == 0
 
     def __call__(self, step: int, result: Result) -> None:
-        for place, value in self._numbers().items():
-            traced = self._traced.get(place, value)
-            if value == traced:
-                continue
-            del self._traced[place]  # A second change gives no second note.
-            say(
-                self._world,
-                f"note: {place} is {value:g} since, and steps compute with {traced:g}: their graph "
-                "keeps a number of Python as it was; make it a tf.Variable and assign to that",
+        for place, value in _changed(self._traced, self._numbers()):
+            self._note(
+                f"{place} is {value:g} since, and steps compute with {self._traced.pop(place):g}: "
+                "their graph keeps a number of Python as it was; make it a tf.Variable and assign "
+                "to that"
             )
+        traced = self._traced_of_optimizer
+        for place, value in _changed(traced, self._numbers_of_optimizer()):
+            self._note(
+                f"{place} is {value} since, and steps compute with {traced.pop(place)}: their "
+                "graph keeps a number of Python as it was; give it by its flag, or in the task's "
+                "`optimizer`, and start again to resume"
+            )
+        if self._looks_at_rate:
+            self._check_rate(float(result["lr"]))
+
+    def _check_rate(self, rate: float) -> None:
+        variable = raw(self._optimizer.learning_rate)
+        value = float(variable)
+        if math.isclose(value, rate, rel_tol=1e-5) or math.isnan(rate):
+            return
+        self._looks_at_rate = False
+        self._note(
+            f"the optimizer's learning_rate is {value:g} since, and each step sets that of the "
+            f"schedule, {rate:g} in this one: write a `schedule` of the task, or take --lr_policy"
+        )
+
+    def _note(self, note: str) -> None:
+        say(self._world, f"note: {note}")
 
     def _numbers(self) -> dict[str, float]:
         """Floats by layer and name, without whole numbers: layers may count their calls."""
         numbers = {}
         for layer in self._layers:
-            for name, value in vars(layer).items():
-                if (
-                    type(value) is float
-                    and not name.startswith("_")
-                    and not math.isnan(value)
-                ):
-                    numbers[f"{layer.path or layer.name}.{name}"] = value
+            for name, value in _floats(layer).items():
+                numbers[f"{layer.path or layer.name}.{name}"] = value
         return numbers
+
+    def _numbers_of_optimizer(self) -> dict[str, float | None]:
+        """Floats by name, and None where there may be one; of each group's optimizer."""
+        numbers: dict[str, float | None] = {}
+        parts = groups.optimizers_of(self._optimizer)
+        for number, part in enumerate(parts):
+            whose = f"group {number}'s" if len(parts) > 1 else "the optimizer's"
+            for name, value in vars(part).items():
+                if value is None and not name.startswith("_"):
+                    numbers[f"{whose} {name}"] = None
+            for name, value in _floats(part).items():
+                numbers[f"{whose} {name}"] = value
+        return numbers
+
+
+def _floats(holder: object) -> dict[str, float]:
+    """Public numbers of a layer or an optimizer, by name."""
+    return {
+        name: value
+        for name, value in vars(holder).items()
+        if type(value) is float and not name.startswith("_") and not math.isnan(value)
+    }
+
+
+def _changed(
+    traced: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """What is another number now; a second change is none, once the first is taken out."""
+    return [
+        (place, value)
+        for place, value in now.items()
+        if place in traced and value != traced[place]
+    ]
 
 
 class TaskAction:
@@ -203,15 +260,17 @@ class TaskAction:
         self._world = world
         self._action = action
         self.settles = action.settles
+        self.was_due = False  # at the newest step for which it was asked
         self._name = f"the task's action {type(action).__name__}"
 
     def due(self, step: int) -> bool:
         """Raises Stop where it fails: on all ranks, as all ask alike."""
         try:
             with task_checks.user_code_errors(f"{self._name}.due({step})"):
-                return bool(self._action.due(step))
+                self.was_due = bool(self._action.due(step))
         except (ValueError, OSError) as error:
             raise Stop(WRONG_USE, str(error)) from error
+        return self.was_due
 
     def __call__(self, step: int, result: Result) -> Ending | None:
         """An ending that any rank returns is every rank's."""

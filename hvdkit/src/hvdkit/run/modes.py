@@ -92,7 +92,7 @@ def before_folder(parts: RunParts, given: Settings) -> Benchmark | None:
     return None
 
 
-def actions_of_task(context: RunContext) -> list[Action]:
+def actions_of_task(context: RunContext) -> list[TaskAction]:
     """The task's own actions, made with the run's context, in their order."""
     make = tasks.optional(context.task, "actions")
     if not make:
@@ -131,7 +131,7 @@ def profiler(parts: RunParts) -> profile.Recorder | None:
 
 def actions(
     parts: RunParts,
-    task_actions: list[Action],
+    task_actions: list[TaskAction],
     *,
     save: Save,
     evaluate: Evaluate,
@@ -154,7 +154,7 @@ def actions(
 
 def _actions(
     parts: RunParts,
-    task_actions: list[Action],
+    task_actions: list[TaskAction],
     *,
     save: Save,
     evaluate: Evaluate,
@@ -168,7 +168,7 @@ def _actions(
         CheckDrift(context),
         Log(parts),
         *task_actions,
-        CheckNumbers(context),
+        CheckNumbers(context, task_actions),
     ]
     if benchmark:
         return [*ordered, benchmark]
