@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MODES = ("min", "max")
+# Settings that make another loss: where it is the metric, they are part of what scores measure.
+OF_LOSS = ("label_smoothing", "class_weights")
 # Words that name an error, of which the lowest is the best.
 _ENDINGS = """
     loss losses error errors entropy perplexity distance divergence deviation distortion likelihood

@@ -114,6 +114,18 @@ def test_of_an_error_the_lowest_score_is_kept(kept):
     assert load_run.chosen(kept.folder, "best", task).name == "step-00000002"
 
 
+@pytest.mark.parametrize(("name", "is_other"), [("loss", True), ("accuracy", False)])
+def test_losses_of_other_settings_are_not_compared(kept, name, is_other):
+    metric = MainMetric(name, "min")
+    kept = replace(kept, measure=measure(Settings(), metric, "data"))
+    save(kept, 1, score=0.1)
+    smooth = Settings(label_smoothing=0.1)
+    kept = replace(kept, measure=measure(smooth, metric, "data"))
+    step, note = kept.other_scores()
+    assert (kept.best() is None, step == 1) == (is_other, is_other)
+    assert ("--label_smoothing was 0.0, is 0.1" in note) == is_other
+
+
 def test_a_mode_that_is_mended_decides_from_then_on(kept, capsys):
     wrong = measure(Settings(), MainMetric("mae", "max"), "data")
     mended = measure(Settings(), MainMetric("mae", "min"), "data")

@@ -25,6 +25,8 @@ folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.cfg").touch()
 with open(folder / "starts.jsonl", "a") as file:
     start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if model == "error" else "max"}
+    if "label_smoothing" in flags:
+        start["score"] = "loss"
     file.write(json.dumps(start) + "\\n")
 if model in ("whole", "weak", "error", "tie", "nan", "missing"):
     line = {"step": 5, "eval_loss": 1.0, "eval_miou": float(flags["base_lr"]) * (model != "weak")}
@@ -199,6 +201,14 @@ def test_the_lowest_error_is_the_best(start, tmp_path, capfd):
         r"<td>\d</td><td>(0\.\d+)</td>", (tmp_path / "all/sweep.html").read_text()
     )
     assert float(table[0]) == min(scores)
+
+
+def test_losses_of_other_settings_are_not_compared(start, tmp_path, capfd):
+    words = ["--label_smoothing=0.0,0.1", "--model=whole", "--base_lr=0.1"]
+    assert start(*words, "--trials=4") == 2
+    message = "the main metric is the loss, which --label_smoothing changes"
+    assert capfd.readouterr().err.count(message) == 1
+    assert not (tmp_path / "all" / "best.cfg").exists()
 
 
 def test_of_equal_scores_the_lower_loss_is_the_best(start, tmp_path, capfd):

@@ -46,7 +46,10 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
 
     `data`: the fingerprint of the validation samples.
     """
-    flags = {f"--{name}": getattr(config, name) for name in MEASURE}
+    names = [*MEASURE]
+    if metric.name == "loss":
+        names += scores.OF_LOSS
+    flags = {f"--{name}": getattr(config, name) for name in names}
     return flags | {
         "main_metric": metric.name,
         "main_metric_mode": metric.mode,

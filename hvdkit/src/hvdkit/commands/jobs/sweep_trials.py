@@ -23,7 +23,7 @@ import optuna
 from optuna import distributions
 from optuna.trial import FrozenTrial, TrialState
 
-from hvdkit import whole_files
+from hvdkit import scores, whole_files
 from hvdkit.commands.jobs import seeds
 from hvdkit.commands.jobs.search_space import SearchSpace
 from hvdkit.commands.jobs.supervise import (
@@ -33,7 +33,7 @@ from hvdkit.commands.jobs.supervise import (
     hear,
     newest_step,
 )
-from hvdkit.logs import complain, printable
+from hvdkit.logs import complain, join, printable
 from hvdkit.observe import pages, records
 from hvdkit.ranks import placement
 from hvdkit.scores import MainMetric, Score
@@ -248,6 +248,8 @@ class Sweep:
 
         metric = record.main_metric()
         values = records.column(record.evaluations, f"eval_{metric.name}")
+        if values and self._refuse_other_losses(metric):
+            return
         if values and not self._metric().name:
             self._study.set_user_attr("metric", metric)
         if metric != self._metric():  # `_height` refuses its score
@@ -258,6 +260,19 @@ class Sweep:
             if math.isfinite(value):  # else the next evaluation may have a score
                 run.trial.report(metric.height(value), number)
                 run.pruned = run.pruned or run.trial.should_prune()
+
+    def _refuse_other_losses(self, metric: MainMetric) -> bool:
+        """Ends the sweep, with a sentence, where the score is a loss that it changes itself."""
+        swept = [f"--{name}" for name in scores.OF_LOSS if name in self._space.values]
+        if metric.name != "loss" or not swept:
+            return False
+        if not self._code:
+            self._code = WRONG_USE
+            complain(
+                f"the main metric is the loss, which {join(swept)} changes, so that trials cannot "
+                "be compared: give the task another main_metric, or sweep other settings"
+            )
+        return True
 
     def _metric(self) -> MainMetric:
         """Of all trials, whose values in the study are its heights; without a name at first."""
