@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -82,6 +83,36 @@ def used(tmp_path):
     """8 steps of seed 1, checkpoints of all even ones, the last is the best."""
     train(tmp_path, seed=1, num_steps=8, every=2, keep=9)
     return tmp_path
+
+
+def test_trackers_of_a_new_run_start_before_anything_is_set_aside(used):
+    known = used / "trackers.json"
+    known.write_text("old")
+
+    def contents() -> dict:
+        every = [p for p in used.rglob("*") if p.is_file() and p.name != ".lease"]
+        return {path: path.read_bytes() for path in every}
+
+    lease.take(used)
+    before = contents()
+    config = Settings(run_dir=str(used))
+    begin = partial(run_folder.begin, used, None, config, evaluates_first=False)
+
+    def start(error: type[BaseException] | None) -> None:
+        assert not known.exists() and (used / "summary.json").exists()
+        known.write_text("new")
+        if error:
+            raise error("no login")
+
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error):
+            begin(start_trackers=lambda error=error: start(error))
+        assert contents() == before
+    known.rename(used / ".trackers.json.old")  # after a kill
+    begin(start_trackers=lambda: start(None))
+    assert known.read_text() == "new"
+    assert (used / "aside-1/trackers.json").read_text() == "old"
+    assert not list(used.glob(".trackers*"))
 
 
 def test_starting_anew_in_a_used_folder_then_going_on(used):

@@ -203,17 +203,20 @@ def test_a_tracker_that_is_not_there_leaves_the_runs_records(tmp_path):
         "train.py",
         "--flagfile=configs/blank.cfg",
         "--num_steps=2",
-        f"--run_dir={tmp_path}",
+        f"--run_dir={tmp_path}/run",
     ]
     launch_well(1, words)
-    before = {
-        file: (tmp_path / file).read_text()
-        for file in ("summary.json", "metrics.jsonl")
-    }
-    for resume in ("auto", "never"):
-        ended = launch(1, [*words, "--trackers=gone:Own", f"--resume={resume}"])
+    (tmp_path / "own.py").write_text(OWN)
+    python_path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    env = {"PYTHONPATH": python_path, "REFUSE": "1"}
+    records = ("summary.json", "metrics.jsonl", "config.cfg")
+    before = [(tmp_path / "run" / file).read_text() for file in records]
+    # The one has no class, the other none who logs in.
+    for name, resume in (("gone", "auto"), ("own", "auto"), ("own", "never")):
+        trackers_flag = f"--trackers={name}:Own"
+        ended = launch(1, [*words, trackers_flag, f"--resume={resume}"], env=env)
         assert ended.code == 2 and len(ended.errors()) == 1, ended.output
-        assert before == {file: (tmp_path / file).read_text() for file in before}
+        assert before == [(tmp_path / "run" / file).read_text() for file in records]
 
 
 NEITHER = {"dry_run": False, "find_lr": False, "optimizer": "adam"}

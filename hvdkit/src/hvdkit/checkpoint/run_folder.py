@@ -5,7 +5,7 @@ Nothing is deleted that a later run does not write again.
 
 import math
 import shutil
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 
 from hvdkit import settings as settings_lib
@@ -28,7 +28,11 @@ _RESULTS = (
     "benchmark.json",
 )
 _FOLDERS = ("tensorboard", "profile")
-_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", "trackers.json", *_FOLDERS)
+_TRACKERS = "trackers.json"
+# While trackers of a new run start: that of the run before. Then, until that is set aside: theirs.
+_OLD_TRACKERS = f".{_TRACKERS}.old"
+_NEW_TRACKERS = f".{_TRACKERS}.new"
+_RECORDS = (*_LOGS, *_STARTS, *_RESULTS, "config.cfg", _TRACKERS, *_FOLDERS)
 
 
 def begin(
@@ -38,6 +42,7 @@ def begin(
     *,
     evaluates_first: bool,
     listed: Set[str] | None = None,
+    start_trackers: Callable[[], None] = lambda: None,
 ) -> str:
     """Prepares the folder for a run that resumes from `checkpoint`, or starts anew without one.
 
@@ -53,6 +58,8 @@ def begin(
     `checkpoint`: what `Checkpoints.find` chose. `config`: the settings as this number of ranks made
     them. `evaluates_first`: the run first evaluates the checkpoint, so an earlier evaluation of
     that step is dropped from the records too. `listed`: the checkpoints that `find` chose from.
+    `start_trackers`: starts those of the user, which may refuse the run, so before anything is
+    changed; those of a run that starts anew find no trackers.json.
 
     Returns a line that says what was set aside, or "". Raises OSError: a file cannot be written,
     another run is in the folder, or its disk came only now; ValueError for a speed beside a run.
@@ -68,6 +75,11 @@ def begin(
             f"--benchmark would replace the records of the run in {run_dir}: choose another "
             "--run_dir"
         )
+    _put_back(run_dir)
+    if checkpoint is not None and checkpoint.is_own:
+        start_trackers()
+    else:
+        _start_anew(run_dir, start_trackers)
     with whole_files.held(folder) as held:
         note = _set_others_aside(run_dir, held, checkpoint)
         checkpoint_files.tidy(held)
@@ -80,7 +92,29 @@ def begin(
     _remove(run_dir, ("summary.json", "benchmark.json", *left))
     with whole_files.written(run_dir / runs.CONFIG) as partial:
         settings_lib.write(config, partial)
+    if (run_dir / _NEW_TRACKERS).exists():
+        (run_dir / _NEW_TRACKERS).replace(run_dir / _TRACKERS)
     return note
+
+
+def _start_anew(run_dir: Path, start_trackers: Callable[[], None]) -> None:
+    """Starts trackers without the trackers.json of the run before, which is back afterwards."""
+    file = run_dir / _TRACKERS
+    if file.exists():
+        file.rename(run_dir / _OLD_TRACKERS)
+    try:
+        start_trackers()
+        if file.exists():
+            file.rename(run_dir / _NEW_TRACKERS)
+    finally:
+        file.unlink(missing_ok=True)
+        _put_back(run_dir)
+
+
+def _put_back(run_dir: Path) -> None:
+    """Gives trackers.json its name back, also where a kill has left it without."""
+    if (run_dir / _OLD_TRACKERS).exists():
+        (run_dir / _OLD_TRACKERS).replace(run_dir / _TRACKERS)
 
 
 def _set_others_aside(

@@ -43,8 +43,18 @@ class Telemetry:
     which closes trackers; a summary may follow.
     """
 
-    def __init__(self, config: Settings, world: World, sampler: Sampler) -> None:
-        """`sampler`: the order of the samples, by which epochs are counted."""
+    def __init__(
+        self,
+        config: Settings,
+        world: World,
+        sampler: Sampler,
+        *,
+        started: Sequence[trackers.Tracker] = (),
+    ) -> None:
+        """`sampler`: the order of the samples, by which epochs are counted.
+
+        `started`: the user's trackers, which it closes.
+        """
         run_dir = Path(config.run_dir)
         self._dir = run_dir
         self._world = world
@@ -59,11 +69,12 @@ class Telemetry:
         self._noted: set[str] = set()
         self._unwritten: dict[str, list[str]] = {}  # lines by file
         self._sizes: dict[str, int] = {}  # bytes of files before a failed write
-        self._trackers: list[trackers.Tracker] = []
+        self._trackers = list(started)
         if world.is_chief:
             whole_files.opened(run_dir / "metrics.jsonl", append=True).close()
             settings = dataclasses.asdict(config)
-            self._trackers = trackers.make(config.tracker_names, run_dir, settings)
+            built_in = [n for n in config.tracker_names if n == trackers.BUILT_IN]
+            self._trackers += trackers.make(built_in, run_dir, settings)
 
     def __enter__(self) -> Self:
         return self

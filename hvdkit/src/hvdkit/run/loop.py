@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from hvdkit.data import card
 from hvdkit.data.pipeline import reason_of
 from hvdkit.data.place import BEGINNING
 from hvdkit.data.readers import remote
+from hvdkit.observe import trackers
 from hvdkit.observe.telemetry import Telemetry
 from hvdkit.ranks import agreement, jit_cache
 from hvdkit.ranks import world as world_lib
@@ -312,9 +314,12 @@ class Run:
             context, start.checkpoint
         )
         with self.world.fail_together("opening the run folder"):
+            own_trackers = []
             if self.world.is_chief:
-                self._begin_folder(evaluates)
-            parts.telemetry = Telemetry(parts.config, self.world, parts.sampler)
+                own_trackers = self._begin_folder(evaluates)
+            parts.telemetry = Telemetry(
+                parts.config, self.world, parts.sampler, started=own_trackers
+            )
             parts.telemetry.started(start.step, self._described())
         parts.health.bad_samples.begin()
         if start.checkpoint:
@@ -347,20 +352,30 @@ class Run:
             self._save(start.step)
             self._ending = self._evaluate(start.step)
 
-    def _begin_folder(self, evaluates: bool) -> None:
-        folder = Path(self.context.config.run_dir)
+    def _begin_folder(self, evaluates: bool) -> list[trackers.Tracker]:
+        """Returns the user's trackers, which may refuse the run before its folder is changed."""
+        config = self.context.config
+        folder = Path(config.run_dir)
+        names = [name for name in config.tracker_names if name != trackers.BUILT_IN]
+        started: list[trackers.Tracker] = []
+
+        def start_trackers() -> None:
+            started.extend(trackers.make(names, folder, dataclasses.asdict(config)))
+
         note = run_folder.begin(
             folder,
             self.parts.start.checkpoint,
-            self.context.config,
+            config,
             evaluates_first=evaluates,
             listed=self._listed,
+            start_trackers=start_trackers,
         )
         if note:
             say(self.world, note)
         card.keep_names(
             folder, self.context.checkpoints.card, self.context.train_source
         )
+        return started
 
     def _described(self) -> dict[str, str]:
         """What the run's record says of this start."""
