@@ -24,6 +24,7 @@ from hvdkit.stop import NOT_NOW, Stop
 from hvdkit.train.optim import optimizer
 from hvdkit.train.step.state import State
 from hvdkit.train.task import inputs as inputs_lib
+from hvdkit.train.task import outputs as outputs_lib
 from hvdkit.train.task.inputs import Inputs
 from ranks import json_lines
 
@@ -470,7 +471,8 @@ def test_what_keras_cannot_write_or_load_is_said(layer, words, stays, tmp_path):
     model = keras.Model(x, keras.layers.Dense(3)(layer()(x)))
     inputs = inputs_lib.of_model(Small(Settings()), model, 8)
     run = load_run.Trained(Small(Settings()), model, tmp_path, inputs)
-    exports = export.Exports(run, None, {}, tf.ones([2, 6]), {})
+    module = export.Exported(run.task, model, outputs_lib.named)
+    exports = export.Exports(run, module, {}, tf.ones([2, 6]), {})
     note = export._write_keras(exports, tmp_path / "model.keras")
     assert words in note and "\n" not in note and bool(note) == bool(words), note
     assert (tmp_path / "model.keras").exists() == stays
