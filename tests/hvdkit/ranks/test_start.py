@@ -339,5 +339,5 @@ def test_processes_of_another_frameworks_launcher_do_not_train_apart(tmp_path):
     )
     assert ended.code == 2, ended.output
     (error,) = ended.errors()
-    assert "TF_CONFIG says that 2 processes were started together" in error
+    assert "TF_CONFIG says that 2 processes or hosts belong together" in error
     assert not (tmp_path / "run").exists()
