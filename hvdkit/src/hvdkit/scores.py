@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 MODES = ("min", "max")
-# Settings that make another loss: where it is the metric, they are part of what scores measure.
-OF_LOSS = ("label_smoothing", "class_weights")
+# Settings that make another loss, by their defaults: where the loss is the metric, they are part of
+# what scores measure, if they are set.
+OF_LOSS = {"label_smoothing": 0.0, "class_weights": ""}
 # Words that name an error, of which the lowest is the best.
 _ENDINGS = """
     loss losses error errors entropy perplexity distance divergence deviation distortion likelihood

@@ -124,6 +124,12 @@ def test_losses_of_other_settings_are_not_compared(kept, name, is_other):
     step, note = kept.other_scores()
     assert (kept.best() is None, step == 1) == (is_other, is_other)
     assert ("--label_smoothing was 0.0, is 0.1" in note) == is_other
+    save(kept, 2, score=0.2)
+    # At its default it is no part, as in runs of before.
+    kept = replace(kept, measure=measure(Settings(), metric, "data"))
+    assert "--label_smoothing" not in kept.measure
+    best = kept.best()
+    assert best is not None and best[:2] == (0.1, 1)
 
 
 def test_a_mode_that_is_mended_decides_from_then_on(kept, capsys):

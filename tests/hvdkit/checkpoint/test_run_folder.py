@@ -109,6 +109,7 @@ def test_trackers_of_a_new_run_start_before_anything_is_set_aside(used):
             begin(start_trackers=lambda error=error: start(error))
         assert contents() == before
     known.rename(used / ".trackers.json.old")  # after a kill
+    (used / ".trackers.json.new").write_text("of a start that was killed")
     begin(start_trackers=lambda: start(None))
     assert known.read_text() == "new"
     assert (used / "aside-1/trackers.json").read_text() == "old"

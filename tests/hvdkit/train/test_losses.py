@@ -142,6 +142,7 @@ def _several_outputs(words: np.ndarray, outputs: tf.Tensor) -> None:
         @tf.function(autograph=False)
         def traced(mask, other):
             several = {name: tf.identity(outputs) for name in names}
+            several["a"] = tf.identity(several["b"])  # made of another output
             for name, of_name in (("a", mask), ("c", other), ("d", mask)):
                 if name in several:
                     several[name]._keras_mask = of_name

@@ -46,10 +46,11 @@ def measure(config: Settings, metric: MainMetric, data: str) -> dict[str, Any]:
 
     `data`: the fingerprint of the validation samples.
     """
-    names = [*MEASURE]
+    flags = {f"--{name}": getattr(config, name) for name in MEASURE}
     if metric.name == "loss":
-        names += scores.OF_LOSS
-    flags = {f"--{name}": getattr(config, name) for name in names}
+        for name, default in scores.OF_LOSS.items():
+            if getattr(config, name) != default:
+                flags[f"--{name}"] = getattr(config, name)
     return flags | {
         "main_metric": metric.name,
         "main_metric_mode": metric.mode,
@@ -526,20 +527,17 @@ def _is_average(name: str) -> bool:
 
 def _check_averages(path: Path, *, is_missing: bool, is_unknown: bool) -> None:
     """Raises ValueError where only one of the checkpoint and this run averages the weights."""
-    begin_anew = (
-        f"or begin anew from its weights: --init_from={path}, another --run_dir"
-    )
     if is_missing and not is_unknown:
         raise ValueError(
             "holds no average of its weights: leave out --ema_decay (and `use_ema` of the task's "
-            f"optimizer), {begin_anew}"
+            f"optimizer), or begin anew from its weights: --init_from={path}, another --run_dir"
         )
     if is_unknown and not is_missing:
         decay = files.read_manifest(path).config.get("ema_decay")
         way = f"--ema_decay={decay}" if decay else "`use_ema` to the task's optimizer"
         raise ValueError(
-            f"holds averages of its weights, and this run keeps none: give {way} as before, "
-            f"{begin_anew}"
+            f"holds averages of its weights, and this run keeps none: give {way} as before, or "
+            f"begin anew from its weights: --init_from={path}, another --run_dir"
         )
 
 

@@ -91,8 +91,10 @@ class Manifest:
         Which score is the better, main_metric_mode, says nothing of what a score measures.
         """
         changed = {}
-        for name, new in without_mode(measure).items():
-            old = self.measure.get(name, new)
+        defaults = {f"--{name}": value for name, value in scores.OF_LOSS.items()}
+        then = defaults | self.measure
+        for name, new in (defaults | without_mode(measure)).items():
+            old = then.get(name, new)
             if old != new:
                 changed[name] = (old, new)
         return changed

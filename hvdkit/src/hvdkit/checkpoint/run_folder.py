@@ -76,6 +76,7 @@ def begin(
             "--run_dir"
         )
     _put_back(run_dir)
+    (run_dir / _NEW_TRACKERS).unlink(missing_ok=True)  # of a start that was killed
     if checkpoint is not None and checkpoint.is_own:
         start_trackers()
     else:

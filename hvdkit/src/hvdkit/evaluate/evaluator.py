@@ -128,7 +128,9 @@ class Evaluator:
         And where batches are divided and the losses of samples depend on each other. What gathers
         rows compares samples of a batch in evaluation too.
         """
-        if across.used:
+        # A mean of a batch that is one sample is that sample's.
+        tries_sums = self._feed.batch_size > 1
+        if across.used or not (self._divided or tries_sums):
             return
         with self._world.fail_together("trying the loss"), unchanged(self._weights):
             leave_zero(self._weights)
@@ -138,8 +140,7 @@ class Evaluator:
                     return
                 if self._divided:
                     self._check_loss(samples)
-                # A mean of a batch that is one sample is that sample's.
-                if self._feed.batch_size > 1:
+                if tries_sums:
                     self._check_task_sums(_joined(samples), size=len(samples))
 
     def _samples_to_try(self) -> list[Example]:

@@ -235,11 +235,12 @@ class CheckNumbers:
 
 def _floats(holder: object) -> dict[str, float]:
     """Public numbers of a layer or an optimizer, by name."""
-    return {
-        name: value
-        for name, value in vars(holder).items()
-        if type(value) is float and not name.startswith("_") and not math.isnan(value)
-    }
+    numbers = {}
+    for name, value in vars(holder).items():
+        is_public = not name.startswith("_")
+        if is_public and type(value) is float and not math.isnan(value):
+            numbers[name] = value
+    return numbers
 
 
 def _changed(

@@ -362,14 +362,20 @@ class Run:
         def start_trackers() -> None:
             started.extend(trackers.make(names, folder, dataclasses.asdict(config)))
 
-        note = run_folder.begin(
-            folder,
-            self.parts.start.checkpoint,
-            config,
-            evaluates_first=evaluates,
-            listed=self._listed,
-            start_trackers=start_trackers,
-        )
+        try:
+            note = run_folder.begin(
+                folder,
+                self.parts.start.checkpoint,
+                config,
+                evaluates_first=evaluates,
+                listed=self._listed,
+                start_trackers=start_trackers,
+            )
+        except BaseException:
+            for tracker in started:
+                with contextlib.suppress(Exception):
+                    tracker.close()
+            raise
         if note:
             say(self.world, note)
         card.keep_names(

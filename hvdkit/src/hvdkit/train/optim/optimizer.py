@@ -225,7 +225,8 @@ def _check_own(config: Settings, optimizer: Any) -> None:
             "optimizer must return a keras.optimizers.Optimizer that is not built yet, a new one "
             f"at each call, not {optimizer!r}"
         )
-    if isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+    # Older versions of Keras lack it.
+    if isinstance(optimizer, getattr(keras.optimizers, "ScheduleFreeAdamW", ())):
         raise ValueError(
             "optimizer: ScheduleFreeAdamW is not supported, as the weights that it trains are not "
             "those to score and use: use AdamW with --ema_decay=0.999 and --lr_policy=constant"

@@ -8,7 +8,7 @@ number of ranks and micro-batches.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import keras
@@ -155,15 +155,18 @@ def origin(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def above(tensor: tf.Tensor) -> set[tf.Operation]:
-    """The operations of its graph that it comes from."""
+def above(
+    tensor: tf.Tensor, last: Set[tf.Operation] = frozenset()
+) -> set[tf.Operation]:
+    """The operations of its graph that it comes from; not what those of `last` come from."""
     operations: set[tf.Operation] = set()
     left = [tensor.op]
     while left:
         operation = left.pop()
         if operation not in operations:
             operations.add(operation)
-            left += [each.op for each in operation.inputs]
+            if operation not in last:
+                left += [each.op for each in operation.inputs]
     return operations
 
 

@@ -87,7 +87,10 @@ def _mask(output: Any) -> tf.Tensor | None:
 
 
 def _sources(losses: tf.Tensor, outputs: list[Any]) -> list[tf.Tensor]:
-    """Those of a graph's outputs, floats, that the losses come from; of no graph all."""
+    """Those of a graph's outputs, floats, that the losses come from; of no graph all.
+
+    The nearest alone, if one of them has a mask: outputs may be made of each other.
+    """
     floats = [
         output
         for output in outputs
@@ -97,8 +100,13 @@ def _sources(losses: tf.Tensor, outputs: list[Any]) -> list[tf.Tensor]:
     ]
     if not tf.is_symbolic_tensor(losses):
         return floats
+    floats = [output for output in floats if tf.is_symbolic_tensor(output)]
+    nearest = above(losses, {output.op for output in floats})
+    sources = [output for output in floats if output.op in nearest]
+    if any(_mask(output) is not None for output in sources):
+        return sources
     operations = above(losses)
-    return [o for o in floats if tf.is_symbolic_tensor(o) and o.op in operations]
+    return [output for output in floats if output.op in operations]
 
 
 def _hidden(weights: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
