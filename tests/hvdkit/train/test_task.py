@@ -7,12 +7,15 @@ import sys
 import types
 
 import pytest
+from absl import flags
 from refusals import refused
 
 from hvdkit import settings as settings_lib
 from hvdkit.ranks import fingerprint
 from hvdkit.settings import Settings, project
 from hvdkit.train.task import protocol as base
+
+FLAGS = flags.FLAGS
 
 COMPLETE = """
 class Task:
@@ -163,11 +166,23 @@ def test_what_only_the_default_flagfile_gives_is_passed_over_with_a_note(names, 
 
 
 def test_steps_that_are_given_in_epochs_are_not_read_before_they_are_counted():
-    config = settings_lib.parse(["", "--epochs=2", "--task=mine"])
+    config = settings_lib.load(["", "--epochs=2", "--task=mine"], Settings)
     task = types.SimpleNamespace(_watched=config.watched())
+    refused(lambda: FLAGS.num_steps, "is read before its data are counted")
     counted = base.counted(task, config, 64)
-    assert counted.num_steps == task._watched.num_steps == 4
+    assert counted.num_steps == task._watched.num_steps == FLAGS.num_steps == 4
     with pytest.raises(
         ValueError, match=r"tasks/mine.py reads config.num_steps before its data"
     ):
         base.counted(task, config, 64)
+
+
+def test_a_task_reads_the_batch_of_all_ranks_from_absl(load):
+    config = settings_lib.load(["", "--batch_per_rank=4", "--task=mine"], Settings)
+    refused(lambda: FLAGS.global_batch_size, "is read before its ranks are counted")
+    size = config.for_ranks(2).global_batch_size
+    noted = (
+        "    def __init__(self, config): self.size = flags.FLAGS.global_batch_size\n"
+    )
+    task = load(f"from absl import flags\n{COMPLETE}{noted}", global_batch_size=size)
+    assert task.size == FLAGS.global_batch_size == 8

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging  # noqa: F401 (absl's own flags)
 
@@ -51,7 +51,28 @@ _FIRST = (
 )
 
 _DEFINED = re.compile(r"""DEFINE_(\w+)\(\s*(?:name\s*=\s*)?["'](\w+)["']""")
-_settings: dict[str, flags.Flag] = {}  # `define` made these.
+# What has it is a setting, or an alias of one: absl gives that the same.
+_SERIALIZER: flags.ArgumentSerializer = flags.ArgumentSerializer()
+
+
+class _SettingFlag(flags.Flag):
+    """The flag of a setting."""
+
+    unknown_until = ""  # What its value awaits; "" where that is known.
+
+    @property
+    def value(self) -> Any:
+        """Raises ValueError where the value is not known yet."""
+        if self.unknown_until:
+            raise ValueError(f"FLAGS.{self.name} is read before {self.unknown_until}")
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._value = value
+
+
+_settings: dict[str, _SettingFlag] = {}  # `define` made these.
 
 
 def define(kind: type[Room]) -> None:
@@ -70,13 +91,16 @@ def define(kind: type[Room]) -> None:
             flags.DEFINE_flag(_settings[field.name], module_name=room.__module__)
 
 
-def _flag(field: dataclasses.Field) -> flags.Flag:
-    text = described(field)
-    if fields.kind(field) == "bool":
-        return flags.BooleanFlag(field.name, field.default, text)
-    parser = fields.PARSERS[fields.kind(field)]
-    serializer = flags.ArgumentSerializer()
-    return flags.Flag(parser, serializer, field.name, field.default, text)
+def _flag(field: dataclasses.Field) -> _SettingFlag:
+    kind = fields.kind(field)
+    return _SettingFlag(
+        fields.PARSERS[kind],
+        _SERIALIZER,
+        field.name,
+        field.default,
+        described(field),
+        boolean=kind == "bool",
+    )
 
 
 def beside(kind: type[Room]) -> dict[str, bool]:
@@ -99,7 +123,12 @@ def beside(kind: type[Room]) -> dict[str, bool]:
 
 
 def check(flag: Given) -> None:
-    """Raises ValueError where a flag of `beside` that is defined by now does not take its value."""
+    """Raises ValueError where a flag of `beside` that is defined by now does not take its value.
+
+    It is one line of text: a run's config.cfg has a line for each flag.
+    """
+    if "\n" in str(flag.value):
+        raise flag.error(f"--{flag.name}={flag.value!r}: must be one line of text")
     if flag.name in FLAGS:
         try:
             FLAGS[flag.name].parser.parse(flag.value)
@@ -109,6 +138,7 @@ def check(flag: Given) -> None:
 
 def take(program: str, settings: Room, others: Sequence[Given]) -> None:
     """Makes FLAGS those of this run, if the fork's validators let them: settings, other flags."""
+    _refuse_aliases()
     for name in {*_settings, *(flag.name for flag in others)} & {*FLAGS}:
         FLAGS[name].unparse()
     words = []
@@ -117,10 +147,44 @@ def take(program: str, settings: Room, others: Sequence[Given]) -> None:
         # absl takes 1 and 0 for switches, and no epochs.
         words.append(f"--{name}={int(value) if isinstance(value, int) else value}")
     words += [f"--{flag.name}={flag.value}" for flag in others]
+    resolve(settings)  # The fork's validators read these values.
     try:
         FLAGS([program, *words])
     except flags.Error as error:
         raise ValueError(one_line(error)) from None
+
+
+def resolve(settings: Room) -> None:
+    """Makes FLAGS hold settings that are counted, for these ranks and these samples.
+
+    What is not counted yet cannot be read there: a number in epochs, the batch of --batch_per_rank.
+    """
+    values = vars(settings)
+    for name in _settings.keys() & values.keys():
+        flag = _settings[name]
+        flag.value = values[name]
+        flag.unknown_until = ""
+        if isinstance(values[name], fields.Epochs):
+            flag.unknown_until = (
+                "its data are counted: read it in build_model or later, or give "
+                f"--{name} in steps"
+            )
+    if values.get("batch_per_rank") and "global_batch_size" in _settings:
+        _settings[
+            "global_batch_size"
+        ].unknown_until = (
+            "its ranks are counted: read it in the task, or give --global_batch_size"
+        )
+
+
+def _refuse_aliases() -> None:
+    """Raises ValueError where a flag of the fork would change a setting on FLAGS alone."""
+    for name, flag in of_the_fork().items():
+        if flag.serializer is _SERIALIZER:
+            raise ValueError(
+                f"--{name} is an alias of a setting, which the run would not follow: remove its "
+                "flags.DEFINE_alias"
+            )
 
 
 def of_the_fork() -> dict[str, flags.Flag]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdkit import scores
 from hvdkit.data.place import BEGINNING, Place
 from hvdkit.data.source import Source
-from hvdkit.settings import Settings, project
+from hvdkit.settings import Settings, absl_flags, project
 from hvdkit.train.optim.groups import Group
 
 # Settings that only tasks read, and those that a task's own function leaves without a reader.
@@ -233,6 +233,7 @@ def load_task(config: Settings) -> Task:
         raise ValueError(
             f"--task={config.task}: there is no such task; the tasks are {names}"
         )
+    absl_flags.resolve(config)
     task_class = importlib.import_module(f"tasks.{config.task}").Task
     watched = config.watched()
     task = task_class(watched)
@@ -278,6 +279,7 @@ def counted(
                     f"it in build_model or later, or give --{name} in steps"
                 )
             object.__setattr__(watched, name, value)
+    absl_flags.resolve(counted_settings)
     return counted_settings
 
 
