@@ -1,5 +1,6 @@
 """A fork's own settings and flags beside the engine's; absl's FLAGS hold what was resolved."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from refusals import refused
 
 import hvdkit
 from hvdkit import settings as settings_lib
+from hvdkit.settings import absl_flags
 from hvdkit.settings.absl_flags import help_text
 
 pytestmark = pytest.mark.usefixtures("project")
@@ -144,6 +146,58 @@ def test_absl_holds_what_was_resolved_also_a_second_time():
     assert "my_share" not in FLAGS and FLAGS.num_steps == 1000
 
 
+def test_what_is_not_counted_yet_cannot_be_read_from_absl():
+    words = ["train.py", "--epochs=2", "--eval_every=1epoch", "--batch_per_rank=4"]
+    config = settings_lib.load(words, Settings)
+    for name in ("num_steps", "eval_every"):
+        words = (
+            f"FLAGS.{name} is read before its data are counted: read it in build_model"
+        )
+        refused(lambda name=name: getattr(FLAGS, name), words)
+    ranks = "FLAGS.global_batch_size is read before its ranks are counted"
+    refused(lambda: FLAGS.global_batch_size, ranks)
+    config = config.for_ranks(2)
+    absl_flags.resolve(config)
+    assert (FLAGS.global_batch_size, FLAGS.batch_per_rank) == (8, 0)
+    refused(lambda: FLAGS.num_steps, "FLAGS.num_steps is read before")
+    absl_flags.resolve(config.for_samples(100))
+    assert (FLAGS.num_steps, FLAGS.eval_every) == (25, 13)
+    settings_lib.load(["train.py", "--epochs=2"], Settings)
+    refused(lambda: FLAGS.num_steps, "FLAGS.num_steps is read before")
+    settings_lib.load(["train.py"], Settings)
+    assert FLAGS.num_steps == 70
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("base_lr", ["--other=0.1"]), ("jit", []), ("task", [])]
+)
+def test_an_alias_of_a_setting_is_refused(name, words):
+    """absl would change its own copy of the setting alone."""
+    settings_lib.load(["train.py"], Settings)
+    flags.DEFINE_alias("other", name)
+    try:
+        for _ in range(2):  # The second time it is an alias of the flag of before.
+            refused(
+                lambda: settings_lib.load(["train.py", *words], Settings),
+                "--other is an alias of a setting",
+            )
+    finally:
+        delattr(FLAGS, "other")
+
+
+def test_a_field_of_another_dataclass_is_refused_by_name(capsys):
+    @dataclasses.dataclass(frozen=True)
+    class Mixin:
+        alpha: float = 0.5
+
+    for bases in ((Mixin, hvdkit.Settings), (hvdkit.Settings, Mixin)):
+        with pytest.raises(SystemExit, match="2"):
+            type("Settings", bases, {})
+        shown = capsys.readouterr().err
+        assert "alpha is a field of another dataclass: write it in Settings" in shown
+        assert shown.count("\n") == 1
+
+
 def test_commands_ignore_flags_of_an_old_run_that_no_longer_exist(project, capsys):
     from hvdkit.run import load_run
 
@@ -181,7 +235,7 @@ def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess
     (project / "tasks" / "mine.py").write_text(TASK)
     package = str(Path(hvdkit.__file__).parents[1])
     (project / "train.py").write_text(
-        f"import pathlib, sys; sys.path.append({package!r})\n{code}"
+        f"import pathlib, sys; sys.path.insert(0, {package!r})\n{code}"
     )
     command = [sys.executable, "train.py", *words]
     return subprocess.run(
@@ -197,6 +251,10 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
     # The file holds the fork's flags too.
     ended = python(project, SCRIPT, "--flagfile=saved.cfg")
     assert (ended.returncode, ended.stdout) == (0, "4 blue [2, 3] True\n"), ended.stderr
+    # Spaces are kept.
+    ended = python(project, SCRIPT, "--task=mine", "--colour= ")
+    assert ended.stdout == "3   [1] False\n", ended.stderr
+    assert python(project, SCRIPT, "--flagfile=saved.cfg").stdout == ended.stdout
     # Another task is not imported.
     assert python(project, SCRIPT).stdout == "3 None None None\n"
 
@@ -208,11 +266,13 @@ def test_flags_that_a_fork_defines_stand_beside_the_settings(project):
         ("--task=mine --colour=grey", "grey is none"),
         ("--task=mine --color=red", "did you mean --colour?"),
         ("--colour=red", "--colour is a flag of code that --task=segmentation lacks"),
+        ("--task=mine --colour=a\\nb", "--colour='a\\nb': must be one line of text"),
         ("--alsologtostderr", "there is no flag --alsologtostderr"),
     ],
 )
 def test_a_wrong_flag_of_a_fork_ends_in_one_sentence(project, words, message):
-    ended = python(project, SCRIPT, *words.split())
+    words = [word.replace("\\n", "\n") for word in words.split()]
+    ended = python(project, SCRIPT, *words)
     assert ended.returncode == 2 and message in ended.stderr, ended.stderr
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, (
         ended.stderr

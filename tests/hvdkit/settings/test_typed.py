@@ -1,6 +1,7 @@
 """Values as people type them: quotes, comments, ~ and variables, in flagfiles and on command
 lines."""
 
+import argparse
 import os
 from pathlib import Path
 
@@ -103,6 +104,24 @@ def test_each_path_flag_refuses_what_a_shell_would_read_in_another_way(project, 
             "a.cfg, line 1",
             words,
         )
+
+
+@pytest.mark.parametrize("name", {*PATHS} - {"data_dir", "label_map"})
+def test_a_url_is_no_path(project, name):
+    """It would become a folder gs:."""
+    words = (f"--{name}=gs://bucket/a: this is a URL", "name a path on a disk")
+    refused(lambda: parse(f"--{name}=gs://bucket/a"), *words)
+    refused(
+        lambda: of_file(project, f"--{name}=gs://bucket/a"), "a.cfg, line 1", *words
+    )
+    settings = Settings(**{name: "gs://bucket/a"})
+    refused(lambda: settings_lib.write(settings, project / "saved.cfg"), *words)
+    assert parse("--data_dir=gs://bucket/a").data_dir == "gs://bucket/a"
+
+
+def test_a_url_is_no_path_of_a_command():
+    with pytest.raises(argparse.ArgumentTypeError, match="s3://a/b: this is a URL"):
+        typed.path_argument("s3://a/b")
 
 
 def test_a_flagfile_is_named_as_any_path(project, monkeypatch):

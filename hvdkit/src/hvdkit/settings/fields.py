@@ -15,7 +15,7 @@ from typing import Any, Self, dataclass_transform
 from absl import flags
 
 from hvdkit.logs import refuse
-from hvdkit.settings import project
+from hvdkit.settings import project, typed
 from hvdkit.settings.flagfiles import Given
 
 Fields = Mapping[str, dataclasses.Field]
@@ -103,8 +103,8 @@ def setting(
 
     `steps`: a step of the run, `every`: steps from one to the next; both take epochs too: 2epochs.
     `choices`, `low`, `above`, `below`: one
-    of `choices`; low <= value, above < value < below. `path`: it names a file or folder, unless it
-    is one of `words`.
+    of `choices`; low <= value, above < value < below. `path`: it names a file or folder, and is no
+    URL, unless it is one of `words`.
     """
     if type(default) is int:
         below = min(below, INT_LIMIT)
@@ -143,7 +143,12 @@ class Room:
             for name in inherited.keys() & inspect.get_annotations(cls).keys():
                 setattr(cls, name, _narrowed(vars(cls)[name], inherited[name]))
             dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-            for field in of(cls).values():
+            for name, field in of(cls).items():
+                if not _is_setting(field, kind(field)):
+                    raise ValueError(
+                        f"{name} is a field of another dataclass: write it in {cls.__name__}, as "
+                        f'{name}: {kind(field)} = setting(DEFAULT, "help")'
+                    )
                 value(field, str(field.default))
         except (TypeError, ValueError) as error:
             refuse(f"{cls.__module__}.{cls.__qualname__}: {error}")
@@ -259,6 +264,11 @@ def rooms(settings: type[Room]) -> dict[type[Room], list[dataclasses.Field]]:
 
 def value(field: dataclasses.Field, text: str) -> Any:
     """The value that `text` stands for, in the field's type and limits; else ValueError."""
+    if is_path(field, text) and field.name != "data_dir":
+        try:
+            typed.check_is_no_url(text)
+        except ValueError as error:
+            raise ValueError(f"--{field.name}={text}: {error}") from None
     epochs = field.metadata["steps"] and re.fullmatch(r"(\d+\.?\d*|\.\d+)epochs?", text)
     if epochs and float(epochs[1]) > 0:
         return Epochs(float(epochs[1]))

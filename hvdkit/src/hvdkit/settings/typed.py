@@ -53,6 +53,7 @@ def written(value: object, *, is_path: bool = False) -> str:
         text = f"./{text}" if text.startswith("~") else text
     if (
         text[:1] in ("'", '"')
+        or text != text.strip()
         or _COMMENT.search(text)
         or (is_path and _OF_A_SHELL.search(text))
     ):
@@ -85,6 +86,14 @@ def path(text: str, *, is_quoted: bool = False) -> str:
     return expanded
 
 
+def check_is_no_url(text: str) -> None:
+    """Raises ValueError for a URL, which would become a folder of this name."""
+    if "://" in text:
+        raise ValueError(
+            "this is a URL: name a path on a disk, and copy it from or to elsewhere"
+        )
+
+
 def _with_variables(text: str) -> str:
     known = {name: value for name, value in os.environ.items() if value}
     try:
@@ -104,6 +113,7 @@ def _with_variables(text: str) -> str:
 def path_argument(text: str) -> Path:
     """The type of a path flag of a command, for argparse."""
     try:
+        check_is_no_url(text)
         return Path(path(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
