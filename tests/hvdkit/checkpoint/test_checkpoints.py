@@ -29,7 +29,7 @@ from hvdkit.data.place import Place
 from hvdkit.ranks.world import raw
 from hvdkit.run import load_run
 from hvdkit.scores import MainMetric
-from hvdkit.settings import Settings, absl_flags, project, setting
+from hvdkit.settings import Settings, absl_flags, fields, project, runs, setting
 from hvdkit.stop import NotNow, Stop, passes
 from hvdkit.train.optim import optimizer
 from hvdkit.train.step.state import State
@@ -341,6 +341,23 @@ def test_changed_settings_are_named(kept, capsys):
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("note")]
     assert "--seed was 1, is 2" in line and "--power was 0.9, is 1.0" in line
     assert line.count(" was ") == 2, line
+
+
+def test_a_run_without_a_step_left_is_not_trained_with_other_settings(kept, capsys):
+    config = Settings(num_steps=7, base_lr=0.1, mirror="off")
+    save(kept, 7, config=config)
+    found = kept.find("auto")
+    other = replace(config, base_lr=0.2)
+    words = ("no step is left", "--base_lr was 0.1, is 0.2", "another --run_dir")
+    refused(lambda: kept.restore(found, variables(), other), *words, kind=Stop)
+    # It may be evaluated in another way or elsewhere, and go on.
+    elsewhere = replace(config, eval_scales="1,2", global_batch_size=8, jit=True)
+    for settings in (config, elsewhere, replace(other, num_steps=8)):
+        kept.restore(found, variables(), settings)
+
+
+def test_every_setting_of_steps_is_one_and_not_harmless():
+    assert {*fields.of(Settings)} - runs.HARMLESS >= runs.OF_STEPS
 
 
 def test_other_kernels_are_named_where_bits_are_promised(kept, capsys):

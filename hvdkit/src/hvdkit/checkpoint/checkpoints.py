@@ -321,7 +321,8 @@ class Checkpoints:
 
         It prints which settings make this another run than the one that saved the checkpoint.
 
-        Raises Stop: on all ranks, when names, shapes or types do not fit; names the first.
+        Raises Stop: on all ranks, when names, shapes or types do not fit; names the first. Or no
+        step is left, and how steps train has changed.
         """
         changed = []
         batch = None
@@ -330,6 +331,7 @@ class Checkpoints:
             if self.world.is_chief:
                 load(checkpoint.path, variables)
                 before = files.read_manifest(checkpoint.path)
+                _check_is_trained_with(before, checkpoint.step, config)
                 changed = cards.check(
                     checkpoint.path,
                     before.card,
@@ -426,17 +428,10 @@ def changes(
 ) -> list[str]:
     """What makes this another run than the one that saved `before`, in words."""
     changed = []
-    for field in dataclasses.fields(config):  # These include a fork's own settings.
-        # A setting that is newer than the checkpoint had its default.
-        old = before.config.get(field.name, field.default)
-        new = getattr(config, field.name)
-        if field.metadata["path"]:  # Relative paths begin at the project's folder.
-            differs = project.folder() / str(old) != project.folder() / str(new)
-        else:
-            differs = old != new
-        sets_rate = field.name == "eval_every" and config.lr_policy == "plateau"
-        if differs and (sets_rate or field.name not in runs.HARMLESS):
-            changed.append(_changed(f"--{field.name}", old, new))
+    for name, text in _changed_settings(before, config).items():
+        sets_rate = name == "eval_every" and config.lr_policy == "plateau"
+        if sets_rate or name not in runs.HARMLESS:
+            changed.append(text)
     for name, new in absl_flags.values_of_the_fork().items():
         old = before.config.get(name, new)
         if old != new:
@@ -458,6 +453,35 @@ def changes(
             f"--deterministic holds for one number of ranks, which were {before.ranks}, are {ranks}"
         )
     return changed
+
+
+def _changed_settings(before: Manifest, config: Settings) -> dict[str, str]:
+    """How settings differ from those that saved `before`, in words, by name."""
+    changed = {}
+    for field in dataclasses.fields(config):  # These include a fork's own settings.
+        # A setting that is newer than the checkpoint had its default.
+        old = before.config.get(field.name, field.default)
+        new = getattr(config, field.name)
+        if field.metadata["path"]:  # Relative paths begin at the project's folder.
+            differs = project.folder() / str(old) != project.folder() / str(new)
+        else:
+            differs = old != new
+        if differs:
+            changed[field.name] = _changed(f"--{field.name}", old, new)
+    return changed
+
+
+def _check_is_trained_with(before: Manifest, step: int, config: Settings) -> None:
+    """Raises ValueError where no step is left to train with settings that have changed."""
+    if step < config.num_steps:
+        return
+    changed = _changed_settings(before, config)
+    of_steps = [text for name, text in changed.items() if name in runs.OF_STEPS]
+    if of_steps:
+        raise ValueError(
+            f"no step is left to train with other settings ({'; '.join(of_steps)}): give another "
+            "--run_dir, more --num_steps, or --resume=never to start anew"
+        )
 
 
 def rule_changes(before: Rules, now: Rules) -> list[str]:

@@ -45,6 +45,38 @@ HARMLESS = {
     "steps_per_call",
     "trackers",
 }
+# Settings of how a step trains, and of nothing else. Not those that a restart on other hosts
+# changes (the batch), or that an evaluation reads too (label_smoothing, image_size).
+OF_STEPS = {
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "base_lr",
+    "clip_norm",
+    "colour_range",
+    "cutmix",
+    "dropout",
+    "end_lr",
+    "lr_boundaries",
+    "lr_gamma",
+    "lr_policy",
+    "mirror",
+    "mixup",
+    "momentum",
+    "nesterov",
+    "optimizer",
+    "plateau_cooldown",
+    "plateau_factor",
+    "plateau_min_delta",
+    "plateau_min_lr",
+    "plateau_patience",
+    "power",
+    "rand_augment",
+    "scale_range",
+    "seed",
+    "shift",
+    "weight_decay",
+}
 
 
 def folder_of(file: Path) -> Path | None:
