@@ -17,7 +17,7 @@ import hvdkit
 from hvdkit import settings as settings_lib
 from hvdkit import whole_files
 from hvdkit.evaluate import metrics
-from hvdkit.observe import records, report
+from hvdkit.observe import compare, records, report
 from hvdkit.run import loop
 from ranks import PROJECT, launch_well
 
@@ -80,6 +80,20 @@ def test_scores_of_another_measure_are_not_compared(tmp_path):
     run = records.read(tmp_path)
     assert [score.step for score in run.scored()] == [4, 6, 10]
     assert run.best().step == 6
+
+
+@pytest.mark.parametrize(
+    ("measures", "compared"), [("aa", True), ("ab", False), (("a", None), True)]
+)
+def test_the_time_to_a_score_is_of_one_measure(measures, compared):
+    runs = []
+    for number, measure in enumerate(measures):
+        start = {"step": 0, "time": 1.0, "score": "iou", "measure": measure}
+        line = {"step": 4, "eval_loss": 1.0, "eval_iou": 0.5, "time": 2.0}
+        runs.append(records.Records(Path(str(number)), {}, [line], [start], {}))
+    names = [name for name, *_ in compare.side_by_side(runs, None)]
+    assert ("to a score of 0.5" in names) == compared
+    assert "to a score of 0.4" in [row[0] for row in compare.side_by_side(runs, 0.4)]
 
 
 def test_what_is_too_large_for_the_page_is_left_out_alone(

@@ -152,6 +152,24 @@ def test_trackers_get_a_few_figures_of_thousands_of_ranks():
     assert telemetry._by_rank([1.0, 4.0, 2.0])["loss_by_rank/median"] == 2
 
 
+def test_a_tracker_without_pictures_leaves_the_others_theirs(tmp_path, capsys):
+    class Broken:
+        def pictures(self, step, pictures):
+            raise RuntimeError("no pictures here")
+
+    shown = []
+    with opened(tmp_path) as writer:
+        good = SimpleNamespace(pictures=lambda *given: shown.append(given))
+        writer._trackers = [Broken(), good]
+        pictures = np.zeros([2, 8, 8, 3], np.uint8)
+        writer._pictures(5, pictures)
+        writer._trackers.clear()
+    assert len(shown) == 1 and (tmp_path / "predictions.png").stat().st_size
+    printed = capsys.readouterr().out
+    assert "Broken cannot be written; training continues: no pictures here" in printed
+    assert "predictions.png" not in printed
+
+
 OWN = '''
 """Records its calls beside the run's folder."""
 import json, os

@@ -134,14 +134,18 @@ def _names(tables: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _worst_best_score(runs: Sequence[Records]) -> float | None:
-    """The worst of the runs' best scores; None where there are none, or of several metrics."""
+    """The worst of the runs' best scores; None where there are none, or of several measures."""
     bests = []
     metrics = set()
+    measures = set()
     for run in runs:
         if best := run.best():
             bests.append(best)
             metrics.add(run.main_metric())
-    if len(metrics) != 1:
+            # A run of an older version does not say what it measures.
+            if measure := run.last_start().get("measure"):
+                measures.add(str(measure))
+    if len(metrics) != 1 or len(measures) > 1:
         return None
     return min(bests, key=metrics.pop().rank).value
 

@@ -219,8 +219,7 @@ class Telemetry:
         )
         self._show(step, {f"eval/{name}": value for name, value in figures.items()})
         if pictures is not None:
-            with self._reports_once("predictions.png"):
-                self._pictures(step, pictures)
+            self._pictures(step, pictures)
         scores = f"loss {figures['loss']:.4f}"
         if main_metric != "loss":
             scores += f"  {main_metric} {figures[main_metric]:.4f}"
@@ -229,12 +228,14 @@ class Telemetry:
     def _pictures(self, step: int, pictures: np.ndarray) -> None:
         """Pictures, uint8 [n, height, width, 3], to trackers and, below each other, to a PNG."""
         for tracker in self._trackers:
-            tracker.pictures(step, pictures)
-        sheet = np.concatenate(list(pictures))
-        zoom = max(1, 640 // sheet.shape[1])
-        image = Image.fromarray(sheet.repeat(zoom, 0).repeat(zoom, 1))
-        with whole_files.written(self._dir / "predictions.png") as partial:
-            image.save(partial, "PNG")
+            with self._reports_once(type(tracker).__name__):
+                tracker.pictures(step, pictures)
+        with self._reports_once("predictions.png"):
+            sheet = np.concatenate(list(pictures))
+            zoom = max(1, 640 // sheet.shape[1])
+            image = Image.fromarray(sheet.repeat(zoom, 0).repeat(zoom, 1))
+            with whole_files.written(self._dir / "predictions.png") as partial:
+                image.save(partial, "PNG")
 
     def summary(self, record: Mapping[str, Any]) -> None:
         if self._world.is_chief:
