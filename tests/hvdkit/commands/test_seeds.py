@@ -11,6 +11,7 @@ from hosts import executable
 from scipy import stats
 
 from hvdkit.commands.jobs import seeds
+from hvdkit.settings import project
 
 # Stands for train.py: its score is a function of the seed; seed 5 is interrupted, at seed 8 a
 # signal
@@ -21,7 +22,7 @@ import json, os, pathlib, signal, sys
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 folder, seed = pathlib.Path(flags["run_dir"]), int(flags["seed"])
 folder.mkdir(parents=True)
-(folder / "config.cfg").touch()
+(folder / "config.cfg").write_text("\\n".join(sys.argv[1:]))
 start = {"step": 0, "time": 1.0, "score": "miou", "score_mode": "min" if seed == 14 else "max"}
 (folder / "starts.jsonl").write_text(json.dumps(start) + "\\n")
 lines = [{"step": n, "eval_loss": 1.0, "eval_miou": seed**0.5 / n} for n in (1, 2)]
@@ -96,7 +97,12 @@ def test_runs_of_another_command_are_not_mixed_in(tmp_path, capfd):
     assert start(3) == 0
 
 
-def test_runs_of_an_edited_flagfile_are_not_mixed_in(tmp_path, capfd):
+def test_runs_of_an_edited_flagfile_are_not_mixed_in(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(project, "_folder", [tmp_path])
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "blank.py").write_text(
+        'flags.DEFINE_string("colour", "", "")'
+    )
     program = tmp_path / "train.py"
     program.write_text(RUN)
     flagfile = tmp_path / "a.cfg"
@@ -108,10 +114,31 @@ def test_runs_of_an_edited_flagfile_are_not_mixed_in(tmp_path, capfd):
         return seeds.main(["hvdkit seeds", *words, *map(str, command)])
 
     assert start(1) == 0
-    flagfile.write_text("--task=blank\n--base_lr=0.2")
-    assert start(3) == 2
-    assert "with another base_lr: give another" in capfd.readouterr().err
+    for edited, words in (
+        ("--task=blank\n--base_lr=0.2", "another base_lr: give another"),
+        ("--task=blank\n--base_lr=0.1\n--colour=red", "another --colour: give another"),
+    ):
+        flagfile.write_text(edited)
+        assert start(3) == 2
+        assert words in capfd.readouterr().err
     assert not (tmp_path / "five" / "seed-3").exists()
+
+
+def test_a_seed_that_has_ended_is_not_trained_again(tmp_path, capfd):
+    program = tmp_path / "train.py"
+    program.write_text(RUN.replace("parents=True", "parents=True, exist_ok=True"))
+    words = ["--count=2", f"--run_dir={tmp_path}/five", "--", sys.executable, program]
+
+    def start(*flags: str) -> int:
+        return seeds.main(["hvdkit seeds", *map(str, words), "--task=blank", *flags])
+
+    assert start("--resume=a") == 2
+    assert "/a: a seed resumes its own run alone" in capfd.readouterr().err
+    assert not (tmp_path / "five").exists()
+    assert start("--resume=never") == 0
+    for seed in (1, 2):
+        flags = (tmp_path / f"five/seed-{seed}/config.cfg").read_text().split()
+        assert flags[-1] == "--resume=auto"
 
 
 def test_a_signal_passes_the_shell_that_horovodrun_becomes(tmp_path):

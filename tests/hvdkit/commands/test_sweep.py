@@ -304,6 +304,15 @@ def test_wrong_use_is_refused_before_the_first_trial(
     assert not (tmp_path / "all").exists()
 
 
+@pytest.mark.parametrize("flag", ["--num_steps=5", "-num_steps=5"])
+def test_settings_in_launch_are_refused(start, tmp_path, flag, capfd):
+    """Flags of the flagfile would stand after them, and best.cfg would lack them."""
+    launch_flag = f"--launch=mpirun -np 2 --x python train.py {flag}"
+    assert start("--base_lr=0.1,0.2", launch_flag) == 2
+    assert f"--launch has {flag} after the script: give" in capfd.readouterr().err
+    assert not (tmp_path / "all").exists()
+
+
 def test_a_folder_with_a_persons_files_is_refused(start, tmp_path, capfd):
     (tmp_path / "all").mkdir()
     (tmp_path / "all" / "best.cfg").write_text("--base_lr=0.1\n")

@@ -30,8 +30,11 @@ def of_project() -> type[Settings]:
     return importlib.import_module("settings").Settings
 
 
-def of_command(words: Sequence[str]) -> Settings | None:
-    """Settings of a training command, as its own project reads it; None if it does not train."""
+def of_command(words: Sequence[str]) -> tuple[Settings, list[Given]] | None:
+    """Settings of a training command, as its own project reads it; None if it does not train.
+
+    Also its flags that are no settings.
+    """
     names = [Path(word).name for word in words]
     if "train.py" not in names:
         return None
@@ -39,7 +42,7 @@ def of_command(words: Sequence[str]) -> Settings | None:
     if fork := project.above(Path(words[place]).resolve().parent):
         project.use(fork)
     try:
-        return parse(words[place:], of_project())
+        return _read(words[place:], of_project())
     except (ImportError, ValueError):
         return None
 

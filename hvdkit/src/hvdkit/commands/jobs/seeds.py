@@ -2,9 +2,9 @@
 
     hvdkit seeds --count=5 --run_dir=runs/five -- horovodrun -np 2 python train.py --flagfile=...
 
-Seed N runs COMMAND --seed=N --run_dir=RUN_DIR/seed-N. The figure is the main metric of the run's
-last evaluation. The interval is Student's, of 95 %: mean +- t * deviation / sqrt(count). Given
-again, the command resumes; another one needs another folder.
+Seed N runs COMMAND --seed=N --run_dir=RUN_DIR/seed-N --resume=auto. The figure is the main metric
+of the run's last evaluation. The interval is Student's, of 95 %: mean +- t * deviation /
+sqrt(count). Given again, the command resumes; another one needs another folder.
 """
 
 import argparse
@@ -77,22 +77,36 @@ def _begin() -> None:
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
 
 
-def _settings(command: Sequence[str]) -> dict[str, str]:
-    """What the command's flags and flagfiles say; {} where it is no training command."""
-    settings = of_command(command)
-    if not settings:
-        return {}
+def _settings(command: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """What the command's flags and flagfiles say: settings, and the fork's other flags.
+
+    Both are empty where it is no training command. Raises ValueError where each seed would begin
+    from the same checkpoint.
+    """
+    found = of_command(command)
+    if not found:
+        return {}, {}
+    settings, others = found
+    if settings.resume not in ("auto", "never"):
+        raise ValueError(
+            f"--resume={settings.resume}: a seed resumes its own run alone; --init_from= takes "
+            "first weights from another"
+        )
     # Each seed has its own; runs of other lengths are others.
-    others = (runs.HARMLESS | {"seed"}) - {
+    harmless = (runs.HARMLESS | {"seed"}) - {
         "early_stop_evals",
         "eval_every",
         "max_bad_steps",
     }
-    return {
+    values = {
         name: str(getattr(settings, name))
         for name in fields.of(settings)
-        if name not in others
+        if name not in harmless
     }
+    flags: dict[str, list[str]] = {}
+    for flag in others:
+        flags.setdefault(flag.name, []).append(str(flag.value))
+    return values, flags
 
 
 class SeedRuns:
@@ -157,10 +171,11 @@ class SeedRuns:
         """Writes what trains; ValueError where the folder has runs of another command."""
         file = self._arguments.run_dir / "seeds.json"
         command = self._arguments.command
-        settings = _settings(command)
+        settings, flags = _settings(command)
         if not any(self._arguments.run_dir.glob("seed-*")):
             file.parent.mkdir(parents=True, exist_ok=True)
-            whole_files.write_json(file, {"command": command, "settings": settings})
+            record = {"command": command, "settings": settings, "flags": flags}
+            whole_files.write_json(file, record)
             return
         kept = None
         if file.exists():
@@ -172,20 +187,30 @@ class SeedRuns:
                 "that one, or another --run_dir"
             )
         # A flagfile may have been edited since.
+        changed = []
         before = kept.get("settings")
         if isinstance(before, dict):
             both = settings.keys() & before.keys()
-            changed = sorted(name for name in both if settings[name] != before[name])
-            if changed:
-                raise ValueError(
-                    f"{file.parent} has runs of the same command with another "
-                    f"{logs.join(changed)}: give another --run_dir"
-                )
+            changed += sorted(name for name in both if settings[name] != before[name])
+        before = kept.get("flags")
+        if isinstance(before, dict):
+            names = sorted(flags.keys() | before.keys())
+            changed += [f"--{n}" for n in names if flags.get(n) != before.get(n)]
+        if changed:
+            raise ValueError(
+                f"{file.parent} has runs of the same command with another "
+                f"{logs.join(changed)}: give another --run_dir"
+            )
 
     def _train(self, seed: int, folder: Path) -> int:
         """Returns the exit code of the run; -N where signal N ended it."""
         run_dir = typed.written(folder, is_path=True)
-        command = [*self._arguments.command, f"--seed={seed}", f"--run_dir={run_dir}"]
+        command = [
+            *self._arguments.command,
+            f"--seed={seed}",
+            f"--run_dir={run_dir}",
+            "--resume=auto",  # A seed that has ended is not trained again.
+        ]
         # In a process group of its own: Ctrl-C comes to this process alone, which passes it on.
         # In the background, who reads the terminal is stopped for ever.
         self._process = subprocess.Popen(

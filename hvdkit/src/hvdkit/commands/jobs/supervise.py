@@ -156,7 +156,8 @@ class Supervisor:
         self._options = options
         self._command = command
         self._command_files = [word for word in command if os.path.exists(word)]
-        settings = of_command(command)
+        found = of_command(command)
+        settings = found[0] if found else None
         if settings:
             _adapt(options, settings)
         folder = options.run_dir or (settings and Path(settings.run_dir))

@@ -78,6 +78,7 @@ class Sweep:
         self._arguments = arguments
         self._space = space
         self._launch = shlex.split(arguments.launch)
+        _check_launch(self._launch)
         programs = {Path(word).name for word in self._launch}
         # SIGTERM makes srun kill the ranks, and mpirun after a second; both pass SIGUSR1 on.
         needs_usr1 = programs & {"srun", "mpirun"}
@@ -483,6 +484,17 @@ def _distributions(space: SearchSpace) -> dict[str, distributions.BaseDistributi
 
 def _is_log(space: SearchSpace, name: str) -> bool:
     return space.flags[name].endswith(":log")
+
+
+def _check_launch(launch: Sequence[str]) -> None:
+    """Raises ValueError for a flag of the script in --launch: best.cfg would lack it."""
+    scripts = [place for place, word in enumerate(launch) if word.endswith(".py")]
+    for word in launch[scripts[-1] :] if scripts else ():
+        if word.startswith("-"):
+            raise ValueError(
+                f"--launch has {word} after the script: give settings to the sweep itself, as "
+                "--NAME=VALUE"
+            )
 
 
 def _is_used(folder: Path) -> bool:
