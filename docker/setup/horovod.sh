@@ -27,7 +27,7 @@ wheel_settings() {
     "$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))'
     (cd "$(site_packages)" && compgen -G 'tensorflow*.dist-info' && compgen -G 'nvidia_nccl*.dist-info') || true
     echo "$mpi, $(mpirun --version), $([ "$mpi" = wheel ] || readlink -f "$(command -v mpicxx)")"
-    grep -ow -e avx -e fma -e f16c /proc/cpuinfo | sort -u
+    grep -ow -e avx -e fma -e f16c /proc/cpuinfo | sort -u || true # ARM has none of them
 }
 
 build() {
@@ -124,7 +124,8 @@ install_horovod_alone() {
         step "Horovod of $kept (without it, it is built anew): $proof" try_wheel "$kept"
         return
     fi
-    step "Horovod, building: some minutes" build
+    # Horovod's setup.py gives CMake options of make, which no other generator takes.
+    CMAKE_GENERATOR="Unix Makefiles" step "Horovod, building: some minutes" build
     step "Horovod: $proof" try_wheel "$work/wheel"
     # Atomically; if it cannot be written, the next set-up builds again.
     [ -z "$cache" ] || { mkdir -p "$cache" && cp -r "$work/wheel" "$kept.$$" && mv -T "$kept.$$" "$kept"; } 2>>"$log" || true

@@ -14,6 +14,7 @@ begin() {
 # and what to do if that is known.
 step() {
     local start=$SECONDS status why todo="the lines above end its log"
+    local missing="a package is missing: make wheelhouse fills a folder for one PYTHON and DEVICE"
     printf '%s ... ' "$1"
     set +e # in front of || or after `if` a command would run on after an error
     (set -e && "${@:2}") >>"$log" 2>&1 9>&- # nothing that is started may keep the lock
@@ -21,16 +22,18 @@ step() {
     set -e
     [ "$status" != 0 ] || { echo "$((SECONDS - start)) s" && return; }
     why=$(tail -n 15 "$log")
-    case $why in
+    case "$2 $why" in
     *'quota exceeded'* | *'No space left'*) todo="the disk is full: free some space (df -h, quota -s)" ;;
     *'ash mismatch'* | *'DO NOT MATCH'*) todo="a package is not that of uv.lock: see PIP_INDEX_URL" ;;
     *'invalid peer certificate'* | *CERTIFICATE_VERIFY_FAILED*)
         todo="the index's certificate is not trusted: name the file of your certificates in PIP_CERT" ;;
-    *'Failed to fetch'* | *onnection* | *'timed out'* | *'No matching distribution'* | *'No solution found'*)
+    'try_wheel '*) ;; # its connections are those of two ranks on this host
+    *'Failed to fetch'* | *onnection* | *'timed out'* | *'No matching distribution'*)
         # pip without retries does not say that there is no connection.
         todo="no network? see HTTPS_PROXY, PIP_INDEX_URL; or use a folder: make wheelhouse"
-        [ -z "${WHEELHOUSE:-}" ] ||
-            todo="a package is missing: make wheelhouse fills a folder for one PYTHON and DEVICE" ;;
+        [ -z "${WHEELHOUSE:-}" ] || todo=$missing ;;
+    *'No solution found'*) # with an index uv says itself why (a date, another C library)
+        [ -z "${WHEELHOUSE:-}" ] || todo=$missing ;;
     esac
     printf 'failed\n%s\n' "$why" >&2
     die "$1 failed: $todo; log: $log"
@@ -38,12 +41,13 @@ step() {
 
 # Programs of another environment do not count: its MPI and its CMake are not those of the new one.
 check_python() {
-    local version base folder path=''
-    read -r version base < <("$python" -c 'import sys
-print("%d.%d" % sys.version_info[:2], sys._base_executable)' 2>/dev/null) || true
+    local version absolute folder path=''
+    read -r version absolute < <("$python" -c 'import sys
+absolute = sys.executable if sys.argv[1] == "--requirements" else sys._base_executable
+print("%d.%d" % sys.version_info[:2], absolute)' "$mode" 2>/dev/null) || true
     [[ $version =~ ^3\.1[123]$ ]] || die "PYTHON=$python ${version:+is }${version:-does not run}: install or" \
         "name a Python 3.11 to 3.13, as in PYTHON=/path/to/python3.11"
-    [ "$mode" = --requirements ] || python=$base
+    python=$absolute # a name alone would be looked for in a shorter PATH
     while read -rd : folder; do
         [ -e "$folder/../pyvenv.cfg" ] || path+=${path:+:}$folder
     done <<<"$PATH:"
@@ -100,7 +104,15 @@ check_machine() {
     fi
     free=$(df -Pm "$1" | awk 'NR == 2 { print $4 }')
     [ "$free" -ge "$needed" ] || die "$1 has $free MB free and $needed MB are needed: free some space"
-    name=$(uname -n) # Gloo crashes, without a word, where that has no address
-    getent hosts "$name" >/dev/null ||
-        die "this host's own name, $name, has no address: add a line '127.0.0.1 $name' to /etc/hosts"
+    name=$(uname -n) # Gloo crashes, without a word, where it cannot listen at that
+    "$python" -c 'import socket, sys
+for line in sys.argv[1].splitlines():
+    try:
+        family, _, _, _, address = socket.getaddrinfo(line.split()[0], 0)[0]
+        socket.socket(family).bind(address)
+        sys.exit()
+    except OSError:
+        pass
+sys.exit(1)' "$(getent ahosts "$name")" || die "this host's own name, $name, has no address of it:" \
+        "let its line in /etc/hosts be '127.0.0.1 $name'"
 }

@@ -33,10 +33,15 @@ def engine_component(folder: Path) -> dict:
 
 
 def set_license(component: dict, *, folder: Path) -> None:
-    """Adds the SPDX name of the license, where the folder's pyproject.toml has one."""
+    """Adds the license, where the folder's pyproject.toml has one: SPDX, or an older table."""
     about = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    if "license" in about:
-        component["licenses"] = [{"license": {"id": about["license"]}}]
+    license = about.get("license")
+    if isinstance(license, str):
+        component["licenses"] = [{"expression": license}]
+    elif license:
+        # {text = "..."} or {file = "..."}
+        (name,) = license.values()
+        component["licenses"] = [{"license": {"name": name}}]
 
 
 main(*sys.argv[1:])

@@ -144,17 +144,24 @@ def test_an_environment_does_not_depend_on_the_language(checkout, stopped, tmp_p
     assert folders[0] == folders[1]
 
 
+def with_functions(checkout: Path, commands: str) -> Path:
+    """A program of these commands in the place of set-up, with its functions."""
+    script = checkout / SCRIPT
+    functions = script.read_text().split("\ncase $mode in")[0]
+    script.write_text(f"{functions}\n{commands}\n")
+    return script
+
+
 def test_pips_variable_comes_before_its_file(checkout, tmp_path):
     """uv, which installs nearly everything, is told what pip would take."""
     (tmp_path / "pip.conf").write_text(
         "[global]\nindex-url = http://file.test/simple\nproxy = http://proxy.test:1\n"
         "[install]\nuser = true\n"
     )
-    script = checkout / "docker/install-horovod.sh"
-    functions = script.read_text().split("\ncase $mode in")[0]
-    script.write_text(
-        f"{functions}\npip={tmp_path}/pip/bin/pip\npass_pip_settings\n"
-        'echo "$UV_DEFAULT_INDEX $ALL_PROXY ${UV_NO_CACHE-}"\n'
+    script = with_functions(
+        checkout,
+        f"pip={tmp_path}/pip/bin/pip\npass_pip_settings\n"
+        'echo "$UV_DEFAULT_INDEX $ALL_PROXY ${UV_NO_CACHE-}"',
     )
     run(sys.executable, "-m", "venv", tmp_path / "pip")
     env = {"PIP_CONFIG_FILE": f"{tmp_path}/pip.conf", "HOME": "/proc/none"}
@@ -255,6 +262,75 @@ def test_without_batch_norm_s_operation_set_up_goes_on_with_a_note(tmp_path, com
     assert reason in (tmp_path / "log").read_text()
 
 
+def test_a_certificate_in_a_home_that_no_variable_names(checkout, tmp_path):
+    script = with_functions(
+        checkout,
+        "home=$1 pip=none\n"
+        "pip_setting() { [ \"$1\" != cert ] || echo '~/ca.pem'; }\n"
+        "unset HOME\npass_pip_settings\n"
+        'echo "$SSL_CERT_FILE"',
+    )
+    (tmp_path / "ca.pem").touch()
+    ended = run("bash", script, tmp_path)
+    assert ended.stdout == f"{tmp_path}/ca.pem\n", ended.stderr
+
+
+@pytest.mark.parametrize("typed", ["python3", "../env/bin/python"])
+def test_requirements_go_into_the_environment_that_was_named(checkout, tmp_path, typed):
+    """Also by a name that the rest of PATH has too, and by a path from the working folder."""
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    script = with_functions(
+        checkout,
+        "mode=--requirements log=/dev/null\ncheck_python\ninstall_launchers\n"
+        '"$python" -c "import sys; print(sys.prefix)"',
+    )
+    (tmp_path / "work").mkdir()
+    words = ["sh", "-c", 'cd "$1" && exec bash "$2"', "sh", tmp_path / "work", script]
+    ended = run(*words, PYTHON=typed, PATH=f"{tmp_path}/env/bin:{OUTSIDE}")
+    assert ended.stdout == f"{tmp_path}/env\n", ended.stderr
+    assert not list((tmp_path / "work").iterdir())
+    first = (tmp_path / "env/bin/horovodrun").read_text().splitlines()[0]
+    python = os.path.normpath(first.removeprefix("#!"))
+    assert python.startswith(f"{tmp_path}/env/bin/python")
+
+
+def test_a_processor_without_avx_and_another_generator_of_cmakes(checkout, tmp_path):
+    """As ARM's; the wheel is built all the same, by make, as Horovod's setup.py has it."""
+    executable(tmp_path / "bin/grep", "exit 1")
+    script = with_functions(
+        checkout,
+        "mpi=wheel DEVICE=cpu cache= work=/none\n"
+        "build_settings() { echo settings; }\n"
+        'step() { echo "$2 $CMAKE_GENERATOR"; }\n'
+        "cache=$1\ninstall_horovod_alone",
+    )
+    env = {"CMAKE_GENERATOR": "Ninja", "PATH": f"{tmp_path}/bin:{OUTSIDE}"}
+    ended = run("bash", script, tmp_path / "cache", **env)
+    assert ended.stdout == "build Unix Makefiles\ntry_wheel Ninja\n", ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        ("install", "error: Failed to fetch", "no network?"),
+        ("install", "No solution found: newer than exclude-newer", "the lines above"),
+        ("try_wheel", "gloo: Connection reset by peer", "the lines above"),
+        ("try_wheel", "No space left on device", "the disk is full"),
+    ],
+)
+def test_only_a_download_that_fails_is_put_down_to_the_network(
+    tmp_path, command, words, said
+):
+    script = f"""
+        set -euo pipefail
+        . {ROOT}/docker/setup/machine.sh
+        log={tmp_path}/log
+        {command}() {{ echo '{words}'; return 1; }}
+        step Horovod {command}
+    """
+    assert f"Horovod failed: {said}" in complaint(run("bash", "-c", script))
+
+
 def test_a_second_set_up_waits_for_the_first(checkout, stopped):
     name = wanted(copy_checkout(checkout.with_name("copy")), stopped).name
     folder = checkout / ".venvs"
@@ -339,6 +415,19 @@ def test_the_locks_groups_have_the_versions_of_requirements():
     assert horovod["version"] == requirements["horovod"]
 
 
+NEW_COMPILER = (
+    'case "$1" in -dumpversion) echo 14;; *) echo Free Software Foundation;; esac'
+)
+
+
+def link_all_but_compilers(folder: Path) -> None:
+    """A folder for PATH."""
+    folder.mkdir()
+    for tool in Path("/usr/bin").iterdir():
+        if not re.match(r"([cg]\+\+|mpicxx)", tool.name):
+            (folder / tool.name).symlink_to(tool)
+
+
 @pytest.mark.parametrize(
     "env, said",
     [
@@ -366,20 +455,22 @@ def test_the_locks_groups_have_the_versions_of_requirements():
         ),
         (
             {"CXX": "c++ -m1"},
-            "name, .*, has no address: add a line '127.0.0.1 .* /etc/hosts",
+            "name, .*, has no address of it: let its line in /etc/hosts be '127.0.0.1 ",
+        ),
+        (
+            {"PATH": "{tmp}/stale:{tmp}/tools"},
+            "name, .*, has no address of it: let its line in /etc/hosts be '127.0.0.1 ",
         ),
     ],
 )
 def test_what_is_missing_is_named_before_anything_is_built(
     env, said, checkout, stopped, tmp_path
 ):
-    (tmp_path / "tools").mkdir()
-    for tool in Path("/usr/bin").iterdir():
-        if not re.match(r"([cg]\+\+|mpicxx)", tool.name):
-            (tmp_path / "tools" / tool.name).symlink_to(tool)
+    link_all_but_compilers(tmp_path / "tools")
     executable(tmp_path / "bin/nvcc", "echo 'release 13.0, V13.0'")
-    new = 'case "$1" in -dumpversion) echo 14;; *) echo Free Software Foundation;; esac'
-    executable(tmp_path / "new/c++", new)
+    executable(tmp_path / "new/c++", NEW_COMPILER)
+    executable(tmp_path / "stale/getent", "echo '192.0.2.7  STREAM old'")
+    executable(tmp_path / "stale/c++", "echo 'c++ 12'")
     executable(tmp_path / "3.10", "echo 3.10")
     executable(
         tmp_path / "bare",
@@ -391,13 +482,94 @@ def test_what_is_missing_is_named_before_anything_is_built(
     assert not list((checkout / ".venvs").glob("[!.]*"))
 
 
+def test_a_wheelhouse_is_filled_whatever_the_compiler(checkout, tmp_path):
+    """Nothing is compiled: it goes on to where it wants a temporary folder."""
+    link_all_but_compilers(tmp_path / "tools")
+    executable(tmp_path / "new/c++", NEW_COMPILER)
+    env = {"PATH": f"{tmp_path}/new:{tmp_path}/tools", "TMPDIR": "/nowhere"}
+    said = complaint(run("make", "-C", checkout, "wheelhouse", **env))
+    assert "no folder for temporary files" in said
+
+
 def test_what_is_in_the_way_is_refused(checkout):
     (checkout / ".venv").mkdir()
     assert "is no link: move it away" in complaint(setup(checkout))
-    with (checkout / "requirements.txt").open("a") as file:
-        file.write("numpy==1.0\n")
-    said = "numpy==1.0 of requirements*.txt is not in uv.lock: make lock"
-    assert said in complaint(setup(checkout))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("", r"\Z", "numpy==1.0", "numpy==1.0 of .* uv.lock, which has numpy==2"),
+        (
+            "",
+            r"\Z",
+            "einops  # any",
+            "einops of requirements.txt is not in uv.lock: make",
+        ),
+        (
+            "",
+            r"\Z",
+            "Foo_Bar.x >= 2, <3 ; python_version > '3'",
+            r"foo-bar-x<3,>=2 of ",
+        ),
+        (
+            "",
+            r"\Z",
+            "foo @ git+https://host/foo@main",
+            "foo of requirements.txt is not",
+        ),
+        ("", r"\Z", "-r others.txt", "-r others.txt of requirements.txt is not in"),
+        ("", "^h5py==.*", "", "h5py==.* of uv.lock is not in requirements.txt: make"),
+        (
+            "",
+            "^keras==.*",
+            "keras",
+            "keras of requirements.txt is not in .* has keras==",
+        ),
+        ("-dev", "^optuna", "optuna[x]", r"optuna\[x\]==.* of requirements-dev.txt is"),
+        ("-dev", "^onnx==.*", "", "onnx==.* of uv.lock is not in requirements-dev.txt"),
+    ],
+)
+def test_a_lock_of_other_requirements_is_refused(checkout, file, old, new, said):
+    path = checkout / f"requirements{file}.txt"
+    text = re.sub(old, new, path.read_text(), count=1, flags=re.MULTILINE)
+    path.write_text(f"{text}\n")
+    assert re.search(f"error: {said}", complaint(setup(checkout)))
+
+
+def test_a_lock_knows_requirements_in_any_spelling(checkout, stopped):
+    """pip's: other cases, dots for dashes, spaces, brackets, a line that goes on."""
+    path = checkout / "requirements.txt"
+    text = path.read_text()
+    for old, new in {
+        "pyyaml==": "PyYAML == ",
+        "ml-dtypes": "ml_dtypes",
+        "nvidia-ml-py": "Nvidia.ML_py",
+        "cmake==3.31.10": "cmake (==3.31.10+local.1)",
+        "keras==": "keras \\\n  ==",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    path.write_text(text)
+    lock = checkout / "template/uv.lock"
+    of_cmake = '{ name = "cmake", specifier = "==3.31.10'
+    assert of_cmake in lock.read_text()
+    lock.write_text(lock.read_text().replace(of_cmake, f"{of_cmake}+local.1"))
+    assert "has no address" in complaint(setup(checkout, **stopped))
+
+
+@pytest.mark.parametrize("way", ["setup", "lock"])
+@pytest.mark.parametrize("text", [None, "<<<<<<< HEAD\n", ""])
+def test_a_lock_that_cannot_be_read_is_named(checkout, way, text):
+    lock = checkout / "template/uv.lock"
+    lock.unlink()
+    fault = "is missing"
+    if text is not None:
+        lock.write_text(text)
+        fault = "cannot be read"
+    said = complaint(run("make", "-C", checkout, way))
+    assert said.startswith(f"error: {lock} {fault}")
+    assert f"by `git checkout HEAD -- {lock}`, then make lock" in said
 
 
 @pytest.mark.slow
@@ -446,11 +618,32 @@ def test_the_list_of_packages_names_the_engine_and_the_licenses():
         script, input=json.dumps(bare), cwd=ROOT, capture_output=True, text=True
     )
     parts = json.loads(ended.stdout)
-    mit = [{"license": {"id": "MIT"}}]
+    mit = [{"expression": "MIT"}]
     assert parts["metadata"]["component"] == {"name": "train", "licenses": mit}
     [engine] = parts["components"]
     assert engine["name"] == "hvdkit" and engine["licenses"] == mit
     assert engine["version"] == importlib.metadata.version("hvdkit")
+
+
+@pytest.mark.parametrize(
+    ("license", "listed"),
+    [
+        ('"MIT OR LicenseRef-Ours"', {"expression": "MIT OR LicenseRef-Ours"}),
+        ('{file = "LICENSE"}', {"license": {"name": "LICENSE"}}),
+    ],
+)
+def test_a_license_of_ones_own_is_listed_as_what_it_is(tmp_path, license, listed):
+    """CycloneDX takes an id only of SPDX's own list."""
+    (tmp_path / "pyproject.toml").write_text(f"[project]\nlicense = {license}\n")
+    bare = {"metadata": {"component": {}}, "components": []}
+    ended = subprocess.run(
+        [sys.executable, ROOT / "docker/setup/own_parts.py", tmp_path, ROOT / "hvdkit"],
+        input=json.dumps(bare),
+        capture_output=True,
+        text=True,
+    )
+    component = json.loads(ended.stdout)["metadata"]["component"]
+    assert component == {"licenses": [listed]}
 
 
 @pytest.mark.parametrize(
