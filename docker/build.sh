@@ -19,6 +19,17 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 
+# A list of packages is made for this machine's processor and for DEVICE.
+case "${DOCKER_DEFAULT_PLATFORM:+ --platform} $* " in
+*' --platform'* | *' --build-arg DEVICE='* | *' --build-arg=DEVICE='*)
+    if [ -n "${SBOM:-}" ]; then
+        echo "error: SBOM=$SBOM would list another image's packages: leave out SBOM, or --platform" \
+            "(DOCKER_DEFAULT_PLATFORM) and --build-arg DEVICE; DEVICE=cpu is a variable" >&2
+        exit 2
+    fi
+    ;;
+esac
+
 device=${DEVICE:-gpu}
 image=${IMAGE:-train:$device}
 plain=$(sed -n 's/^ARG RUNTIME_IMAGE=//p' Dockerfile)
@@ -67,6 +78,11 @@ buildah) buildah build --format docker --network host "${words[@]}" "$@" . ;;
     exit 2
     ;;
 esac
-echo "built $image"
+# A builder of docker's that is a container of its own keeps what it builds.
+if [ "$BUILDER" = docker ] && ! docker image inspect "$image" >/dev/null 2>&1; then
+    echo "built $image, which is not among the images here: --load puts it there, --push into a registry"
+else
+    echo "built $image"
+fi
 
 [ -z "${SBOM:-}" ] || DEVICE=$device docker/install-horovod.sh --sbom "$SBOM"

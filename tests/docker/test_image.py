@@ -113,6 +113,36 @@ def test_arguments_of_the_builder(
     assert ("NVIDIA_VISIBLE_DEVICES=void" in words) == driver
 
 
+def test_an_image_that_docker_keeps_elsewhere_is_not_called_built(builder, tmp_path):
+    """As with a builder of buildx that is a container, without --load."""
+    executable(tmp_path / "docker", '[ "$1 $2" != "image inspect" ]')
+    env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "BUILDER": "docker", **GIT}
+    ended = run([builder], 20, env)
+    assert ended.code == 0 and ended.output.count("\n") == 1, ended.output
+    assert "built train:gpu, which is not among the images here: --load" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "platform"),
+    [
+        (["--platform", "linux/arm64"], ""),
+        (["--platform=linux/arm64"], ""),
+        (["--build-arg", "DEVICE=cpu"], ""),
+        (["--build-arg=DEVICE=cpu"], ""),
+        ([], "linux/arm64"),
+    ],
+)
+def test_a_list_of_another_images_packages_is_refused(
+    builder, tmp_path, flags, platform
+):
+    env = {"PATH": f"{tmp_path}:{ENVIRONMENT['PATH']}", "BUILDER": "docker", **GIT}
+    env |= {"DOCKER_DEFAULT_PLATFORM": platform}
+    assert run([builder, *flags], 20, env).code == 0
+    ended = run([builder, *flags], 20, env | {"SBOM": "list.json"})
+    assert ended.code == 2 and ended.output.count("\n") == 1, ended.output
+    assert "SBOM=list.json would list another image's packages" in ended.output
+
+
 def test_nothing_secret_is_in_the_repository():
     marker = b"PRIVATE KEY" + b"-----"
     for name in tracked():
