@@ -311,9 +311,12 @@ def addresses() -> tuple[list[str], list[Fault]]:
 def addresses_in(setting: str) -> list[str]:
     """Those of all `ways` that Open MPI takes by interfaces and networks: eth0,10.0.0.0/24."""
     words = setting.split(",")
-    networks = [
-        ipaddress.ip_network(word, strict=False) for word in words if "/" in word
-    ]
+    networks = []
+    for word in words:
+        # Open MPI passes over what is no network either, as 10.1/16.
+        with contextlib.suppress(ValueError):
+            if "/" in word:
+                networks.append(ipaddress.ip_network(word, strict=False))
     taken = []
     for name, address in ways():
         in_network = any(

@@ -578,6 +578,7 @@ def test_each_pair_is_timed_once_and_no_host_is_in_two_pairs_of_a_round(count: i
         ("lo", [], []),
         ("127.0.0.0/8", [], []),
         ("eth9", [], ["OMPI_MCA_btl_tcp_if_include=eth9 names no network there"]),
+        ("10.0/16", [], ["OMPI_MCA_btl_tcp_if_include=10.0/16 names no network there"]),
     ],
 )
 def test_addresses_of_the_network_that_mpi_takes(
