@@ -10,11 +10,14 @@ import gc
 import logging
 import os
 import re
+import site
 import sys
 import tempfile
+from importlib.machinery import PathFinder
 
 from hvdkit import streams
-from hvdkit.logs import refuse
+from hvdkit.launcher import launch_rank
+from hvdkit.logs import refuse, say
 from hvdkit.ranks import fingerprint, keras_defaults
 from hvdkit.stop import NOT_NOW, WRONG_USE
 
@@ -26,6 +29,9 @@ logging.getLogger("matplotlib").setLevel(logging.ERROR)
 _NOISE = re.compile(
     rb"::InitializeLog|oneDNN custom operations|^I0000 |rebuild TensorFlow with"
 )
+
+# Packages whose versions must fit each other.
+_FIT = ("tensorflow", "keras", "numpy", "h5py")
 
 
 def _check_environment() -> None:
@@ -43,6 +49,23 @@ def _check_environment() -> None:
         refuse(
             f"{error.strerror}: make room in one, or name another in TMPDIR (docker: --tmpfs /tmp)",
             NOT_NOW if is_full else WRONG_USE,
+        )
+
+
+def _note_other_packages() -> None:
+    """A cluster's modules put folders into PYTHONPATH, which come before the environment's."""
+    own = {os.path.realpath(folder) for folder in site.getsitepackages()}
+    others = []
+    for name in _FIT:
+        spec = PathFinder.find_spec(name)
+        if spec and spec.origin:
+            folder = os.path.dirname(os.path.dirname(spec.origin))
+            if os.path.realpath(folder) not in own:
+                others.append(f"{name} of {folder}")
+    if others and launch_rank() == 0:
+        say(
+            f"note: not of this environment ({sys.prefix}): {', '.join(others)}, which may not "
+            "fit the rest: see PYTHONPATH, and unload modules that set it"
         )
 
 
@@ -92,5 +115,6 @@ def _import_tensorflow() -> None:
 
 
 _check_environment()
+_note_other_packages()
 _check_cpu()
 _import_tensorflow()
