@@ -12,6 +12,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parent
 # Of the project, by default that of its folder: the rule of project_name in copier.yml.
 NAME = re.compile(r"^[A-Za-z][A-Za-z0-9._-]*\Z")
+# What a project is made of.
+FOLDERS = ("template", "hvdkit", "docker", "launch", "examples")
 
 
 def refusal(folder: Path) -> str | None:
@@ -60,7 +62,7 @@ def main() -> None:
     reason = refusal(folder)
     if reason:
         sys.exit(f"error: NAME={typed}: {reason}")
-    untracked = git("ls-files", "--others", "--exclude-standard", "template")
+    untracked = git("ls-files", "--others", "--exclude-standard", "--", *FOLDERS)
     left_out = untracked.splitlines()
     if left_out:
         print(f"note: not committed, so not in the project: {', '.join(left_out)}")

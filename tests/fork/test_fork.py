@@ -139,6 +139,19 @@ def test_a_fork_is_small_whole_and_does_not_mention_the_template(task, forks):
     )
 
 
+def test_folders_of_the_owners_are_kept_whatever_their_names(forks, tmp_path):
+    """Runs and data sets are left out at the top only; line ends are those of Linux."""
+    fork = shutil.copytree(forks["blank"], tmp_path / "fork")
+    for name in ("runs/a", "datasets/a", "tasks/runs/a", "tasks/datasets/a"):
+        (fork / name).parent.mkdir(parents=True)
+        (fork / name).write_bytes(b"a\r\n")
+    shell("git add --all && git commit -qm mine", fork)
+    assert files(fork) - files(forks["blank"]) == {"tasks/datasets/a", "tasks/runs/a"}
+    (fork / "train.py").unlink()
+    shell("git -c core.autocrlf=true checkout -q train.py", fork)
+    assert b"\r" not in (fork / "train.py").read_bytes()
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_lint(task, forks):
     shell("make -o setup lint", forks[task])
@@ -207,8 +220,12 @@ def test_make_fork_takes_what_is_committed(tmp_path):
     clone = repository(tmp_path / "clone")
     (clone / ".venv").symlink_to(os.path.realpath(ROOT / ".venv"))
     (clone / "template" / "photo.jpg").write_text("mine")
+    (clone / "launch" / "own.sh").write_text("mine")
     command = f"make -o setup fork NAME={tmp_path}/new ARGS=--defaults"
-    shell(command, clone)
+    said = shell(command, clone)
+    note = "note: not committed, so not in the project: "
+    assert f"{note}launch/own.sh, template/photo.jpg\n" in said
+    assert not (tmp_path / "new/launch/own.sh").exists()
     assert (tmp_path / "new/train.py").exists() and not list(
         (tmp_path / "new").rglob("photo.jpg")
     )
