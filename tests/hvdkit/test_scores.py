@@ -29,6 +29,7 @@ ERRORS += [
     "nll",
 ]
 ERRORS += ["rms", "bits_a_byte", "fvd", "min_ADE"]
+ERRORS += ["PER", "val_per", "ser", "mean_wQL", "MSIS", "ND", "mean_rank", "SQL"]
 ERRORS += ["edit distance", "false_positives", "mape2", "l1", "cross_entropy", "nrmse"]
 OTHERS = [
     "accuracy",
@@ -46,6 +47,9 @@ OTHERS += [
     "bleu",
     "explained_variance",
     "per_class_recall",
+    "rank1_accuracy",
+    "rank_correlation",
+    "sql_accuracy",
     "val1",
     "reward",
 ]

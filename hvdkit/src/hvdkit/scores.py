@@ -21,8 +21,10 @@ _WORDS = """
     mistakes wrong misclassification cost costs penalty regret residuals risk rms ade fde nme bits
     nats bpp hd95 asd assd fad fvd frechet mcd sse pinball hamming owa rmspe mspe mpe medape mdape
     rse rrse rae rmsse msse silog mce aurc eaurc rpe ate mpvpe pehe lsd dtw ged niqe brisque
-    dists ergas dcf hter apcer acer
+    dists ergas dcf hter apcer acer ser wql msis
 """
+# Words that name an error at a name's end: of val_per and mean_rank, not of per_class_recall.
+_LAST_WORDS = "per nd rank sql"
 
 
 class Score(NamedTuple):
@@ -99,6 +101,8 @@ def of_measure(measure: Mapping[str, Any]) -> MainMetric:
 def _names_an_error(name: str) -> bool:
     """Whether a word of the name is an error's: of val_mae, meanSquaredError, WER, logloss."""
     words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
+    if words and words[-1].lower() in _LAST_WORDS.split():
+        return True
     words += re.findall(r"[A-Za-z0-9]+", name)  # This pattern keeps digits, as in l1.
     words = [word.lower() for word in words]
     endings = tuple(_ENDINGS.split())
