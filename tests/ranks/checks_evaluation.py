@@ -35,6 +35,38 @@ def check_a_metric_that_the_task_holds_is_refused(world):
     fit(world, Holds, *words, code=WRONG_USE)
 
 
+def check_an_evaluation_that_draws_without_a_key_is_refused(world):
+    """Its scores would depend on the ranks, and on interruptions."""
+
+    def noisy(outputs):
+        return outputs + tf.random.normal(tf.shape(outputs))
+
+    def predict(task, model, inputs):
+        return noisy(model(inputs, training=False))
+
+    def sums(task, outputs, targets):
+        return Small.sums(task, noisy(outputs), targets)
+
+    def per_sample(task, outputs, targets):
+        return {"scores": noisy(outputs)}
+
+    words = ("the evaluation draws random numbers (RandomStandardNormal)", "stateless")
+    for method in (predict, sums, per_sample):
+        task = task_with(**{method.__name__: method})
+        fit(world, task, *words, code=WRONG_USE)
+
+    class Seeded(Small):
+        def build_model(self):
+            self.seeds = keras.random.SeedGenerator(3)
+            return super().build_model()
+
+        def predict(self, model, inputs):
+            outputs = model(inputs, training=False)
+            return outputs + keras.random.normal(tf.shape(outputs), seed=self.seeds)
+
+    fit(world, Seeded, num_steps=1)
+
+
 def _errors(outputs, targets):
     return outputs[:, 0] - tf.cast(targets, outputs.dtype)
 

@@ -11,7 +11,7 @@ from small_models import Net
 from small_runs import CLASSES, FEATURES, Small, classifier
 
 from hvdkit.settings import Settings
-from hvdkit.train.step import objective
+from hvdkit.train.step import graph_checks, objective
 from hvdkit.train.task import checks as task_checks
 
 
@@ -378,6 +378,64 @@ def test_an_input_by_name_that_no_model_takes_is_left_out_where_it_is_the_last()
     inputs = {"image": tf.ones([2, FEATURES]), "key": tf.zeros([2, 2], tf.int32)}
     task_checks.build_variables(model, {"inputs": inputs})
     np.testing.assert_array_equal(model(inputs), model({"image": inputs["image"]}))
+
+
+def checked_draws(function):
+    graph = tf.function(function, autograph=False).get_concrete_function().graph
+    graph_checks.check_draws(graph, "the step", "use a key")
+
+
+PICTURE = tf.zeros([1, 6, 6, 1])
+
+
+def sampled_softmax(**sampled):
+    rows = tf.zeros([9, 2])
+    labels = tf.zeros([1, 1], tf.int64)
+    return tf.nn.sampled_softmax_loss(
+        rows, rows[:, 0], labels, rows[:1], 3, 9, **sampled
+    )
+
+
+@pytest.mark.parametrize(
+    ("draw", "operation"),
+    [
+        (lambda noise: tf.random.normal([2], seed=3), "RandomStandardNormal"),
+        (lambda noise: tf.random.shuffle([1, 2]), "RandomShuffle"),
+        (lambda noise: sampled_softmax(), "LogUniformCandidateSampler"),
+        (lambda noise: noise.binomial([2], 5.0, 0.5), "StatefulRandomBinomial"),
+        (lambda noise: noise.uniform_full_int([2]), "RngReadAndSkip"),
+        (
+            lambda noise: tf.nn.fractional_max_pool(PICTURE, [1, 1.5, 1.5, 1]),
+            "FractionalMaxPool",
+        ),
+    ],
+)
+def test_draws_without_a_key_are_refused(draw, operation):
+    noise = tf.random.Generator.from_seed(1)
+    refused(lambda: checked_draws(lambda: draw(noise)), "the step draws", operation)
+
+
+def cudnn_lstm(dropout=0.0):
+    zeros = tf.zeros([1, 1, 2])
+    return tf.raw_ops.CudnnRNNV3(
+        input=zeros,
+        input_h=zeros,
+        input_c=zeros,
+        params=tf.zeros([40]),
+        sequence_lengths=[1],
+        rnn_mode="lstm",
+        dropout=dropout,
+    )
+
+
+def test_what_draws_nothing_may_have_seeds():
+    """As recurrent layers of cuDNN, poolings by a seed, and samples that the task has drawn."""
+    checked_draws(lambda: tf.random.stateless_normal([2], [1, 2]))
+    checked_draws(cudnn_lstm)
+    checked_draws(lambda: tf.nn.fractional_max_pool(PICTURE, [1, 1.5, 1.5, 1], seed=3))
+    drawn = (tf.constant([1, 2, 3], tf.int64), tf.ones([1, 1]), tf.ones([3]))
+    checked_draws(lambda: sampled_softmax(sampled_values=drawn))
+    refused(lambda: checked_draws(lambda: cudnn_lstm(dropout=0.5)), "CudnnRNNV3")
 
 
 def test_sums_are_of_types_that_hold_totals():

@@ -35,6 +35,10 @@ _TRIED_BYTES = 2**27
 # samples of one class only, and a batch may have few of these.
 _FEW = 8
 _ALIKE = 16
+_DRAWS_INSTEAD = (
+    "use tf.random.stateless_* with a fixed seed, or keras.random with a "
+    "keras.random.SeedGenerator that the model holds"
+)
 _DRAWN = 4  # batches that are drawn where a batch is a single example
 
 
@@ -96,6 +100,7 @@ class Evaluator:
                 }
                 self._changed = [v for v in self._changed if id(v.handle) in assigned]
                 graph_checks.check_state(graph, self._state, "the evaluation")
+                graph_checks.check_draws(graph, "the evaluation", _DRAWS_INSTEAD)
                 _check_metrics(self._task, assigned)
                 _check_alone(graph)
                 try:

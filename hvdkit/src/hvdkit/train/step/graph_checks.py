@@ -17,13 +17,13 @@ from hvdkit.ranks.world import raw
 from hvdkit.train.step import compression, losses
 from hvdkit.train.step.state import State
 
-# Operations whose draws go on from a state inside the process: it is neither saved nor shared.
-_DRAWS = re.compile(
-    "RandomUniform|RandomUniformInt|RandomStandardNormal|(Parameterized)?TruncatedNormal|"
-    "RandomShuffle|Multinomial|RandomGamma|RandomPoisson(V2)?|RandomCrop|"
-    "SampleDistortedBoundingBox(V2)?|"
-    "StatefulStandardNormalV2|StatefulUniform(Int)?|StatefulTruncatedNormal|RngReadAndSkip"
+# Operations that draw by a tf.random.Generator; of others that draw, seeds are attributes.
+_DRAWS_BY_GENERATOR = re.compile(
+    "Stateful(Standard|Truncated|Uniform|Random).*|RngReadAndSkip"
 )
+_SEEDS = ("seed", "seed2")
+# These have seeds and do not draw: one takes all classes, the other compares what was drawn.
+_NEVER_DRAWS = ("AllCandidateSampler", "ComputeAccidentalHits")
 _DRAWS_WITH_KEY = re.compile("Stateless.*(Random|Normal|Multinomial).*")
 _DRAWS_BY_PLACE = re.compile(
     "Stateless.*(Multinomial|Gamma|Binomial|Poisson|Shuffle|Param).*"
@@ -48,12 +48,26 @@ _OF_COMPRESSION = re.compile(rf"(^|/){re.escape(compression.NAME)}\d+$")
 
 def check_draws(graph: tf.Graph, what: str, instead: str) -> None:
     """Raises ValueError where a graph, or a function it calls, draws without a key or seed."""
-    drawn = _operations(graph, _DRAWS)
+    drawn = join(sorted({node.op for node in nodes(graph) if _draws_by_state(node)}))
     if drawn:
         raise ValueError(
             f"{what} draws random numbers ({drawn}) that change with the number of ranks "
             f"and after an interruption: {instead}"
         )
+
+
+def _draws_by_state(node: tf.compat.v1.NodeDef) -> bool:
+    """Whether draws go on from a state inside the process, neither saved nor shared."""
+    attributes = node.attr
+    if any(name not in attributes for name in _SEEDS):
+        return bool(_DRAWS_BY_GENERATOR.fullmatch(node.op))
+    # Recurrent layers of cuDNN draw for their dropout alone.
+    if "dropout" in attributes:
+        return attributes["dropout"].f > 0
+    # A fractional pooling that is deterministic draws its regions once, by its seeds.
+    if "deterministic" in attributes:
+        return not attributes["deterministic"].b
+    return node.op not in _NEVER_DRAWS
 
 
 def draws(graph: tf.Graph) -> bool:
