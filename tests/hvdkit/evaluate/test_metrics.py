@@ -1,12 +1,13 @@
 """Scores against counts made by hand and scikit-learn's."""
 
+import math
 import types
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from sklearn.metrics import top_k_accuracy_score
+from sklearn.metrics import r2_score, top_k_accuracy_score
 
 from hvdkit.evaluate import metrics
 
@@ -142,6 +143,80 @@ def test_a_keras_metric_that_would_count_padding_is_refused():
     assert scores.figures(scores.sums(labels, outputs, weights)) == {"precision": 1.0}
     scores = metrics.KerasMetrics(right=keras.metrics.BinaryAccuracy())
     assert scores.figures(scores.sums(labels, outputs)) == {"right": 1.0}
+
+
+def test_a_mask_that_operations_lost_counts_too():
+    """An LSTM's outputs are of the positions of the mask; what is pooled over these is not."""
+    words = keras.Input((5,), dtype="int32")
+    embedded = keras.layers.Embedding(9, 4, mask_zero=True)(words)
+    tags = keras.layers.Dense(1)(keras.layers.LSTM(3, return_sequences=True)(embedded))
+    model = keras.Model(words, [tags, keras.layers.GlobalAveragePooling1D()(embedded)])
+
+    def sums(metric, of_outputs):
+        def traced(ids):
+            predictions = of_outputs(*model(ids))
+            labels = tf.zeros_like(predictions)
+            return metrics.KerasMetrics(one=metric).sums(labels, predictions)
+
+        spec = tf.TensorSpec([None, 5], tf.int32)
+        return tf.function(traced, autograph=False).get_concrete_function(spec)
+
+    for metric in (keras.metrics.Precision(), keras.metrics.BinaryAccuracy()):
+        with pytest.raises(ValueError, match="counts padding: give the weights"):
+            sums(metric, lambda tags, pooled: tf.sigmoid(tags))
+        with pytest.raises(ValueError, match="counts padding: give the weights"):
+            sums(metric, lambda tags, pooled: tf.squeeze(tf.sigmoid(tags), -1))
+        sums(metric, lambda tags, pooled: tf.sigmoid(pooled))
+    sums(keras.metrics.BinaryAccuracy(), lambda tags, pooled: tags)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        keras.metrics.AUC(),
+        keras.metrics.AUC(multi_label=True, num_labels=1),
+        keras.metrics.PrecisionAtRecall(0.5),
+        keras.metrics.RecallAtPrecision(0.5),
+        keras.metrics.SensitivityAtSpecificity(0.5),
+        keras.metrics.SpecificityAtSensitivity(0.5),
+    ],
+)
+def test_probabilities_are_asked_for_where_keras_clips_to_them(metric):
+    labels, probabilities = BINARY
+    scores = metrics.KerasMetrics(one=metric)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"one: .*tf.sigmoid"):
+        scores.sums(labels, probabilities * 10)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"takes probabilities"):
+        scores.sums(labels, -probabilities)
+    # NaN and rounding are of other causes.
+    scores.sums(labels, tf.constant([[math.nan], [1.004]]))
+
+
+def test_an_auc_of_logits_says_so():
+    labels = tf.constant([1.0, 0.0, 1.0, 0.0])
+    logits = tf.constant([9.0, 3.0, 5.0, -2.0])
+    scores = metrics.KerasMetrics(auc=keras.metrics.AUC(from_logits=True))
+    assert scores.figures(scores.sums(labels, logits))["auc"] > 0.99
+
+
+def test_r2_has_its_digits_where_the_targets_have_a_large_mean():
+    rng = np.random.default_rng(0)
+    near = rng.normal(size=(4, 50, 2))
+    errors = rng.normal(scale=0.3, size=near.shape)
+    expected = []
+    for feature in range(2):
+        expected.append(
+            r2_score(near[..., feature].ravel(), (near + errors)[..., feature].ravel())
+        )
+    for mean in (0.0, 1e4):
+        labels = tf.constant(near + mean, tf.float32)
+        outputs = tf.constant(near + errors + mean, tf.float32)
+        metric = keras.metrics.R2Score(class_aggregation=None, name="of_each")
+        scores = metrics.KerasMetrics(r2=metric)
+        batches = [scores.sums(*batch) for batch in zip(labels, outputs)]
+        totals = {name: sum(b[name].numpy() for b in batches) for name in batches[0]}
+        figures = scores.figures(totals)
+        np.testing.assert_allclose([*figures.values()], expected, atol=1e-3)
 
 
 def test_a_keras_metric_that_is_none_for_rows_of_one_number_is_taken():

@@ -22,8 +22,18 @@ import tensorflow as tf
 from hvdkit import whole_files
 from hvdkit.data import classes
 from hvdkit.ranks.world import World
+from hvdkit.train.step.losses import required
 
 Arrays = dict[str, np.ndarray]  # by name
+# Their thresholds go from 0 to 1, and Keras clips predictions to these.
+_OF_PROBABILITIES = (
+    keras.metrics.AUC,
+    keras.metrics.PrecisionAtRecall,
+    keras.metrics.RecallAtPrecision,
+    keras.metrics.SensitivityAtSpecificity,
+    keras.metrics.SpecificityAtSensitivity,
+)
+_ROUNDING = 0.01  # Probabilities of bfloat16 may be so much above 1.
 
 
 class Sums:
@@ -142,28 +152,29 @@ class KerasMetrics:
         sums(...):     return self.scores.sums(targets, probabilities)
         metrics(sums): return self.scores.figures(sums)
 
-    A metric whose state is no sum (a maximum, a moving mean) is refused with a ValueError.
+    A metric whose state is no sum (a maximum, a moving mean) is refused with a ValueError, and so
+    are predictions that are no probabilities for an AUC without from_logits=True.
     """
 
     def __init__(self, **named: keras.metrics.Metric) -> None:
-        self._named = named
+        self._named = {name: _precise(metric) for name, metric in named.items()}
 
     def sums(self, *batch: tf.Tensor) -> dict[str, tf.Tensor]:
         """What a task's `sums` returns; `batch`: what update_state takes, labels first."""
         sums = {}
-        mask = getattr(batch[1], "_keras_mask", None) if len(batch) == 2 else None
         for name, metric in self._named.items():
-            # Keras hides padding from means of a function alone.
-            hides = isinstance(metric, keras.metrics.MeanMetricWrapper)
-            if mask is not None and not hides:
+            if len(batch) == 2 and _counts_padding(metric, batch[1]):
                 raise ValueError(
                     f"{name}: {type(metric).__name__} counts padding: give the weights of samples "
                     "as third argument, as tf.cast(mask, tf.float32)"
                 )
             with tf.init_scope():
                 _require_sums(name, metric, batch)
+            parts = list(batch)
+            if isinstance(metric, _OF_PROBABILITIES):
+                parts[1] = _require_probabilities(name, metric, batch[1])
             empty = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
-            state = metric.stateless_update_state(empty, *batch)
+            state = metric.stateless_update_state(empty, *parts)
             for place, value in enumerate(state):
                 sums[f"{name}/{place}"] = value
         return sums
@@ -182,6 +193,67 @@ class KerasMetrics:
             else:
                 figures[name] = float(result)
         return figures
+
+
+class _R2Score(keras.metrics.R2Score):
+    """In float64: it takes one sum of squares off another, and targets may have a large mean."""
+
+    def add_variable(self, shape: Any, initializer: Any, **options: Any) -> Any:
+        return super().add_variable(
+            shape, initializer, **options | {"dtype": "float64"}
+        )
+
+
+def _precise(metric: keras.metrics.Metric) -> keras.metrics.Metric:
+    """The metric, or one that does the same with more digits."""
+    if type(metric) is not keras.metrics.R2Score:
+        return metric
+    return _R2Score.from_config(metric.get_config() | {"dtype": "float64"})
+
+
+def _counts_padding(metric: keras.metrics.Metric, predictions: tf.Tensor) -> bool:
+    """Whether a mask of Keras hides predictions that the metric counts.
+
+    Keras hides padding from means of a function alone, if the mask is on the very predictions; an
+    operation on a model's outputs, as a sigmoid, leaves the mask behind.
+    """
+    if getattr(predictions, "_keras_mask", None) is not None:
+        return not isinstance(metric, keras.metrics.MeanMetricWrapper)
+    if not tf.is_symbolic_tensor(predictions) or (predictions.shape.rank or 0) < 2:
+        return False
+    # [batch, time]; other tensors are not of the same positions, as those before a pooling.
+    positions = predictions.shape[:2].as_list()
+    tensors = [predictions]
+    seen = {id(predictions)}
+    for tensor in tensors:  # The list grows meanwhile.
+        mask = getattr(tensor, "_keras_mask", None)
+        if mask is not None and mask.shape.as_list() == positions:
+            return True
+        for source in tensor.op.inputs:
+            has_rank = source.shape.rank is not None and id(source) not in seen
+            if has_rank and source.shape[:2].as_list() == positions:
+                seen.add(id(source))
+                tensors.append(source)
+    return False
+
+
+def _require_probabilities(
+    name: str, metric: keras.metrics.Metric, predictions: tf.Tensor
+) -> tf.Tensor:
+    """The predictions; when it runs, InvalidArgumentError names one that is no probability.
+
+    Not NaN, which has a sentence of its own.
+    """
+    if metric.get_config().get("from_logits"):
+        return predictions
+    values = tf.cast(predictions, tf.float32)
+    is_outside = (values < -_ROUNDING) | (values > 1 + _ROUNDING)
+    kind = type(metric).__name__
+    instead = "tf.sigmoid(outputs)"
+    if isinstance(metric, keras.metrics.AUC):
+        instead += " or AUC(from_logits=True)"
+    text = f"{name}: {kind} takes probabilities, and {{}} is none: give it {instead}"
+    return required(predictions, text, values=values, sound=~is_outside)
 
 
 def _require_sums(
