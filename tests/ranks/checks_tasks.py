@@ -347,6 +347,28 @@ def slow_check_weights_that_depend_on_outputs_are_told(world):
     fit(world, Stopped)
 
 
+def check_a_mask_that_fits_no_losses_is_noted(world):
+    """A loss of each sample alone takes no mask of its positions."""
+
+    def model():
+        masked = keras.layers.Masking()
+        return functional(
+            keras.layers.Reshape((3, 2)),
+            masked,
+            keras.layers.Dense(CLASSES),
+            shape=(FEATURES,),
+        )
+
+    def first(function):
+        return lambda task, outputs, targets: function(task, outputs[:, 0], targets)
+
+    task = task_with(model, loss=first(Small.loss), sums=first(Small.sums))
+    ended = fit(world, task, num_steps=1)
+    if world.is_chief:
+        note = "note: the mask of padding [6, 3] does not fit the loss of shape [6]"
+        assert ended.printed.count(note) == 1, ended.printed
+
+
 def own_state(layer):
     layer.own = tf.Variable(1.0, trainable=False)
 

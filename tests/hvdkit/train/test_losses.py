@@ -118,6 +118,31 @@ def test_padding_that_keras_masks_has_no_weight():
     _several_outputs(words, outputs)
 
 
+def test_a_mask_that_fits_no_losses_is_noted():
+    """As where losses leave out the first word, or are one for each sequence."""
+    words = tf.constant([[1, 2, 0], [3, 0, 0]])
+    outputs = tf.ones([2, 3, 4])
+    outputs._keras_mask = words > 0
+
+    def note(change, outputs=outputs):
+        def loss(outputs, targets):
+            values = change(outputs["tags"] if isinstance(outputs, dict) else outputs)
+            return {"tags": (values, tf.ones_like(values))}
+
+        terms = objective.loss(SimpleNamespace(loss=loss), outputs, words)
+        return objective.note_on_masks(terms, outputs)
+
+    several = {"tags": outputs, "others": tf.ones([2, 5])}
+    for each in (outputs, several):
+        assert note(lambda x: x[..., 0], each) == note(lambda x: x, each) == ""
+        shifted = note(lambda x: x[:, 1:, 0], each)
+        assert "mask of padding [2, 3] does not fit the loss 'tags' of" in shifted
+        assert "of shape [2]: padding counts" in note(lambda x: x[:, 0, 0], each)
+    pooled = tf.ones([2, 4])
+    pooled._keras_mask = words > 0
+    assert note(lambda x: x[:, 0], pooled) == ""
+
+
 def _several_outputs(words: np.ndarray, outputs: tf.Tensor) -> None:
     """That of the term's own output counts, or the one mask of those that it comes from."""
 

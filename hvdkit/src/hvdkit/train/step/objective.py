@@ -45,12 +45,8 @@ def _unmasked(
     with a mask [batch, time]. A term has the mask of the output of its `name`, else that of the
     outputs it comes from. Raises ValueError where these have several masks, or some have none.
     """
-    if isinstance(outputs, Mapping) and name in outputs:
-        outputs = outputs[name]
     shape = weights.shape.as_list()
-    tensors = tf.nest.flatten(outputs)
-    if len(tensors) > 1 and any(_mask(tensor) is not None for tensor in tensors):
-        tensors = _sources(losses, tensors)
+    tensors = _outputs_of(losses, outputs, name)
     masks = {}
     of_fewer_axes = {}
     for output in tensors:
@@ -78,6 +74,44 @@ def _unmasked(
             )
         weights = _hidden(weights, mask)
     return weights
+
+
+def _outputs_of(losses: tf.Tensor, outputs: Any, name: str) -> list[tf.Tensor]:
+    """The output of a term's `name`, else those that may have a mask for its losses."""
+    if isinstance(outputs, Mapping) and name in outputs:
+        outputs = outputs[name]
+    tensors = tf.nest.flatten(outputs)
+    if len(tensors) > 1 and any(_mask(tensor) is not None for tensor in tensors):
+        tensors = _sources(losses, tensors)
+    return tensors
+
+
+def note_on_masks(terms: Terms, outputs: Any) -> str:
+    """A note where padding counts as masks of the outputs fit no losses of a term; "" if none.
+
+    As where losses are of all words but the first, or one for each sequence.
+    """
+    for name, (losses, _) in terms.items():
+        shape = losses.shape.as_list()
+        unfit: list[list[int | None]] = []
+        for output in _outputs_of(losses, outputs, name):
+            mask = _mask(output)
+            if mask is None:
+                continue
+            positions = mask.shape.as_list()
+            if positions == shape[: len(positions)]:
+                unfit = []
+                break
+            # The mask of a layer that pools over time may hang on its result.
+            if positions == output.shape.as_list()[: len(positions)]:
+                unfit.append(positions)
+        if unfit:
+            term = f"the loss {name!r}" if name else "the loss"
+            return (
+                f"the mask of padding {unfit[0]} does not fit {term} of shape {shape}: padding "
+                "counts, unless the task's loss leaves it out or gives it the weight 0"
+            )
+    return ""
 
 
 def _mask(output: Any) -> tf.Tensor | None:

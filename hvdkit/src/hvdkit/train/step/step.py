@@ -146,6 +146,7 @@ class Step:
         self._changed: list[tf.Variable] = []  # what the newest function itself changes
         self._terms: tuple[str, ...] = ()  # names of the newest loss's terms
         self._tracing: Tracing | None = None
+        self._note_on_masks = ""
         self._is_tried = False  # whether it is a simulated rank's, in a trial
         # In a trial: state with which each forward pass begins, and its values.
         self._kept: list[tuple[tf.Variable, tf.Tensor]] = []
@@ -513,6 +514,7 @@ class Step:
             terms = objective.loss(
                 self.task, outputs, micro["targets"], samples=samples
             )
+            self._note_on_masks = objective.note_on_masks(terms, outputs)
             return terms, added
         terms = objective.terms(returned, samples)
         if not self._is_tried:
@@ -524,6 +526,7 @@ class Step:
     def trace(self, function: StepFunction) -> tf.types.experimental.ConcreteFunction:
         """`function` as one graph of (batch, votes), traced once; Stop where ranks trace others."""
         signature = [self.spec, tf.TensorSpec([agreement.NUM_VOTES], tf.float64)]
+        self._note_on_masks = ""
 
         @tf.function(
             input_signature=signature,
@@ -546,6 +549,8 @@ class Step:
             world_lib.say(
                 self.world, f"note: the update is not compiled: {self.why_branch}"
             )
+        if self._note_on_masks:
+            world_lib.say(self.world, f"note: {self._note_on_masks}")
         agreement.check_gradients(self.world, self._variables, self._connected)
         agreement.check_collectives(self.world, traced)
         micro_batch = (
