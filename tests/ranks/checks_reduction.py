@@ -1,6 +1,7 @@
 """Holds hvdkit.train.step.reduction: gradients reduced on real ranks, against plain references."""
 
 import dataclasses
+from unittest import mock
 
 import horovod.tensorflow as hvd
 import keras
@@ -200,3 +201,40 @@ def check_parts_of_16_bits_are_added_in_32(world):
     )()
     exact = tf.cast(tf.cast(256.0 + world.size - 1, tf.bfloat16), tf.float32)
     np.testing.assert_array_equal(grad, np.full(5, exact))
+
+
+def check_sparse_gradients_become_dense_on_gpus_before_they_are_summed(world):
+    """Ranks would add gathered rows by themselves, each in an order of its own."""
+    model, loss, sums = repeated(world)
+    variables = model.trainable_variables
+    # With fewer weights the tape sums by itself; with groups of one, the engine does.
+    for groups in (0, 100):
+        config = dataclasses.replace(PLAIN, gradient_groups=groups)
+        with mock.patch.object(reduction, "gpu", lambda: "/GPU:0"):
+            assert reduction.arguments(config, variables)["sparse_as_dense"]
+            wires = collectives(config, model, loss)
+        assert not any("HorovodAllgather" in wire for wire in wires), wires
+    with mock.patch.object(reduction, "gpu", lambda: "/GPU:0"):
+        raws = [raw(variable) for variable in variables]
+        with tf.GradientTape() as tape:
+            value = loss()
+        sums_here = reduction._sums_in_groups(
+            tape.gradient(value, raws), PLAIN, variables
+        )
+    for ours, theirs in zip(sums_here, sums):
+        assert not isinstance(ours, tf.IndexedSlices)
+        if ours is not None:
+            np.testing.assert_allclose(ours, theirs, 1e-5, 1e-5)
+
+
+def check_bfloat16_travels_where_the_backend_sums(world):
+    model, loss = equal_shares(world)
+    launched = "mpi" if hvd.mpi_enabled() else "gloo"
+    config = dataclasses.replace(PLAIN, compression="bf16", reduce_backend=launched)
+    function = summing(config, loss, model.trainable_variables)
+    operations = function.get_concrete_function().graph.get_operations()
+    carriers = [
+        operation for operation in operations if operation.type.startswith("Horovod")
+    ]
+    assert len(carriers) == 2
+    assert all(operation.device.endswith("CPU:0") for operation in carriers)

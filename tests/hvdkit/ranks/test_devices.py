@@ -83,6 +83,23 @@ def test_a_driver_that_fails_on_one_host_is_that_hosts_fault(tiny, tmp_path):
     assert message.endswith(f"(rank 1 on {os.uname().nodename})")
 
 
+def test_a_fingerprint_on_gpus_has_what_orders_their_sums(monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    monkeypatch.setenv("HOROVOD_HIERARCHICAL_ALLREDUCE", "1")
+    assert "order of sums" not in fingerprint.here()
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["a GPU"])
+    monkeypatch.setattr(
+        tf.config.experimental,
+        "get_device_details",
+        lambda gpu: {"device_name": "H200"},
+    )
+    order = "NCCL_ALGO=Ring HOROVOD_HIERARCHICAL_ALLREDUCE=1"
+    assert fingerprint.here()["order of sums"] == order
+    monkeypatch.delenv("NCCL_ALGO")
+    monkeypatch.delenv("HOROVOD_HIERARCHICAL_ALLREDUCE")
+    assert "order of sums" not in fingerprint.here()
+
+
 def test_a_fingerprint_on_cpus_has_the_threads():
     """Kernels split their sums by them, so two runs compare only where they are equal."""
     facts = fingerprint.here()

@@ -31,6 +31,16 @@ _SWITCHES = (
     "TF_USE_CUDNN_BATCHNORM_SPATIAL_PERSISTENT",
 )
 
+# On GPUs these change the order in which NCCL and Horovod add gradients.
+_ORDERS_OF_SUMS = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE",
+    "HOROVOD_HIERARCHICAL_ALLGATHER",
+)
+
 XLA_CACHE = "--tf_xla_persistent_cache_directory="  # in TF_XLA_FLAGS
 PACKAGES = ("tensorflow", "keras", "horovod")  # All ranks must have the same ones.
 
@@ -43,6 +53,8 @@ def here() -> dict[str, str]:
     gpus = tf.config.get_visible_devices("GPU")
     if gpus:
         fingerprint["device"] = _gpu(tf.config.experimental.get_device_details(gpus[0]))
+        if order := _as_set(_ORDERS_OF_SUMS):
+            fingerprint["order of sums"] = order
     else:
         fingerprint["device"] = cpu()
         fingerprint["threads"] = str(
@@ -65,13 +77,18 @@ def here() -> dict[str, str]:
 
 def switches() -> str:
     """The variables that change how TensorFlow computes, as they are set; "none" without any."""
+    return _as_set(_SWITCHES) or "none"
+
+
+def _as_set(names: Sequence[str]) -> str:
+    """Those of these variables that are set, with their values."""
     words = []
-    for name in _SWITCHES:
+    for name in names:
         # XLA's cache changes no bit, and may be elsewhere on each host.
         value = re.sub(rf"{XLA_CACHE}\S*", "", os.environ.get(name, "")).strip()
         if value:
             words.append(f"{name}={value}")
-    return " ".join(words) or "none"
+    return " ".join(words)
 
 
 def code(project: Path, engine: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import inspect
 import math
+import os
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ import keras
 import tensorflow as tf
 from horovod.common.util import split_list
 
-from hvdkit.ranks.world import raw
+from hvdkit.ranks.world import gpu, raw
 from hvdkit.settings import Settings
 from hvdkit.train.step import compression
 from hvdkit.train.step.gradients import overwritten
@@ -37,7 +38,15 @@ def check_backend(config: Settings) -> None:
 
     nccl needs a Horovod built with it, and a GPU. Of gloo and mpi, only the one that the launcher
     started can be named; on GPUs, gradients are then reduced in host memory (see `device`).
+    Autotuning tries other orders of additions while a run goes on. Virtual ranks add integers.
     """
+    is_autotuned = os.environ.get("HOROVOD_AUTOTUNE", "") not in ("", "0")
+    if config.deterministic and not config.virtual_ranks and is_autotuned:
+        raise ValueError(
+            "--deterministic needs one order of additions, and HOROVOD_AUTOTUNE="
+            f"{os.environ['HOROVOD_AUTOTUNE']} changes it during a run: leave out horovodrun "
+            "--autotune"
+        )
     wanted = config.reduce_backend
     if wanted == "auto":
         return
@@ -62,6 +71,9 @@ def arguments(config: Settings, variables: Sequence[keras.Variable]) -> dict[str
     With --deterministic all gradients are one group, one message with a fixed layout: fusion by
     arrival time would change which bytes share a ring chunk, and so the order of additions. With
     --jit no gradient is known before all are: one group needs one operation. It has one type.
+
+    On GPUs sparse gradients become dense before they are summed. Otherwise each rank would add the
+    gathered rows by itself, in the order in which its GPU's threads come, and weights would part.
     """
     where = device(config)
     has_one_type = len({raw(variable).dtype for variable in variables}) == 1
@@ -72,7 +84,7 @@ def arguments(config: Settings, variables: Sequence[keras.Variable]) -> dict[str
         "compression": _compression(config),
         "groups": 1 if is_one_group else None,
         # Horovod refuses a group of sparse and dense ones.
-        "sparse_as_dense": is_one_group,
+        "sparse_as_dense": is_one_group or bool(gpu()),
     }
 
 
@@ -196,7 +208,7 @@ def rank_sums(
             summed[place] = None
 
     if config.compression == "bf16":
-        sums = _sums_as_bfloat16(summed)
+        sums = _sums_as_bfloat16(summed, device(config))
     else:
         sums = _sums_in_groups(summed, config, variables)
 
@@ -228,6 +240,8 @@ def _sums_in_groups(
     if not (config.deterministic or config.jit or asked_for_groups):
         for place, gradient in enumerate(gradients):
             if gradient is not None:
+                if gpu():  # `arguments` says why.
+                    gradient = tf.convert_to_tensor(gradient)
                 sums[place] = hvd.allreduce(
                     gradient,
                     op=hvd.Sum,
@@ -301,8 +315,10 @@ def _small_ones_together(
     return groups + [[place] for place in sorted(large)]
 
 
-def _sums_as_bfloat16(gradients: Gradients) -> list[tf.Tensor | None]:
+def _sums_as_bfloat16(gradients: Gradients, where: str) -> list[tf.Tensor | None]:
     """Sums over ranks in one message of bfloat16: half the bytes on the wire, float32's range.
+
+    `where`: the device on which Horovod exchanges, "" for that of the gradients.
 
     Horovod 0.28.1 reduces no bfloat16, so it only carries the bits: a rank gets its share of the
     vector from all others, adds them in float32, and sends the sum to all. That moves the bytes of
@@ -310,12 +326,12 @@ def _sums_as_bfloat16(gradients: Gradients) -> list[tf.Tensor | None]:
     """
     dense = [tf.convert_to_tensor(g) for g in gradients if g is not None]
     if hvd.size() > 1 and dense:
-        dense = _dense_sums_as_bfloat16(dense)
+        dense = _dense_sums_as_bfloat16(dense, where)
     sums = iter(dense)
     return [None if gradient is None else next(sums) for gradient in gradients]
 
 
-def _dense_sums_as_bfloat16(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+def _dense_sums_as_bfloat16(gradients: list[tf.Tensor], where: str) -> list[tf.Tensor]:
     ranks = hvd.size()
     sizes = [gradient.shape.num_elements() for gradient in gradients]
     share = math.ceil(sum(sizes) / ranks)  # numbers that each rank adds up
@@ -324,12 +340,14 @@ def _dense_sums_as_bfloat16(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     flat = [tf.cast(tf.reshape(g, [-1]), tf.bfloat16) for g in gradients]
     bits = tf.bitcast(tf.pad(tf.concat(flat, 0), [[0, padding]]), tf.int16)
     splits = [share for _ in range(ranks)]
-    received, _ = hvd.alltoall(bits, splits=splits, name="grads.parts")
+    with tf.device(where):
+        received, _ = hvd.alltoall(bits, splits=splits, name="grads.parts")
 
     parts = tf.bitcast(tf.reshape(received, [ranks, share]), tf.bfloat16)
     share_sum = tf.reduce_sum(tf.cast(parts, tf.float32), axis=0)
     bits = tf.bitcast(tf.cast(share_sum, tf.bfloat16), tf.int16)
-    gathered = hvd.allgather(bits, name="grads.sums")
+    with tf.device(where):
+        gathered = hvd.allgather(bits, name="grads.sums")
 
     sums = tf.split(tf.bitcast(gathered, tf.bfloat16)[: sum(sizes)], sizes)
     return [tf.reshape(tf.cast(s, g.dtype), g.shape) for g, s in zip(gradients, sums)]
