@@ -142,8 +142,16 @@ def test_a_step_names_the_sample_that_cannot_be_read(device: str):
     for step in range(2):
         assert ids_in(feed.next()) == order.ids_of(step, 0)
         assert feed.error is None, step
-    assert ids_in(feed.next()) == [0] * 4
+    # The step that no rank applies has a batch that the model can compute.
+    assert ids_in(feed.next()) == order.ids_of(1, 0)
     assert feed.error == f"sample {bad} is torn"
+
+
+def test_a_first_step_that_cannot_be_read_has_zeros():
+    order = Sampler(50, 4, 1, 1, 0, 1)
+    samples = reader(Torn(order.ids_of(0, 0)[1]), ids_alone, keyed=True)
+    feed = TrainingFeed(order, samples, num_steps=5)
+    assert ids_in(feed.next()) == [0] * 4 and feed.error
 
 
 @pytest.mark.parametrize("bad", [13, 49])

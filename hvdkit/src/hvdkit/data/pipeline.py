@@ -301,8 +301,9 @@ class Replaced(NamedTuple):
 class TrainingFeed:
     """This rank's batches, nested tensors [micro_batches, local_micro_size, ...], step by step.
 
-    A sample that cannot be read does not raise: `next` returns a batch of zeros and `error` says
-    what is wrong, so that this rank still takes part in the step and can tell the others. With
+    A sample that cannot be read does not raise: `next` returns the batch before it, or zeros at the
+    first one, and `error` says what is wrong, so that this rank still takes part in the step, which
+    no rank applies, and can tell the others. With
     `replaces`, another sample takes its place and is listed in `replaced`; which one depends on
     the sample's key and on the global batch only. Where the disk failed, `next` tries again.
 
@@ -335,6 +336,7 @@ class TrainingFeed:
         self._device = device
         self._replaces = replaces
         self._ahead = ahead
+        self._newest: Example | None = None
         # Seconds spent in `next`; the device may work on earlier steps then.
         self.waited = 0.0
         # Variables say what is read: the pipeline's graphs, which stay in memory, are made once,
@@ -397,11 +399,14 @@ class TrainingFeed:
         if self.error is None:
             start = time.perf_counter()
             try:
-                batch = self._next()
+                self._newest = self._next()
                 self.waited += time.perf_counter() - start
-                return batch
+                return self._newest
             except ValueError as fault:
                 self.error = str(fault)
+        # Zeros may be padding alone, which cuDNN's recurrent layers refuse.
+        if self._newest is not None:
+            return self._newest
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), self.spec)
 
     def _next(self) -> Example:
