@@ -9,9 +9,9 @@ r"""Rows of a table: numbers and words in columns that are named here, and one c
     python -c 'import hvdkit; hvdkit.load("runs/tabular").summary()'
 
 It reads FOLDER/train.csv and val.csv (UTF-8, commas, a line of names). Other columns are not read.
-Means, spreads and words come from the training table. Checkpoints hold means and spreads, and
-refuse a table of other words. The model's inputs are the columns. What to expect is up to the
-table. With --jit, look the words up in `evaluation_example`: XLA has no text.
+Means, spreads and words come from train.csv, and what to expect is up to it. Checkpoints hold means
+and spreads. predict, export and load read the words of train.csv again and refuse others; only what
+export wrote needs no table. With --jit, look words up in `evaluation_example`: XLA has no text.
 """
 
 import csv

@@ -84,7 +84,9 @@ class Task(Protocol):
 
     `hvdkit predict`, `export`, `serve` and `hvdkit.load` call neither `prepare` nor `sources`: the
     data may be elsewhere. What the model, `predict`, `picture_inputs` or `decode` need of the data,
-    such as a mean, belongs into a variable or a layer, which checkpoints hold: examples/tabular.
+    such as a mean, belongs into a variable or a layer, which checkpoints hold: examples/tabular. A
+    vocabulary, which gives layers their sizes, must be there: in the project, or read from the data
+    again, as that example does.
     """
 
     # The metric by which the best checkpoint is chosen: "loss", or a key of `metrics`.
