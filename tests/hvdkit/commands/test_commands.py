@@ -293,6 +293,16 @@ def test_outputs_that_are_no_numbers_are_no_class(tmp_path, classes):
     )
 
 
+def test_a_class_below_0_is_not_drawn(tmp_path):
+    image = np.zeros((2, 2, 3), np.uint8)
+    outputs = {"classes": np.full((2, 2), -2)}
+    refused(
+        lambda: predict.write(tmp_path, "a.png", image=image, outputs=outputs),
+        "a.png: class -2, which a PNG of labels cannot hold",
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_colours_of_16_bits_in_a_tiff_are_refused():
     file = readers.encoded(np.zeros((2, 3, 3), np.uint8), "TIFF")
     assert predict.decoded(file, "a.tiff").shape == (2, 3, 3)

@@ -347,6 +347,11 @@ def drawn(name: str, *, image: np.ndarray, outputs: dict[str, Any]) -> Drawing |
     if classes is None or np.ndim(classes) != 2:
         return None
     most = len(COLOURS)
+    if classes.min(initial=0) < 0:
+        raise ValueError(
+            f"{name}: class {classes.min()}, which a PNG of labels cannot hold: give classes from "
+            "0 on in the task's decode"
+        )
     has_more = probabilities is not None and np.shape(probabilities)[2:] > (most,)
     if has_more or classes.max(initial=0) >= most:
         raise ValueError(f"{name}: more than {most} classes: a PNG of labels holds 256")
