@@ -1,5 +1,6 @@
 """Files and folders that are put in the place of others: whole, or as before, also after a kill."""
 
+import errno
 import re
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def made_anew(folder: Path, text: str, *names: str) -> None:
 def no_flush(monkeypatch):
     """Nobody pulls the plug, and a disk takes its time."""
     monkeypatch.setattr(whole_files.os, "fsync", lambda file: None)
+
+
+def test_a_folder_that_cannot_be_flushed_is_no_fault(tmp_path, monkeypatch):
+    """As on vboxsf, and on CIFS of old kernels."""
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(whole_files.os, "fsync", fsync)
+    whole_files.flush(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="Invalid argument"):
+        whole_files.flush(tmp_path / "file")
 
 
 def content(folder: Path) -> dict[str, str]:

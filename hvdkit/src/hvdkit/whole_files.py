@@ -363,10 +363,17 @@ def write_csv(path: Path, rows: Iterable[Iterable[object]]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Waits until the file's content, or the folder's list of names, is on disk."""
+    """Waits until the file's content, or the folder's list of names, is on disk.
+
+    Some file systems, as vboxsf and CIFS of old kernels, cannot flush a folder, and need not.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        is_lacking = error.errno in (errno.EINVAL, errno.ENOTSUP)
+        if not (is_lacking and path.is_dir()):
+            raise
     finally:
         os.close(handle)
 
