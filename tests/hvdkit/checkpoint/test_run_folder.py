@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -274,6 +276,27 @@ def test_a_disk_without_locks_is_in_use_while_its_lease_is_renewed(
     finally:
         ended.set()
         other.join()
+
+
+def test_a_lease_is_looked_at_as_nfs_shows_it(tmp_path, monkeypatch):
+    """NFS answers `stat` from what it has kept; opening the file makes it ask its server."""
+    monkeypatch.setattr(lease, "_BEAT", 0.02)
+    lease_file = tmp_path / ".lease"
+    lease_file.write_text('{"job": "another", "host": "node9"}')
+    known = os.stat(lease_file)
+    seen = itertools.count(1)
+    fstat = os.fstat
+
+    def renewed(handle: int) -> os.stat_result:
+        os.utime(lease_file, ns=(0, next(seen)))
+        return fstat(handle)
+
+    def kept(path: Path, **options: bool) -> os.stat_result:
+        return known if path == lease_file else os.stat(path, **options)
+
+    monkeypatch.setattr(lease.os, "fstat", renewed)
+    monkeypatch.setattr(Path, "stat", kept)
+    refused(lambda: lease._lock(tmp_path, True), "", kind=BlockingIOError)
 
 
 def test_a_folder_is_free_once_its_run_has_ended_in_a_process_that_goes_on(

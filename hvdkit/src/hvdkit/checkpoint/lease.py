@@ -117,8 +117,12 @@ def _lock(folder: Path, is_elsewhere: bool) -> IO[str] | None:
         return lock
     times = set()
     for _ in range(4):
-        with contextlib.suppress(FileNotFoundError):
-            times.add((folder / ".lease").stat().st_mtime_ns)
+        # NFS keeps a file's time for up to a minute, and asks for it when the file is opened.
+        with (
+            contextlib.suppress(FileNotFoundError),
+            whole_files.opened(folder / ".lease") as file,
+        ):
+            times.add(os.fstat(file.fileno()).st_mtime_ns)
         time.sleep(_BEAT)
     if len(times) > 1:
         if lock:
