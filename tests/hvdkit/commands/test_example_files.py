@@ -478,6 +478,39 @@ def test_what_keras_cannot_write_or_load_is_said(layer, words, stays, tmp_path):
     assert (tmp_path / "model.keras").exists() == stays
 
 
+@pytest.mark.parametrize(
+    ("words", "is_kept"), [(["a", "b"], True), (["a\u2028b"], False)]
+)
+def test_a_vocabulary_that_keras_reads_otherwise_is_not_exported(
+    words, is_kept, tmp_path
+):
+    """The outputs of an empty text, by which both are compared, are the same."""
+    lookup = keras.layers.StringLookup(
+        output_mode="multi_hot", max_tokens=5, pad_to_max_tokens=True
+    )
+    lookup.adapt(tf.constant(words))
+    x = keras.Input((1,), dtype="string")
+    model = keras.Model(x, keras.layers.Dense(3)(lookup(x)))
+    inputs = inputs_lib.of_model(Small(Settings()), model, 8)
+    run = load_run.Trained(Small(Settings()), model, tmp_path, inputs)
+    module = export.Exported(run.task, model, outputs_lib.named)
+    exports = export.Exports(run, module, {}, tf.constant([[""], [""]]), {})
+    note = export._write_keras(exports, tmp_path / "model.keras")
+    assert (tmp_path / "model.keras").exists() == is_kept
+    assert ("loaded again it has another vocabulary" in note) == (not is_kept), note
+
+
+def test_onnx_of_bfloat16_is_refused_at_the_start(tmp_path):
+    config = Settings(run_dir=str(tmp_path), precision="bfloat16")
+    arguments = arguments_of(tmp_path / "out", onnx=True)
+    refused(
+        lambda: export.export(config, ALONE, NEVER, arguments=arguments),
+        "--onnx: the run has --precision=bfloat16",
+        "add --precision=float32",
+        kind=Stop,
+    )
+
+
 def test_a_layer_that_keras_cannot_write_is_exported_as_a_saved_model(
     run, tmp_path, capsys
 ):

@@ -188,6 +188,12 @@ def export(
     """
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
+    if arguments.onnx and config.precision == "bfloat16":
+        raise Stop(
+            WRONG_USE,
+            "--onnx: the run has --precision=bfloat16, which tf2onnx and ONNX Runtime do not "
+            "compute with: add --precision=float32",
+        )
     with world.fail_together("exporting"):
         check: Path | None = arguments.check
         gives_picture = check is not None and check.suffix not in example_files.SUFFIXES
@@ -325,6 +331,12 @@ def _write_keras(exports: Exports, file: Path) -> str:
     loaded, note = _loaded_again(run.model, file)
     if not loaded:
         return note
+    if _vocabularies(run.model) != _vocabularies(loaded):
+        file.unlink()
+        return (
+            f"note: there is no {KERAS}: loaded again it has another vocabulary (Keras writes a "
+            "word a line: does a word hold a line break, U+0085, U+2028 or a form feed?)"
+        )
     # Keras does not save seeds, so that what draws in inference draws other numbers.
     generators = [dropout.generators(x._flatten_layers()) for x in (run.model, loaded)]
     for one, other in zip(*generators):
@@ -371,6 +383,15 @@ def _loaded_again(model: keras.Model, file: Path) -> tuple[keras.Model | None, s
             return loaded, ""
         return loaded, f"note: load_model takes {KERAS} with {words} only: {reasons[0]}"
     return None, f"note: nobody can load {KERAS}: {reasons[-1]}"
+
+
+def _vocabularies(model: keras.Model) -> list[list[str]]:
+    """The words of each layer that has some; the noise by which outputs are compared has none."""
+    vocabularies = []
+    for layer in model._flatten_layers():
+        if hasattr(layer, "get_vocabulary"):
+            vocabularies.append([str(word) for word in layer.get_vocabulary()])
+    return vocabularies
 
 
 def _foreign(model: keras.Model) -> list[keras.layers.Layer]:
