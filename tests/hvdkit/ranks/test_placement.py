@@ -153,6 +153,23 @@ def test_one_gpu_a_task(machine):
         dgx.places(2, [[H100S[0]], [H100S[0]]])
 
 
+def test_parts_of_one_gpu_are_refused_where_nccl_refuses_them(machine, monkeypatch):
+    machine(2, 56, 2)
+    address = H100S[0][1]
+    mig = [placement.see([(f"MIG-{number}", address)]) for number in range(2)]
+    with pytest.raises(
+        ValueError,
+        match=rf"2 ranks of \S+ have parts .* at {address}, .*NCCL_MULTI_RANK",
+    ):
+        placement.place(mig, 0, nccl=True)
+    assert placement.place(mig, 0).gpu == 0
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert placement.place(mig, 1, nccl=True).gpu == 0
+    unknown = [placement.see([(str(number), "")]) for number in range(2)]
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE")
+    assert placement.place(unknown, 1, nccl=True).gpu == 0
+
+
 @pytest.mark.parametrize(
     ("group", "files", "threads"),
     [

@@ -20,6 +20,9 @@ from hvdkit.logs import in_columns
 
 _ROOT = Path("/")  # /sys and /proc lie there, but in tests.
 
+# This variable, 1, lets NCCL use parts of one GPU.
+_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+
 # UUID (a MIG instance has its own) and PCI address; "" where it is not known.
 Gpu = tuple[str, str]
 
@@ -99,10 +102,13 @@ def see(gpus: Sequence[Gpu]) -> dict[str, Any]:
     }
 
 
-def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
+def place(seen: Sequence[dict[str, Any]], rank: int, *, nccl: bool = False) -> Place:
     """The place of the `rank`-th of a host's ranks; `seen`: what `see` gave on each of them.
 
-    Raises ValueError where a rank sees GPUs, all of which others take.
+    `nccl`: whether it carries the gradients.
+
+    Raises ValueError where a rank sees GPUs, all of which others take; where two ranks have parts
+    of one GPU (MIG), which NCCL refuses.
     """
     allowed = [frozenset(view["cpus"]) for view in seen]
     gpus = choose_gpus([view["gpus"] for view in seen], allowed)
@@ -118,6 +124,8 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
     addresses = []
     for view, gpu in zip(seen, gpus):
         addresses.append(view["gpus"][gpu][1] if gpu >= 0 else "")
+    if nccl and os.environ.get(_SHARING) != "1":
+        _refuse_shared(addresses)
     nodes = [_node_of(address) for address in addresses]
     # Cores near a rank's GPU are used, where it may use any.
     usable = [(cpus & _cpus_of(node)) or cpus for cpus, node in zip(allowed, nodes)]
@@ -131,6 +139,17 @@ def place(seen: Sequence[dict[str, Any]], rank: int) -> Place:
     in_group = sum(view["group"] == seen[rank]["group"] for view in seen)
     threads = max(1, math.floor(min(quota / in_group, threads)))
     return Place(gpus[rank], addresses[rank], nodes[rank], cpus, threads)
+
+
+def _refuse_shared(addresses: Sequence[str]) -> None:
+    """Raises ValueError where two ranks of this host have the same known PCI address."""
+    for address in filter(None, addresses):
+        if addresses.count(address) > 1:
+            raise ValueError(
+                f"{addresses.count(address)} ranks of {os.uname().nodename} have parts (MIG) of "
+                f"the GPU at {address}, which NCCL refuses: start one rank a GPU, or, with NCCL "
+                f"2.30 and later, set {_SHARING}=1"
+            )
 
 
 def choose_gpus(

@@ -333,7 +333,8 @@ def set_up(world: World, config: Settings) -> World:
     view = encoding.pack(placement.see(devices.gpus(config.device)), "placement")
     seen = [encoding.unpack(message) for message in world.carrier.beside(view)]
     with world.fail_together("choosing a device", by_host=True):
-        place = placement.place(seen, world.local_rank)
+        nccl = hvd.nccl_built() and config.reduce_backend in ("auto", "nccl")
+        place = placement.place(seen, world.local_rank, nccl=nccl)
         if config.bind:
             placement.bind(place)
         # Once chosen, TensorFlow's number of threads stays as it is.
