@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hosts import executable
 
 from hvdkit.ranks import jit_cache
 from ranks import PROJECT
@@ -36,6 +37,37 @@ def test_a_cache_that_is_not_ours_stays(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_XLA_FLAGS", flag)
     assert jit_cache.fault("Failed to parse serialized program") == ""
     assert tmp_path.exists()
+
+
+def test_a_program_of_another_gpu_is_deleted(tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(jit_cache, "_folder", str(cache))
+    error = "INTERNAL: RET_CHECK failure Compute capability mismatch; expected {9.0}"
+    assert "is deleted" in jit_cache.fault(error) and not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("cards", "is_other"),
+    [
+        (["RTX 3060, 8.6, 580", "GTX 1650, 7.5, 580"], True),
+        (["RTX 3060, 8.6, 580", "RTX 3060, 8.6, 580"], False),
+    ],
+)
+def test_each_kind_of_gpu_of_a_host_has_its_own_programs(
+    cards, is_other, tmp_path, monkeypatch
+):
+    lines = "\\n".join(cards)
+    executable(tmp_path / "nvidia-smi", f"printf '{lines}'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machines = {jit_cache._machine()}
+    for shown in ("0", "1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        machines.add(jit_cache._machine())
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    machines.add(jit_cache._machine())
+    assert len(machines) == (4 if is_other else 1)
 
 
 def start(cache: object, **variables: str) -> subprocess.CompletedProcess[str]:

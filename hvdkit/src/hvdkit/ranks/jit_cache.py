@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from hvdkit import whole_files
+from hvdkit import launcher, whole_files
 from hvdkit.logs import refuse
 from hvdkit.ranks import fingerprint
 from hvdkit.stop import NOT_NOW, WRONG_USE, passes
@@ -28,6 +28,7 @@ _DAMAGE = (
     "Failed to parse serialized",
     "Read less bytes than requested",
     "Serialized cache key does not match",
+    "Compute capability mismatch",
 )
 
 _folder = ""  # where XLA keeps this process's programs
@@ -87,5 +88,10 @@ def _machine() -> str:
         listing = subprocess.run(
             _GPU, stdout=subprocess.PIPE, text=True, timeout=60, check=False
         )
-        parts += sorted(set(listing.stdout.splitlines()))
+        kinds = sorted(set(listing.stdout.splitlines()))
+        parts += kinds
+        if len(kinds) > 1:
+            # Which of them this rank gets is chosen later, by these.
+            parts.append(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+            parts.append(str(launcher.launch_local_rank()))
     return "\n".join(parts)
