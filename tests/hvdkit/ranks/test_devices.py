@@ -1,13 +1,16 @@
 """The device of a rank and its threads; a stand-in for nvidia-smi lists GPUs, as there is none."""
 
+import ctypes
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tensorflow as tf
 from hosts import executable
+from refusals import refused
 
-from hvdkit.ranks import devices, fingerprint
+from hvdkit.ranks import devices, fingerprint, placement
 from ranks import ENVIRONMENT, last_lines, launch
 
 GPUS = tf.config.list_physical_devices("GPU")
@@ -49,6 +52,50 @@ def test_gpus_that_this_process_may_use(tmp_path, monkeypatch, hidden, counted):
         )
         assert "DEVICE=gpu" in why
     assert devices.why_no_gpu("gpu")
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "it is the build for CPUs"),
+        (100, "CUDA_VISIBLE_DEVICES=7 names none that is there"),
+        (802, "start nvidia-fabricmanager"),
+        (803, "(cuInit gives 803)"),
+    ],
+)
+def test_why_the_driver_gives_no_gpu(tmp_path, monkeypatch, code, words):
+    monkeypatch.setenv("PATH", nvidia_smi(tmp_path, TWO))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    cuda = SimpleNamespace(cuInit=lambda _: code)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: cuda)
+    assert words in devices.why_no_gpu("auto")
+
+
+def test_a_gpu_that_tensorflow_ignores_keeps_its_number(monkeypatch):
+    seen = [SimpleNamespace(name=f"/physical_device:GPU:{n}") for n in (1, 2)]
+    of_driver = [(f"uuid{number}", "") for number in range(3)]
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: seen)
+    monkeypatch.setattr(placement, "gpus_of_driver", lambda count: of_driver[:count])
+    assert devices.gpus("auto") == of_driver[1:]
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_refused"), [((5, 2), True), ((6, 0), False), ((10, 0), False)]
+)
+def test_a_gpu_too_old_for_tensorflow_is_named(monkeypatch, capability, is_refused):
+    details = {"compute_capability": capability, "device_name": "GTX 980"}
+    build = {"cuda_compute_capabilities": ["sm_100", "sm_60", "compute_90"]}
+    monkeypatch.setattr(
+        tf.config.experimental, "get_device_details", lambda gpu: details
+    )
+    monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
+    gpu = SimpleNamespace(name="/physical_device:GPU:0")
+    if is_refused:
+        words = ("GTX 980 of ", "capability 5.2", "built for 6.0 and newer")
+        refused(lambda: devices._check_capability(gpu), *words)
+    else:
+        devices._check_capability(gpu)
 
 
 @without_gpu
