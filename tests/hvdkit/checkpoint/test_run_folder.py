@@ -214,6 +214,42 @@ def test_checkpoints_that_came_after_a_start_looked_are_not_set_aside(tmp_path):
     assert not old.exists() and (tmp_path / "aside-1/checkpoints" / old.name).exists()
 
 
+def test_checkpoints_on_a_mount_of_their_own_are_refused_at_the_first_start(
+    tmp_path, monkeypatch
+):
+    """They could not be renamed into aside-N."""
+    monkeypatch.setattr(run_folder, "_mount_of", lambda folder: folder.name)
+    refused(
+        lambda: run_folder.begin(tmp_path, None, Settings(), evaluates_first=False),
+        f"{tmp_path / 'checkpoints'} is a mount of its own",
+        f"mount {tmp_path} instead",
+    )
+    assert not (tmp_path / "config.cfg").exists()
+    monkeypatch.undo()
+    # This folder is always one.
+    assert run_folder._mount_of(Path("/proc")) != run_folder._mount_of(Path("/"))
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert run_folder._mount_of(tmp_path / "link") == run_folder._mount_of(tmp_path)
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_failure_while_setting_aside_leaves_no_copies(used, monkeypatch, moved):
+    left = [None] * moved
+    rename = Path.rename
+
+    def fails_then(path: Path, to: Path) -> Path:
+        if to.parent.name != "checkpoints" or left:
+            left.pop()
+            return rename(path, to)
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "rename", fails_then)
+    with pytest.raises(OSError, match="cross-device"):
+        run_folder.begin(used, None, Settings(), evaluates_first=False)
+    assert (used / "aside-1").exists() == bool(moved)
+    assert steps(used / "checkpoints") == [2, 4, 6, 8][: 4 - moved]
+
+
 def test_a_new_folder_has_nothing_to_set_aside(tmp_path, monkeypatch):
     monkeypatch.chdir(project.folder())  # from elsewhere its paths would be absolute
     run_dir = tmp_path / "runs" / "new"

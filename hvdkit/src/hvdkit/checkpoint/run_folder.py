@@ -67,6 +67,7 @@ def begin(
     _check_links(run_dir)
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
+    _check_mount(folder)
     if checkpoint is None and listed is not None:
         _check_none_came(folder, listed)
     lease.take(run_dir)
@@ -149,6 +150,26 @@ def _check_links(run_dir: Path) -> None:
             )
 
 
+def _check_mount(folder: Path) -> None:
+    """Raises ValueError where a checkpoint's folder could only be copied into the run's, by parts.
+
+    That is so between two mounts, also of one file system.
+    """
+    if _mount_of(folder) != _mount_of(folder.parent):
+        raise ValueError(
+            f"{folder} is a mount of its own, so its checkpoints could not be set aside: mount "
+            f"{folder.parent} instead, or give a --run_dir on that disk"
+        )
+
+
+def _mount_of(folder: Path) -> str:
+    """The line of /proc by which Linux tells mounts apart; "" where it has none."""
+    # --run_dir may be a link.
+    with whole_files.held(folder.resolve()) as held:
+        lines = Path("/proc/self/fdinfo", held.name).read_text().splitlines()
+    return next((line for line in lines if line.startswith("mnt_id:")), "")
+
+
 def _has_records(run_dir: Path) -> bool:
     records = [run_dir / name for name in (*_LOGS, *_RESULTS)]
     return any(path.exists() and path.stat().st_size for path in records)
@@ -197,15 +218,13 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     aside = run_dir / f"aside-{number}"
     aside.mkdir()
     names = [name for name in records if (run_dir / name).exists()]
-    # Records come first, as copies: after a kill before the last checkpoint is moved, the old run
-    # resumes with its own records.
-    with whole_files.held(aside) as held:
-        for name in names:
-            whole_files.copy(run_dir / name, held / name)
-        (held / "checkpoints").mkdir()
-        # The newest is moved first, so that what is left after a kill has no gap.
-        for path in reversed(checkpoints):
-            path.rename(held / "checkpoints" / path.name)
+    try:
+        _fill(aside, [run_dir / name for name in names], checkpoints)
+    except OSError:
+        # Where no checkpoint was moved, these are copies only.
+        if not any(aside.glob("checkpoints/*")):
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
     note = f"note: set aside in {aside}: {len(checkpoints)} checkpoints"
     if checkpoints:
         steps = [checkpoint_files.step_of(path) for path in checkpoints]
@@ -213,6 +232,18 @@ def set_aside(run_dir: Path, checkpoints: list[Path], records: tuple[str, ...]) 
     if names:
         note += f" and {len(names)} records ({', '.join(names)})"
     return note
+
+
+def _fill(aside: Path, records: list[Path], checkpoints: list[Path]) -> None:
+    # Records come first, as copies: after a kill before the last checkpoint is moved, the old run
+    # resumes with its own records.
+    with whole_files.held(aside) as held:
+        for path in records:
+            whole_files.copy(path, held / path.name)
+        (held / "checkpoints").mkdir()
+        # The newest is moved first, so that what is left after a kill has no gap.
+        for path in reversed(checkpoints):
+            path.rename(held / "checkpoints" / path.name)
 
 
 def _remove(run_dir: Path, names: tuple[str, ...]) -> None:
