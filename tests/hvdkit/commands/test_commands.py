@@ -202,6 +202,29 @@ def test_a_task_may_keep_its_optimizer(tmp_path, monkeypatch):
     same(loaded.get_weights(), model.get_weights())
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_told"), [([], True), (["--image_size=16"], False)]
+)
+def test_settings_of_a_resume_that_a_checkpoint_was_saved_without_are_told(
+    flags, is_told, tmp_path, monkeypatch, capsys
+):
+    saved = Settings(run_dir=str(tmp_path), image_size=8, eval_crop=4)
+    model = Small(saved).build_model()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 1, ALONE)
+    state = State(model, optimizer.build(saved, model), "float32")
+    checkpoints.write(checkpoints.copy(Place(1), state.variables, saved))
+    resumed = Settings(run_dir=str(tmp_path), image_size=12, eval_crop=4)
+    settings_lib.write(resumed, tmp_path / "config.cfg")
+    monkeypatch.setattr(load_run.tasks, "load_task", Small)
+    # This flag is one that commands set themselves.
+    config = load_run.settings_of(tmp_path, ["--eval_crop=0", *flags])
+    load_run.trained(config, "last", False)
+    said = capsys.readouterr().out
+    words = "note: step-00000001 was saved with --image_size=8, and config.cfg now has --image"
+    assert (words in said) == is_told, said
+    assert "saved with" not in said or is_told
+
+
 class Sampling(keras.layers.Layer):
     """As in a variational autoencoder: it draws whenever it is called."""
 

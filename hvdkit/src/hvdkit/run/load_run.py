@@ -21,6 +21,7 @@ from hvdkit.ranks import agreement
 from hvdkit.ranks import world as world_lib
 from hvdkit.ranks.interrupt import StopSignal
 from hvdkit.ranks.world import World
+from hvdkit.run import sample_figures
 from hvdkit.run.context import RunContext, bring_to_all, make_task, prepare
 from hvdkit.run.main import with_ranks
 from hvdkit.settings import Settings, project, runs, typed
@@ -147,6 +148,8 @@ def restored(config: Settings, world: World, which: str) -> tuple[RunContext, Pa
     flag = f"--checkpoint={which}"
     folder = Path(config.run_dir) / "checkpoints"
     path = Path(world.from_chief(flag, lambda: str(chosen(folder, which, task))))
+    with world.fail_together("comparing settings with the checkpoint's"):
+        _say_other_settings(config, path)
     with open_lib.one_split.set(True):
         run = prepare(task, config, world, checkpoint=path)
     world.from_chief(flag, checkpoints_lib.load, path, run.state.variables)
@@ -182,6 +185,7 @@ def trained(
             "are read from .jsonl and .npz files"
         )
     path = chosen(Path(config.run_dir) / "checkpoints", which, task)
+    _say_other_settings(config, path)
     with task_checks.user_code_errors("build_model"):
         model = task.build_model()
     inputs = inputs_lib.of_model(task, model, config.image_size)
@@ -250,6 +254,27 @@ def load(run_dir: str | Path, checkpoint: str, ema: bool) -> keras.Model:
     project.importable()
     with world_lib.kept_numbers():
         return trained(settings_of(folder), checkpoint, ema).model
+
+
+def _say_other_settings(config: Settings, path: Path) -> None:
+    """Rank 0 prints which settings of the run's config.cfg a checkpoint was saved without.
+
+    A resume with other settings writes them there, and may end before it saves again.
+    """
+    if launch_rank() != 0:
+        return
+    others = sample_figures.other_settings(files.read_manifest(path), config)
+    before = []
+    now = []
+    for name, saved in others.items():
+        if config.came_with_file.get(name) == runs.CONFIG:
+            before.append(f"--{name}={saved}")
+            now.append(f"--{name}={getattr(config, name)}")
+    if before:
+        logs.say(
+            f"note: {path.name} was saved with {logs.join(before)}, and {runs.CONFIG} now has "
+            f"{logs.join(now)}, which is used: give the former for outputs as they were then"
+        )
 
 
 def chosen(folder: Path, which: str, task: Task) -> Path:

@@ -130,7 +130,7 @@ class ValidationSamples:
         """
         manifest = files.read_manifest(checkpoint)
         saved = manifest.figures
-        if saved.get("data") != self._data or _differ_in_settings(manifest, config):
+        if saved.get("data") != self._data or other_settings(manifest, config):
             return ""
         try:
             now = self.figures()
@@ -148,16 +148,24 @@ class ValidationSamples:
         return ""
 
 
-def _differ_in_settings(manifest: files.Manifest, config: Settings) -> bool:
-    """Whether settings differ on which outputs for a sample depend, but for code."""
+def other_settings(manifest: files.Manifest, config: Settings) -> dict[str, Any]:
+    """Settings on which outputs for a sample depend and that differ: the checkpoint's, by name.
+
+    Flags that a fork defines by absl have names with two dashes.
+    """
     engine = {field.name for field in dataclasses.fields(Settings)}
+    others = {}
     for name, value in dataclasses.asdict(config).items():
         decides = name not in engine or name in (*checkpoints.MEASURE, "precision")
         now = list(value) if isinstance(value, tuple) else value
-        if decides and manifest.config.get(name, now) != now:
-            return True
-    flags = absl_flags.values_of_the_fork()
-    return any(manifest.config.get(name, now) != now for name, now in flags.items())
+        saved = manifest.config.get(name, now)
+        if decides and saved != now:
+            others[name] = saved
+    for name, text in absl_flags.values_of_the_fork().items():
+        saved = manifest.config.get(name, text)
+        if saved != text:
+            others[name] = saved
+    return others
 
 
 def say_on_restart(
