@@ -3,6 +3,7 @@ backbones."""
 
 import dataclasses
 import io
+import json
 import os
 import zipfile
 import zlib
@@ -411,6 +412,90 @@ def test_weights_of_another_vocabulary_are_refused(tmp_path, capsys):
     )
     starting(tmp_path, lookup(["b", "a"]), skip=True)
     assert "is not used: table/0000" in capsys.readouterr().out
+
+
+def given_words(words: list) -> keras.layers.Layer:
+    return keras.layers.StringLookup(vocabulary=words)
+
+
+def adapted_words(words: list) -> keras.layers.Layer:
+    lookup = keras.layers.TextVectorization(standardize=None, split=None)
+    # More frequent words come first.
+    lookup.adapt(tf.constant([words[0], *words]))
+    return lookup
+
+
+def adapted_numbers(words: list) -> keras.layers.Layer:
+    lookup = keras.layers.IntegerLookup()
+    numbers = [ord(word) for word in words]
+    lookup.adapt(np.array([numbers[0], *numbers]))
+    return lookup
+
+
+def boundaries(words: list) -> keras.layers.Layer:
+    return keras.layers.Discretization([np.float32(0.1), float(ord(words[0]))])
+
+
+@pytest.mark.parametrize(
+    "make", [given_words, adapted_words, adapted_numbers, boundaries]
+)
+def test_a_keras_file_of_another_vocabulary_is_refused(make, tmp_path, capsys):
+    def reading(words: list) -> keras.Model:
+        lookup = make(words)
+        dtypes = {given_words: "string", adapted_words: "string", boundaries: "float32"}
+        x = keras.Input((1,), dtype=dtypes.get(make, "int64"))
+        y = keras.layers.Embedding(9, 2)(lookup(x))
+        return keras.Model(
+            x, keras.layers.Dense(3)(keras.layers.GlobalAveragePooling1D()(y))
+        )
+
+    def start(words: list, *, skip: bool = False) -> str:
+        model = reading(words)
+        warm_start.start(
+            model,
+            Settings(init_from=str(file), init_skip_mismatched=skip),
+            task_state=TaskState(None, model),
+            metric=MainMetric("accuracy"),
+        )
+        return capsys.readouterr().out
+
+    file = tmp_path / "model.keras"
+    reading(["a", "b"]).save(file)
+    assert "note" not in start(["a", "b"])
+    words = "has a vocabulary or boundaries that the model has not"
+    refused(lambda: start(["b", "a"]), f"--init_from={file} {words}")
+    assert "note: " in start(["b", "a"], skip=True)
+
+
+def test_a_vocabulary_that_a_keras_file_does_not_have_is_named(tmp_path, capsys):
+    """The task alone holds it."""
+    network().save(tmp_path / "model.keras")
+    lookup = keras.layers.StringLookup(vocabulary=["a"], name="words")
+    starting(tmp_path / "model.keras", SimpleNamespace(lookup=lookup))
+    assert (
+        "does not have the vocabulary or boundaries of words" in capsys.readouterr().out
+    )
+
+
+def test_classes_of_another_order_beside_a_keras_file_are_told(tmp_path, capsys):
+    network().save(tmp_path / "model.keras")
+    for card, is_told in (
+        (None, False),
+        (["cat", "dog"], False),
+        (["dog", "cat"], True),
+    ):
+        if card:
+            text = json.dumps({"class_names": card})
+            (tmp_path / "card.json").write_text(text)
+        model = network()
+        warm_start.start(
+            model,
+            Settings(init_from=str(tmp_path / "model.keras")),
+            task_state=TaskState(None, model),
+            metric=MainMetric("accuracy"),
+            class_names=["cat", "dog"],
+        )
+        assert ("another class" in capsys.readouterr().out) == is_told
 
 
 def test_the_best_to_start_from_is_by_the_tasks_mode(tmp_path, capsys):

@@ -7,6 +7,7 @@ so that one reader gives both sides their names.
 
 import contextlib
 import io
+import json
 import math
 import re
 import tempfile
@@ -24,7 +25,9 @@ import numpy as np
 from hvdkit.checkpoint import files
 from hvdkit.train.step.state import to_snake_case
 
-_WEIGHTS = "model.weights.h5"  # This part of a .keras file holds the weights.
+# Parts of a .keras file: the weights, and what describes the model.
+_WEIGHTS = "model.weights.h5"
+_CONFIG = "config.json"
 _MOST_PACKED = 1_100  # One stored byte unpacks to at most so many: gzip reaches 1,032.
 _DEEPEST = 100  # Groups may lie in each other so deep.
 _FILTERS = {
@@ -51,17 +54,66 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
     Raises ValueError, in one line, where it is damaged.
     """
-    try:
-        with path.open("rb") as content, zipfile.ZipFile(content) as archive:
-            files.check_zip(archive, content)
-            weights = io.BytesIO(archive.read(_WEIGHTS))
+    with _opened(path, _WEIGHTS) as archive:
+        weights = io.BytesIO(archive.read(_WEIGHTS))
         check_values(weights)
         with h5py.File(weights) as file:
             return {
                 name: array_of(entry.values) for name, entry in entries(file).items()
             }
-    except KeyError:
-        raise ValueError(f"{path} cannot be read: it holds no {_WEIGHTS}") from None
+
+
+def tables(path: Path) -> set[str]:
+    """Vocabularies and boundaries that a .keras file holds, each as a text of lines.
+
+    Raises ValueError, in one line, where it is damaged.
+    """
+    texts = set()
+    with _opened(path, _CONFIG) as archive:
+        for name in archive.namelist():
+            # Keras writes a vocabulary so that a layer was not given when it was made.
+            if name.startswith("assets/") and name.endswith("/vocabulary.txt"):
+                texts.add(archive.read(name).decode())
+        left = [json.loads(archive.read(_CONFIG))]
+        while left:
+            part = left.pop()
+            if isinstance(part, list):
+                left += part
+            if not isinstance(part, dict):
+                continue
+            left += part.values()
+            if isinstance(part.get("vocabulary"), list):
+                texts.add(_lines(part["vocabulary"]))
+            if isinstance(part.get("bin_boundaries"), list):
+                texts.add(_lines(np.array(part["bin_boundaries"], np.float32)))
+    return texts
+
+
+def texts_of_table(layer: keras.Layer) -> set[str]:
+    """What `tables` gives of a file with this layer: its words may include special ones, or not."""
+    boundaries = getattr(layer, "bin_boundaries", None)
+    if boundaries is not None:
+        return {_lines(np.array(boundaries, np.float32))}
+    texts = {_lines(layer.get_vocabulary())}
+    # A project's own layer may know no special ones.
+    with contextlib.suppress(TypeError):
+        texts.add(_lines(layer.get_vocabulary(include_special_tokens=False)))
+    return texts
+
+
+def _lines(entries: Iterable[Any]) -> str:
+    return "\n".join(str(entry) for entry in entries)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, part: str) -> Iterator[zipfile.ZipFile]:
+    """A .keras file with this part; whatever fails becomes a ValueError of one line."""
+    try:
+        with path.open("rb") as content, zipfile.ZipFile(content) as archive:
+            files.check_zip(archive, content)
+            if part not in archive.namelist():
+                raise ValueError(f"it holds no {part}")
+            yield archive
     except Exception as error:
         # zipfile and h5py raise errors of many kinds for a damaged file.
         lines = str(error).splitlines() or [type(error).__name__]

@@ -1,14 +1,16 @@
 """Weights to start from: of another run, a .keras file or a keras.applications backbone."""
 
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 
-from hvdkit import logs
+from hvdkit import logs, whole_files
 from hvdkit.checkpoint import files, keras_weights, lora
 from hvdkit.logs import join
 from hvdkit.ranks.world import raw
@@ -38,9 +40,7 @@ def start(
     if is_run:
         path = _best(path, metric)
     faults = load(model, path, config.init_skip_mismatched, averages=config.init_ema)
-    names_there = (
-        [] if path.suffix == ".keras" else files.card_of(path).get("class_names")
-    )
+    names_there = _card_of(path).get("class_names")
     if names_there and class_names and [*names_there] != [*class_names]:
         logs.say(
             f"note: classes are {join(class_names, 4)} here, and were {join(names_there, 4)} "
@@ -63,6 +63,20 @@ def start(
     _start_task(task_state, path, config.init_skip_mismatched)
 
 
+def _card_of(path: Path) -> dict[str, Any]:
+    """The data card of a checkpoint, or that which `hvdkit export` writes beside model.keras."""
+    if path.suffix != ".keras":
+        return files.card_of(path)
+    file = path.with_name("card.json")
+    # A person's own file may have this name.
+    with contextlib.suppress(OSError, ValueError):
+        text = whole_files.read(file, whole_files.JSON_BYTES)
+        card = whole_files.from_json(text, file)
+        if isinstance(card, dict) and isinstance(card.get("class_names"), list):
+            return card
+    return {}
+
+
 def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
     """Sets what the task holds to a checkpoint's values; a .keras file has none.
 
@@ -70,7 +84,11 @@ def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
     and what is not used. Raises ValueError, unless `skip`: a value does not fit, or a lookup table
     is another one.
     """
-    arrays = {} if path.suffix == ".keras" else files.read(path, ("task/", "table/"))
+    arrays = {}
+    if path.suffix == ".keras":
+        _check_tables(task_state, path, skip)
+    else:
+        arrays = files.read(path, ("task/", "table/"))
     tables = {
         name: digest for name, digest in arrays.items() if name.startswith("table/")
     }
@@ -113,6 +131,37 @@ def _start_task(task_state: TaskState, path: Path, skip: bool) -> None:
         logs.say(f"note: the task holds these, left as made: {_listed(faults)}")
     if unused:
         logs.say(f"note: of {path} is not used: {join(unused, 4)}")
+
+
+def _check_tables(task_state: TaskState, path: Path, skip: bool) -> None:
+    """Raises ValueError, unless `skip`, where a .keras file has another vocabulary or boundaries.
+
+    Notes the layers whose table the file does not have, as those that the task alone holds.
+    """
+    if not task_state.tables:
+        return
+    try:
+        there = keras_weights.tables(path)
+    except ValueError as error:
+        raise ValueError(f"--init_from={error}") from None
+    here: set[str] = set()
+    unknown = []
+    for layer in task_state.tables:
+        texts = keras_weights.texts_of_table(layer)
+        here |= texts
+        if not there & texts:
+            unknown.append(layer.path or layer.name)
+    if there - here and not skip:
+        raise ValueError(
+            f"--init_from={path} has a vocabulary or boundaries that the model has not, so its "
+            "weights are of other words or bins: give the layer those of the file. "
+            "--init_skip_mismatched takes the weights all the same"
+        )
+    if unknown:
+        logs.say(
+            f"note: {path} does not have the vocabulary or boundaries of {join(unknown, 4)}: its "
+            "weights fit only if they were trained with these"
+        )
 
 
 def _is_of_new_run(name: str, task_state: TaskState) -> bool:

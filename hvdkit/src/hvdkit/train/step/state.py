@@ -76,6 +76,11 @@ class TaskState:
             self.variables[f"lora/{names[id(raw(first))]}"] = variable
             self._scales[id(first)] = variable
 
+    @property
+    def tables(self) -> list[keras.Layer]:
+        """Layers with a vocabulary or boundaries."""
+        return [layer for layer, _ in self._tables]
+
     def _visit(self, value: Any, name: str) -> None:
         if isinstance(value, (list, tuple)):
             value = dict(enumerate(value))
