@@ -530,11 +530,13 @@ def test_what_is_in_the_way_is_refused(checkout):
         ("-dev", "^onnx==.*", "", "onnx==.* of uv.lock is not in requirements-dev.txt"),
     ],
 )
-def test_a_lock_of_other_requirements_is_refused(checkout, file, old, new, said):
+def test_a_lock_of_other_requirements_is_refused(
+    checkout, stopped, file, old, new, said
+):
     path = checkout / f"requirements{file}.txt"
     text = re.sub(old, new, path.read_text(), count=1, flags=re.MULTILINE)
     path.write_text(f"{text}\n")
-    assert re.search(f"error: {said}", complaint(setup(checkout)))
+    assert re.search(f"error: {said}", complaint(setup(checkout, **stopped)))
 
 
 def test_a_lock_knows_requirements_in_any_spelling(checkout, stopped):
@@ -560,14 +562,14 @@ def test_a_lock_knows_requirements_in_any_spelling(checkout, stopped):
 
 @pytest.mark.parametrize("way", ["setup", "lock"])
 @pytest.mark.parametrize("text", [None, "<<<<<<< HEAD\n", ""])
-def test_a_lock_that_cannot_be_read_is_named(checkout, way, text):
+def test_a_lock_that_cannot_be_read_is_named(checkout, stopped, way, text):
     lock = checkout / "template/uv.lock"
     lock.unlink()
     fault = "is missing"
     if text is not None:
         lock.write_text(text)
         fault = "cannot be read"
-    said = complaint(run("make", "-C", checkout, way))
+    said = complaint(run("make", "-C", checkout, way, **stopped))
     assert said.startswith(f"error: {lock} {fault}")
     assert f"by `git checkout HEAD -- {lock}`, then make lock" in said
 
