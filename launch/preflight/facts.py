@@ -344,7 +344,10 @@ def unheard(name: str) -> str:
     local = set()
     for entries in psutil.net_if_addrs().values():
         local.update(entry.address for entry in entries)
-    for address in local.intersection(resolved):
+    for address in resolved:
+        # Debian names a host 127.0.1.1.
+        if ("127.0.0.1" if address.startswith("127.") else address) not in local:
+            continue
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family) as listener:
             listener.bind((address, 0))

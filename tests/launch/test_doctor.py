@@ -594,6 +594,11 @@ def test_addresses_of_the_network_that_mpi_takes(
         assert "there: eth0 (10.0.0.1)" in todo and level == "fatal"
 
 
+def test_gloo_listens_at_the_address_that_debian_gives_to_a_name():
+    assert facts.unheard("127.0.1.1") == facts.unheard("127.0.0.1") == ""
+    assert facts.unheard("192.0.2.7") == "resolves to 192.0.2.7, no address of it"
+
+
 def test_a_log_of_nccl_s_that_a_user_wants_stays(tmp_path, monkeypatch):
     log = tmp_path / "doctor-reports" / "nccl.log"
     log.parent.mkdir()

@@ -216,8 +216,10 @@ def gloo_fault() -> str:
             socket.socket(family, kind, protocol) as listener,
         ):
             listener.bind(address)
-            # A process can bind to 127.0.0.1 although loopback is off.
-            if address[0] in addresses_here:
+            # A process can bind to 127.0.0.1, and to 127.0.1.1, Debian's address of a host's name,
+            # although loopback is off.
+            is_loopback = address[0].startswith("127.")
+            if ("127.0.0.1" if is_loopback else address[0]) in addresses_here:
                 return ""
     return (
         f"the name of this host, {name}, leads to no address of it, and Gloo needs one: add the "
