@@ -218,7 +218,7 @@ def gloo_fault() -> str:
             listener.bind(address)
             # A process can bind to 127.0.0.1, and to 127.0.1.1, Debian's address of a host's name,
             # although loopback is off.
-            is_loopback = address[0].startswith("127.")
+            is_loopback = str(address[0]).startswith("127.")
             if ("127.0.0.1" if is_loopback else address[0]) in addresses_here:
                 return ""
     return (
