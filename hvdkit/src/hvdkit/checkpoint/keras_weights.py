@@ -7,7 +7,6 @@ so that one reader gives both sides their names.
 
 import contextlib
 import io
-import json
 import math
 import re
 import tempfile
@@ -22,6 +21,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
+from hvdkit import whole_files
 from hvdkit.checkpoint import files
 from hvdkit.train.step.state import to_snake_case
 
@@ -74,7 +74,7 @@ def tables(path: Path) -> set[str]:
             # Keras writes a vocabulary so that a layer was not given when it was made.
             if name.startswith("assets/") and name.endswith("/vocabulary.txt"):
                 texts.add(archive.read(name).decode())
-        left = [json.loads(archive.read(_CONFIG))]
+        left = [whole_files.from_json(archive.read(_CONFIG), _CONFIG)]
         while left:
             part = left.pop()
             if isinstance(part, list):

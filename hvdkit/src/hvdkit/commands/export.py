@@ -188,7 +188,7 @@ def export(
     """
     if world.size > 1:
         raise Stop(WRONG_USE, "hvdkit export writes one model: start it on one rank")
-    if arguments.onnx and config.precision == "bfloat16":
+    if config.precision == "bfloat16" and arguments.onnx:
         raise Stop(
             WRONG_USE,
             "--onnx: the run has --precision=bfloat16, which tf2onnx and ONNX Runtime do not "
