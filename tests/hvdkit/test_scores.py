@@ -29,7 +29,7 @@ ERRORS += [
     "nll",
 ]
 ERRORS += ["rms", "bits_a_byte", "fvd", "min_ADE"]
-ERRORS += ["PER", "val_per", "ser", "mean_wQL", "MSIS", "ND", "mean_rank", "SQL"]
+ERRORS += ["PER", "val_per", "ser", "mean_wQL", "MSIS", "mean_rank", "SQL"]
 ERRORS += ["edit distance", "false_positives", "mape2", "l1", "cross_entropy", "nrmse"]
 OTHERS = [
     "accuracy",

@@ -24,7 +24,7 @@ _WORDS = """
     dists ergas dcf hter apcer acer ser wql msis
 """
 # Words that name an error at a name's end: of val_per and mean_rank, not of per_class_recall.
-_LAST_WORDS = "per nd rank sql"
+_LAST_WORDS = "per rank sql"
 
 
 class Score(NamedTuple):

@@ -462,9 +462,48 @@ def test_a_keras_file_of_another_vocabulary_is_refused(make, tmp_path, capsys):
     file = tmp_path / "model.keras"
     reading(["a", "b"]).save(file)
     assert "note" not in start(["a", "b"])
-    words = "has a vocabulary or boundaries that the model has not"
+    words = "has a vocabulary, special words or boundaries that the model has not"
     refused(lambda: start(["b", "a"]), f"--init_from={file} {words}")
     assert "note: " in start(["b", "a"], skip=True)
+
+
+@keras.saving.register_keras_serializable()
+class Marked(keras.layers.Layer):
+    """Puts two words before those that it is given."""
+
+    def __init__(self, vocabulary: list, **options) -> None:
+        super().__init__(**options)
+        self.vocabulary = vocabulary
+        self.lookup = keras.layers.StringLookup(vocabulary=["<s>", "</s>", *vocabulary])
+
+    def get_config(self) -> dict:
+        return super().get_config() | {"vocabulary": self.vocabulary}
+
+    def call(self, words):
+        return self.lookup(words)
+
+
+def test_special_words_of_a_keras_file_are_compared(tmp_path):
+    def start(lookup: keras.layers.Layer) -> None:
+        model = model_of(lookup)
+        warm_start.start(
+            model,
+            Settings(init_from=str(tmp_path / "model.keras")),
+            task_state=TaskState(None, model),
+            metric=MainMetric("accuracy"),
+        )
+
+    def model_of(lookup: keras.layers.Layer) -> keras.Model:
+        x = keras.Input((1,), dtype="string")
+        y = keras.layers.Embedding(9, 2)(lookup(x))
+        return keras.Model(x, keras.layers.GlobalAveragePooling1D()(y))
+
+    model_of(given_words(["a", "b"])).save(tmp_path / "model.keras")
+    start(given_words(["a", "b"]))
+    masked = keras.layers.StringLookup(vocabulary=["a", "b"], mask_token="")
+    refused(lambda: start(masked), "has a vocabulary, special words or boundaries")
+    model_of(Marked(["a", "b"])).save(tmp_path / "model.keras")
+    start(Marked(["a", "b"]))
 
 
 def test_a_vocabulary_that_a_keras_file_does_not_have_is_named(tmp_path, capsys):

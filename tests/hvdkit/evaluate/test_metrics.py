@@ -168,6 +168,9 @@ def test_a_mask_that_operations_lost_counts_too():
             sums(metric, lambda tags, pooled: tf.squeeze(tf.sigmoid(tags), -1))
         sums(metric, lambda tags, pooled: tf.sigmoid(pooled))
     sums(keras.metrics.BinaryAccuracy(), lambda tags, pooled: tags)
+    # It leaves out padding by the labels.
+    by_labels = keras.metrics.MeanIoU(2, ignore_class=-1)
+    sums(by_labels, lambda tags, pooled: tf.round(tf.squeeze(tf.sigmoid(tags), -1)))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +193,21 @@ def test_probabilities_are_asked_for_where_keras_clips_to_them(metric):
         scores.sums(labels, -probabilities)
     # NaN and rounding are of other causes.
     scores.sums(labels, tf.constant([[math.nan], [1.004]]))
+    # A weight of 0 leaves a prediction out.
+    scores.sums(labels, tf.constant([[9.0], [0.5]]), tf.constant([0.0, 1.0]))
+
+
+class OfLogits(keras.metrics.AUC):
+    """Makes its own probabilities."""
+
+    def update_state(self, labels, logits, sample_weight=None):
+        return super().update_state(labels, tf.sigmoid(logits), sample_weight)
+
+
+def test_a_metric_of_ones_own_may_make_its_probabilities():
+    scores = metrics.KerasMetrics(auc=OfLogits())
+    labels, probabilities = BINARY
+    scores.sums(labels, probabilities * 10)
 
 
 def test_an_auc_of_logits_says_so():

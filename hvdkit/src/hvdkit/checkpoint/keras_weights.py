@@ -12,7 +12,7 @@ import re
 import tempfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -64,7 +64,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
 
 
 def tables(path: Path) -> set[str]:
-    """Vocabularies and boundaries that a .keras file holds, each as a text of lines.
+    """Vocabularies, special words and boundaries of Keras's layers in a .keras file, as texts.
 
     Raises ValueError, in one line, where it is damaged.
     """
@@ -82,11 +82,29 @@ def tables(path: Path) -> set[str]:
             if not isinstance(part, dict):
                 continue
             left += part.values()
-            if isinstance(part.get("vocabulary"), list):
-                texts.add(_lines(part["vocabulary"]))
-            if isinstance(part.get("bin_boundaries"), list):
-                texts.add(_lines(np.array(part["bin_boundaries"], np.float32)))
+            # What a project's own layer calls its vocabulary may be part of one.
+            if part.get("module") == "keras.layers" and isinstance(
+                part["config"], dict
+            ):
+                texts |= _texts_of_config(part["config"])
     return texts
+
+
+def _texts_of_config(config: dict[str, Any]) -> set[str]:
+    texts = special_words(config)
+    if isinstance(config.get("vocabulary"), list):
+        texts.add(_lines(config["vocabulary"]))
+    if isinstance(config.get("bin_boundaries"), list):
+        texts.add(_lines(np.array(config["bin_boundaries"], np.float32)))
+    return texts
+
+
+def special_words(config: Mapping[str, Any]) -> set[str]:
+    """A text of what a lookup layer puts before its vocabulary; none for other layers."""
+    if "num_oov_indices" not in config:
+        return set()
+    names = ("num_oov_indices", "mask_token", "oov_token")
+    return {_lines(f"{name}: {config.get(name)}" for name in names)}
 
 
 def texts_of_table(layer: keras.Layer) -> set[str]:

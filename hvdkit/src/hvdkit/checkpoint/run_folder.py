@@ -67,7 +67,8 @@ def begin(
     _check_links(run_dir)
     folder = run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
-    _check_mount(folder)
+    if checkpoint is None or not checkpoint.is_own:
+        _check_mount(folder)
     if checkpoint is None and listed is not None:
         _check_none_came(folder, listed)
     lease.take(run_dir)
@@ -158,7 +159,8 @@ def _check_mount(folder: Path) -> None:
     if _mount_of(folder) != _mount_of(folder.parent):
         raise ValueError(
             f"{folder} is a mount of its own, so its checkpoints could not be set aside: mount "
-            f"{folder.parent} instead, or give a --run_dir on that disk"
+            f"{folder.parent} instead, with a folder {folder.name} in it, or give a --run_dir on "
+            "that disk"
         )
 
 

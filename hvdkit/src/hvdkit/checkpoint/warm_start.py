@@ -148,13 +148,13 @@ def _check_tables(task_state: TaskState, path: Path, skip: bool) -> None:
     unknown = []
     for layer in task_state.tables:
         texts = keras_weights.texts_of_table(layer)
-        here |= texts
+        here |= texts | keras_weights.special_words(layer.get_config())
         if not there & texts:
             unknown.append(layer.path or layer.name)
     if there - here and not skip:
         raise ValueError(
-            f"--init_from={path} has a vocabulary or boundaries that the model has not, so its "
-            "weights are of other words or bins: give the layer those of the file. "
+            f"--init_from={path} has a vocabulary, special words or boundaries that the model has "
+            "not, so its weights are of other words or bins: give the layer those of the file. "
             "--init_skip_mismatched takes the weights all the same"
         )
     if unknown:

@@ -166,13 +166,15 @@ class KerasMetrics:
             if len(batch) == 2 and _counts_padding(metric, batch[1]):
                 raise ValueError(
                     f"{name}: {type(metric).__name__} counts padding: give the weights of samples "
-                    "as third argument, as tf.cast(mask, tf.float32)"
+                    "as third argument, as tf.cast(mask, tf.float32), or weights of 1 where it "
+                    "leaves padding out by itself"
                 )
             with tf.init_scope():
                 _require_sums(name, metric, batch)
             parts = list(batch)
-            if isinstance(metric, _OF_PROBABILITIES):
-                parts[1] = _require_probabilities(name, metric, batch[1])
+            # A subclass may make its own probabilities of what it is given.
+            if type(metric) in _OF_PROBABILITIES:
+                parts[1] = _require_probabilities(name, metric, batch)
             empty = [tf.zeros(v.shape, v.dtype) for v in metric.variables]
             state = metric.stateless_update_state(empty, *parts)
             for place, value in enumerate(state):
@@ -215,8 +217,11 @@ def _counts_padding(metric: keras.metrics.Metric, predictions: tf.Tensor) -> boo
     """Whether a mask of Keras hides predictions that the metric counts.
 
     Keras hides padding from means of a function alone, if the mask is on the very predictions; an
-    operation on a model's outputs, as a sigmoid, leaves the mask behind.
+    operation on a model's outputs, as a sigmoid, leaves the mask behind. A metric with an
+    `ignore_class` leaves out padding by the labels.
     """
+    if getattr(metric, "ignore_class", None) is not None:
+        return False
     if getattr(predictions, "_keras_mask", None) is not None:
         return not isinstance(metric, keras.metrics.MeanMetricWrapper)
     if not tf.is_symbolic_tensor(predictions) or (predictions.shape.rank or 0) < 2:
@@ -238,16 +243,23 @@ def _counts_padding(metric: keras.metrics.Metric, predictions: tf.Tensor) -> boo
 
 
 def _require_probabilities(
-    name: str, metric: keras.metrics.Metric, predictions: tf.Tensor
+    name: str, metric: keras.metrics.Metric, batch: Sequence[tf.Tensor]
 ) -> tf.Tensor:
     """The predictions; when it runs, InvalidArgumentError names one that is no probability.
 
-    Not NaN, which has a sentence of its own.
+    Not NaN, which has a sentence of its own, nor where weights of samples, [batch], are 0.
     """
+    predictions = batch[1]
     if metric.get_config().get("from_logits"):
         return predictions
     values = tf.cast(predictions, tf.float32)
     is_outside = (values < -_ROUNDING) | (values > 1 + _ROUNDING)
+    if len(batch) > 2:
+        # Weights have the first axes of the predictions.
+        counts = batch[2] != 0
+        for _ in range(values.shape.rank - counts.shape.rank):
+            counts = counts[..., tf.newaxis]
+        is_outside &= counts
     kind = type(metric).__name__
     instead = "tf.sigmoid(outputs)"
     if isinstance(metric, keras.metrics.AUC):
