@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Its name, extras and versions, up to markers.
 REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)\s*(\[[^]]*\])?\s*\(?([^;)]*)")
+# Where a package comes from, if from no index.
+SOURCES = {"directory", "editable", "virtual", "path", "git", "url"}
 
 
 def main(mode: str, project: Path) -> None:
@@ -19,14 +21,22 @@ def main(mode: str, project: Path) -> None:
     requires: list[dict] = []
     for package in packages:
         if "." in package["source"].values():
-            requires = package["metadata"]["requires-dist"]
+            requires = package.get("metadata", {}).get("requires-dist", [])
+    about = tomllib.loads((project / "pyproject.toml").read_text())
+    own = about.get("project", {})
+    files = about.get("tool", {}).get("setuptools", {}).get("dynamic", {})
+
     for_runs = [entry for entry in requires if "extra" not in entry.get("marker", "")]
-    for_development = [
-        entry for entry in requires if "extra == 'dev'" in entry.get("marker", "")
-    ]
-    compare(project / "requirements.txt", for_runs)
-    if (project / "requirements-dev.txt").exists():  # an image is built without it
-        compare(project / "requirements-dev.txt", for_development)
+    lines = own.get("dependencies", [])
+    compare(project, files.get("dependencies"), lines=lines, requires=for_runs)
+    files_of_extras = files.get("optional-dependencies", {})
+    lines_of_extras = own.get("optional-dependencies", {})
+    for extra in [*files_of_extras, *lines_of_extras]:
+        marker = f"extra == '{extra}'"
+        entries = [entry for entry in requires if marker in entry.get("marker", "")]
+        lines = lines_of_extras.get(extra, [])
+        listed = files_of_extras.get(extra)
+        compare(project, listed, lines=lines, requires=entries)
 
 
 def read(path: Path) -> list[dict]:
@@ -43,13 +53,30 @@ def read(path: Path) -> list[dict]:
     )
 
 
-def compare(file: Path, requires: list[dict]) -> None:
-    """Ends the program where a line of the file has no entry in the lock, or an entry no line."""
-    wanted = set(requirements(file))
+def compare(
+    project: Path, listed: dict | None, *, lines: list[str], requires: list[dict]
+) -> None:
+    """Ends the program where a requirement has no entry in the lock, or an entry no requirement.
+
+    `listed`: pyproject.toml's {file = ...}, a name or several; `lines`: those of that file itself.
+    """
+    names = (listed or {}).get("file", [])
+    files = [project / name for name in ([names] if isinstance(names, str) else names)]
+    if not all(file.exists() for file in files):  # an image is built without some
+        return
+    wanted = set(requirements("\n".join(lines)))
+    for file in files:
+        wanted |= set(requirements(file.read_text()))
+    where = " and ".join(file.name for file in files) or "pyproject.toml"
     locked = set()
     for entry in requires:
         extras = ",".join(entry.get("extras", []))
         locked.add(spelled(entry["name"], extras, entry.get("specifier", "")))
+        if (
+            SOURCES & entry.keys()
+        ):  # from a folder or an address, where it has no versions
+            same = spelled(entry["name"], extras, "")
+            wanted = {same if is_of(text, same) else text for text in wanted}
     for new in sorted(wanted - locked):
         name = re.split("[^a-z0-9-]", new)[0]
         old = [
@@ -60,15 +87,20 @@ def compare(file: Path, requires: list[dict]) -> None:
             if old
             else ": make lock"
         )
-        sys.exit(f"error: {new} of {file.name} is not in uv.lock{has}")
+        sys.exit(f"error: {new} of {where} is not in uv.lock{has}")
     for old in sorted(locked - wanted):
-        sys.exit(f"error: {old} of uv.lock is not in {file.name}: make lock")
+        sys.exit(f"error: {old} of uv.lock is not in {where}: make lock")
 
 
-def requirements(file: Path) -> list[str]:
+def is_of(text: str, name: str) -> bool:
+    """Whether it is this package with its extras, of some versions."""
+    return text == name or (text.startswith(name) and text[len(name)] in "<>=!~")
+
+
+def requirements(text: str) -> list[str]:
     """The lines of a file as the lock has them; of a package by its address, the name."""
     found = []
-    for line in file.read_text().replace("\\\n", " ").splitlines():
+    for line in text.replace("\\\n", " ").splitlines():
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         parts = REQUIREMENT.match(text)
         if parts:

@@ -560,6 +560,27 @@ def test_a_lock_knows_requirements_in_any_spelling(checkout, stopped):
     assert "has no address" in complaint(setup(checkout, **stopped))
 
 
+def test_a_lock_of_requirements_in_two_files(checkout, stopped):
+    main = checkout / "requirements.txt"
+    [moved] = re.findall("^h5py==.*", main.read_text(), re.MULTILINE)
+    main.write_text(main.read_text().replace(moved, ""))
+    further = checkout / "template/requirements-further.txt"
+    further.write_text(moved)
+    about = checkout / "template/pyproject.toml"
+    one, two = '"requirements.txt"', '["requirements.txt", "requirements-further.txt"]'
+    about.write_text(about.read_text().replace(one, two))
+    assert "has no address" in complaint(setup(checkout, **stopped))
+    # A package from a folder has no versions in the lock.
+    lock = checkout / "template/uv.lock"
+    entry = r'\{ name = "keras", specifier = .*? \}'
+    from_folder = '{ name = "keras", directory = "keras" }'
+    lock.write_text(re.sub(entry, from_folder, lock.read_text()))
+    assert "has no address" in complaint(setup(checkout, **stopped))
+    further.write_text(f"{moved}\neinops>=2")
+    said = "einops>=2 of requirements.txt and requirements-further.txt is not in"
+    assert said in complaint(setup(checkout, **stopped))
+
+
 @pytest.mark.parametrize("way", ["setup", "lock"])
 @pytest.mark.parametrize("text", [None, "<<<<<<< HEAD\n", ""])
 def test_a_lock_that_cannot_be_read_is_named(checkout, stopped, way, text):

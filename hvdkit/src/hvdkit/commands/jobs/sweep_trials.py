@@ -488,7 +488,8 @@ def _is_log(space: SearchSpace, name: str) -> bool:
 
 def _check_launch(launch: Sequence[str]) -> None:
     """Raises ValueError for a flag of the script in --launch: best.cfg would lack it."""
-    scripts = [place for place, word in enumerate(launch) if word.endswith(".py")]
+    names = [Path(word).name for word in launch]
+    scripts = [place for place, name in enumerate(names) if name == "train.py"]
     for word in launch[scripts[-1] :] if scripts else ():
         if word.startswith("-"):
             raise ValueError(
