@@ -11,12 +11,14 @@ check               refuses a wrong command line, before anything slow is import
 write               settings as a flagfile that reads back to the same
 of_project          the fork's own Settings
 of_command          settings of a training command
+all_of_command      the same, with its flags that are no settings
 """
 
 from hvdkit.settings.all import Settings
 from hvdkit.settings.data import add_reader
 from hvdkit.settings.fields import setting
 from hvdkit.settings.parse import (
+    all_of_command,
     check,
     from_command_line,
     load,
@@ -30,6 +32,7 @@ from hvdkit.settings.parse import (
 __all__ = [
     "Settings",
     "add_reader",
+    "all_of_command",
     "check",
     "from_command_line",
     "load",

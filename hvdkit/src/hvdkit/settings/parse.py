@@ -30,11 +30,14 @@ def of_project() -> type[Settings]:
     return importlib.import_module("settings").Settings
 
 
-def of_command(words: Sequence[str]) -> tuple[Settings, list[Given]] | None:
-    """Settings of a training command, as its own project reads it; None if it does not train.
+def of_command(words: Sequence[str]) -> Settings | None:
+    """Settings of a training command, as its own project reads it; None if it does not train."""
+    found = all_of_command(words)
+    return found[0] if found else None
 
-    Also its flags that are no settings.
-    """
+
+def all_of_command(words: Sequence[str]) -> tuple[Settings, list[Given]] | None:
+    """As `of_command`, and with the command's flags that are no settings."""
     names = [Path(word).name for word in words]
     if "train.py" not in names:
         return None

@@ -20,7 +20,7 @@ from hvdkit.commands.jobs.process_tree import tell
 from hvdkit.commands.jobs.supervise import end_with_parent, hear
 from hvdkit.observe import records
 from hvdkit.scores import MainMetric, Score
-from hvdkit.settings import fields, of_command, runs, typed
+from hvdkit.settings import all_of_command, fields, runs, typed
 from hvdkit.settings.typed import path_argument
 from hvdkit.stop import BUG, DONE, PREEMPTED
 
@@ -83,7 +83,7 @@ def _settings(command: Sequence[str]) -> tuple[dict[str, str], dict[str, list[st
     Both are empty where it is no training command. Raises ValueError where each seed would begin
     from the same checkpoint.
     """
-    found = of_command(command)
+    found = all_of_command(command)
     if not found:
         return {}, {}
     settings, others = found

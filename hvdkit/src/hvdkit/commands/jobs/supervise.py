@@ -156,8 +156,7 @@ class Supervisor:
         self._options = options
         self._command = command
         self._command_files = [word for word in command if os.path.exists(word)]
-        found = of_command(command)
-        settings = found[0] if found else None
+        settings = of_command(command)
         if settings:
             _adapt(options, settings)
         folder = options.run_dir or (settings and Path(settings.run_dir))
