@@ -107,7 +107,7 @@ def test_a_shuffled_pack_holds_each_sample_once_in_another_order(
     assert "--shuffle=-1: give a seed" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command(root, "s3://some/set")
-    assert "--out=s3://some/set is a URL" in capsys.readouterr().err
+    assert "--out: s3://some/set: this is a URL" in capsys.readouterr().err
 
 
 BLACK = np.zeros((2, 12, 16, 3), np.uint8)

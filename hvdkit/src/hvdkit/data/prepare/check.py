@@ -21,7 +21,7 @@ from hvdkit.data.classes import doubt, numbered, relabelled
 from hvdkit.data.classes import of as names_of
 from hvdkit.data.labels import IGNORE, one_class
 from hvdkit.data.open import check_ids, check_once, kind_of, reader_of
-from hvdkit.data.readers import listing, pictures, records, remote
+from hvdkit.data.readers import listing, pictures, records
 from hvdkit.data.readers.pairs import ImageLabelFolder
 from hvdkit.data.source import Source, is_listed
 from hvdkit.settings import of_project, typed
@@ -372,10 +372,6 @@ def _arguments(argv: list[str]) -> Namespace:
     )
     parser.add_argument("--max_pixels", type=int, default=pictures.most_pixels)
     args = parser.parse_args(argv[1:])
-    if url := remote.url_of(args.data_dir):
-        parser.error(
-            f"--data_dir={url} is a URL: check the folder before it is copied there"
-        )
     if not args.data_dir.exists():
         parser.error(f"--data_dir={args.data_dir} does not exist")
     args.data_format = args.data_format or layout_of(args.data_dir)

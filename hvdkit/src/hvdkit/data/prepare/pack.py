@@ -27,7 +27,7 @@ from hvdkit.data.augment import image_ops
 from hvdkit.data.classes import doubt_of_files
 from hvdkit.data.labels import IGNORE
 from hvdkit.data.open import check_once, kind_of, reader_of, some_values
-from hvdkit.data.readers import pictures, records, remote
+from hvdkit.data.readers import pictures, records
 from hvdkit.data.sampler import permuted, share
 from hvdkit.data.source import Parts, Source, Wrapper, digest, sampled
 from hvdkit.launcher import launch_fault, launch_rank, launched_ranks
@@ -427,10 +427,6 @@ def main(argv: list[str]) -> int:
     if args.quality is not None and args.short_side is None:
         parser.error(
             "--quality is that of pictures which --short_side scales: give both, or none"
-        )
-    if url := remote.url_of(args.out):
-        parser.error(
-            f"--out={url} is a URL: pack into a folder, then copy that to the server"
         )
     if not args.root.exists():
         parser.error(f"--root={args.root} does not exist")
