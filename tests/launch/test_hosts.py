@@ -220,7 +220,7 @@ def left_of(run_dir: Path) -> list[str]:
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            commands.append(path.read_text())
+            commands.append(path.read_text(errors="replace"))
     return [command for command in commands if f"--run_dir={run_dir}\0" in command]
 
 
