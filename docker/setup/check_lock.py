@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Its name, extras and versions, up to markers.
 REQUIREMENT = re.compile(r"([A-Za-z0-9][\w.-]*)\s*(\[[^]]*\])?\s*\(?([^;)]*)")
+# The normal form of a name, at the beginning of a requirement.
+NAME = re.compile("[a-z0-9-]*")
 # Where a package comes from, if from no index.
 SOURCES = {"directory", "editable", "virtual", "path", "git", "url"}
 
@@ -26,17 +28,14 @@ def main(mode: str, project: Path) -> None:
     own = about.get("project", {})
     files = about.get("tool", {}).get("setuptools", {}).get("dynamic", {})
 
+    # The markers of an extra's entries name it.
     for_runs = [entry for entry in requires if "extra" not in entry.get("marker", "")]
     lines = own.get("dependencies", [])
     compare(project, files.get("dependencies"), lines=lines, requires=for_runs)
-    files_of_extras = files.get("optional-dependencies", {})
-    lines_of_extras = own.get("optional-dependencies", {})
-    for extra in [*files_of_extras, *lines_of_extras]:
-        marker = f"extra == '{extra}'"
+    for extra, listed in files.get("optional-dependencies", {}).items():
+        marker = f"extra == '{normal(extra)}'"
         entries = [entry for entry in requires if marker in entry.get("marker", "")]
-        lines = lines_of_extras.get(extra, [])
-        listed = files_of_extras.get(extra)
-        compare(project, listed, lines=lines, requires=entries)
+        compare(project, listed, lines=[], requires=entries)
 
 
 def read(path: Path) -> list[dict]:
@@ -72,22 +71,19 @@ def compare(
     for entry in requires:
         extras = ",".join(entry.get("extras", []))
         locked.add(spelled(entry["name"], extras, entry.get("specifier", "")))
-        if (
-            SOURCES & entry.keys()
-        ):  # from a folder or an address, where it has no versions
+        # A package from a folder or an address has no versions there.
+        if SOURCES & entry.keys():
             same = spelled(entry["name"], extras, "")
             wanted = {same if is_of(text, same) else text for text in wanted}
     for new in sorted(wanted - locked):
-        name = re.split("[^a-z0-9-]", new)[0]
-        old = [
-            text for text in sorted(locked) if re.split("[^a-z0-9-]", text)[0] == name
-        ]
-        has = (
-            f", which has {', '.join(old)}: make lock, or write it so"
-            if old
-            else ": make lock"
-        )
-        sys.exit(f"error: {new} of {where} is not in uv.lock{has}")
+        name = NAME.match(new)[0]
+        old = [text for text in sorted(locked) if NAME.match(text)[0] == name]
+        if old:
+            sys.exit(
+                f"error: {new} of {where} is not in uv.lock, which has {', '.join(old)}: make "
+                "lock, or write it so"
+            )
+        sys.exit(f"error: {new} of {where} is not in uv.lock: make lock")
     for old in sorted(locked - wanted):
         sys.exit(f"error: {old} of uv.lock is not in {where}: make lock")
 

@@ -576,6 +576,17 @@ def test_a_lock_of_requirements_in_two_files(checkout, stopped):
     from_folder = '{ name = "keras", directory = "keras" }'
     lock.write_text(re.sub(entry, from_folder, lock.read_text()))
     assert "has no address" in complaint(setup(checkout, **stopped))
+    # uv writes the name of an extra in its normal form.
+    (checkout / "template/requirements-docs.txt").write_text("einops>=2")
+    extra = 'optional-dependencies.My_Docs = { file = "requirements-docs.txt" }'
+    dev = "optional-dependencies.dev ="
+    about.write_text(about.read_text().replace(dev, f"{extra}\n{dev}"))
+    locked = (
+        """{ name = "einops", marker = "extra == 'my-docs'", specifier = ">=2" },"""
+    )
+    text = lock.read_text().replace(from_folder, f"{locked}\n    {from_folder}")
+    lock.write_text(text)
+    assert "has no address" in complaint(setup(checkout, **stopped))
     further.write_text(f"{moved}\neinops>=2")
     said = "einops>=2 of requirements.txt and requirements-further.txt is not in"
     assert said in complaint(setup(checkout, **stopped))

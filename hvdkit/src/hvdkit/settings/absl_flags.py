@@ -169,10 +169,9 @@ def resolve(settings: Room) -> None:
                 "its data are counted: read it in build_model or later, or give "
                 f"--{name} in steps"
             )
-    if values.get("batch_per_rank") and "global_batch_size" in _settings:
-        _settings[
-            "global_batch_size"
-        ].unknown_until = (
+    batch = _settings.get("global_batch_size")
+    if batch is not None and values.get("batch_per_rank"):
+        batch.unknown_until = (
             "its ranks are counted: read it in the task, or give --global_batch_size"
         )
 
